@@ -23,15 +23,17 @@ from millpond.cache.tiered.block_store import BlockStore
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
-from millpond.engine.chunk_loads import ChunkLoads
+from millpond.engine.chunk_load_source import ChunkLoadSource
 from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.disk_conflicts import check_disk
+from millpond.engine.file_loads import FileLoads
 from millpond.engine.forgotten import note_forgotten
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.integrity import check_pages, check_untainted
+from millpond.engine.loaded_chunks import LoadedChunks
 from millpond.engine.outputs import CacheSnapshot, EngineStats, FinishReason, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prefix_sharing import PrefixSharing
@@ -110,12 +112,12 @@ class Engine:
         self._files: SwapFiles | None = None
         self._prefixes: BlockStore | None = None
         self._chunks: ChunkReuse | None = None
-        self._loads: ChunkLoads | None = None
+        self._loads: FileLoads[LoadedChunks] | None = None
         self._sessions: SessionReuse | None = None
         try:
             if config.chunk_store is not None and mark is not None:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
-                self._loads = None if config.chunk_store.folder is None else ChunkLoads(self._chunks)
+                self._loads = None if config.chunk_store.folder is None else FileLoads(ChunkLoadSource(self._chunks))
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             self._prefixes = open_prefix_store(config)
             self._sharing = PrefixSharing(
@@ -135,7 +137,8 @@ class Engine:
             if whole_mark is not None and config.cache_dir is not None:
                 check_continues(recipe, config.method)
                 store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
-                self._sessions = SessionReuse(store, self._model, whole_mark, self._sharing.has)
+                sharing = self._sharing
+                self._sessions = SessionReuse(store, self._model, whole_mark, sharing.has, sharing.known_tokens)
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._let_go()
@@ -247,7 +250,7 @@ class Engine:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(live)
         self._trunks.leave(live)
-        self._release_chunks(live)
+        self._release_loaded(live)
         if live.stack is not None:
             live.stack.clear()
         elif live.job.read == live.job.prompt:
@@ -278,6 +281,9 @@ class Engine:
         """
         live = self._transfer.take(RequestSnapshot.from_bytes(data), self._live.__contains__)
         self._live[live.request.request_id] = live
+        if live.stack is None and not live.job.read:
+            for loads in self._all_loads():
+                loads.add(live)
         self._stats = self._count()
         return live.request.request_id
 
@@ -329,8 +335,8 @@ class Engine:
             self._sampler.start(answer.key, live.request.params, live.ids, answer.index, grammar, bans, known=known)
         self._live[live.request.request_id] = live
         self._scheduler.add(live.job)
-        if live.spans and self._loads is not None:
-            self._loads.add(live)
+        for loads in self._all_loads():
+            loads.add(live)
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
@@ -418,8 +424,8 @@ class Engine:
         for job in self._scheduler.expired(time.monotonic()):
             changed.append(live := self._live[job.key])
             self._end(live, "deadline")
-        if self._loads is not None:
-            self._loads.advance()
+        for loads in self._all_loads():
+            loads.advance()
         began = time.perf_counter()
         step = self._scheduler.plan()
         for live in self._live.values():
@@ -438,8 +444,9 @@ class Engine:
                 self._scheduler.took_seconds(step, took)
                 if self.watch is not None:
                     self.watch(step, took)
-            elif self._loads is not None and not changed:
-                self._loads.wait()
+            elif not changed:
+                for loads in self._all_loads():
+                    loads.wait()
         except Exception as error:
             changed += self._break_off(groups, reading, error)
             if not isinstance(error, MillpondError):
@@ -483,7 +490,7 @@ class Engine:
             live.stack = None
         live.group.leave()
         self._trunks.leave(live)
-        self._release_chunks(live)
+        self._release_loaded(live)
         if self._tier is not None:
             self._tier.release(live.request.request_id)
         self._scheduler.remove(live.job)
@@ -492,12 +499,17 @@ class Engine:
         self._finished += 1
         self._evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
 
-    def _release_chunks(self, live: RequestState) -> None:
-        """A request needs no more chunks of the store."""
-        if self._loads is not None:
-            self._loads.forget(live)
+    def _release_loaded(self, live: RequestState) -> None:
+        """A request needs no more chunks of the store, nor a stored turn."""
+        for loads in self._all_loads():
+            loads.forget(live)
         if live.blend is not None:
             live.blend.release()
+
+    def _all_loads(self) -> list[FileLoads[Any]]:
+        """What requests may wait for."""
+        turns = None if self._sessions is None else self._sessions.loads
+        return [loads for loads in (self._loads, turns) if loads is not None]
 
     def _end(self, live: RequestState, reason: FinishReason) -> None:
         """All answers of a request end as they are; a trunk is let go."""
@@ -534,8 +546,8 @@ class Engine:
         return self._model_mark
 
     def _let_go(self) -> None:
-        if self._loads is not None:
-            self._loads.close()
+        for loads in self._all_loads():
+            loads.close()
         self._model.close()
         if self._sessions is not None:
             self._sessions.store.close()

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import Pages
-from millpond.engine.chunk_loads import ChunkLoads
 from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
 from millpond.engine.decode_group import DecodeGroup, figures_of
+from millpond.engine.file_loads import FileLoads
 from millpond.engine.forgotten import note_forgotten
+from millpond.engine.loaded_chunks import LoadedChunks
 from millpond.engine.model_step import PromptSegment, run
 from millpond.engine.prefix_sharing import PrefixSharing, together
 from millpond.engine.request_state import RequestState
@@ -51,7 +52,7 @@ class StepExecutor:
         live: Mapping[str, RequestState],
         tokenizer: object,
         chunks: ChunkReuse | None = None,
-        loads: ChunkLoads | None = None,
+        loads: FileLoads[LoadedChunks] | None = None,
         sessions: SessionReuse | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter(
@@ -165,6 +166,8 @@ class StepExecutor:
         if live.job.read or live.stack is not None:
             return min(n, self._sharing.next_stop(live) - live.job.read)
         shared = self._trunks.begin(live)
+        if shared and self._sessions is not None:
+            self._sessions.loads.forget(live)
         if not shared and (restored := self._restore(live)):
             return min(n, live.job.prompt - restored)
         shared = shared or self._sharing.begin(live)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine.sessions import ask, kv, open_engine, said, stored, words
+from tests.helpers.engine.sessions_killed import DEPTH, SESSIONS, conversation, lines, read_before
 
 LIMIT = 400_000
 
@@ -40,3 +41,32 @@ def test_a_killed_process_leaves_whole_turns(tmp_path: Path) -> None:
     assert stored(tmp_path)
     assert restored, "some turns outlived"
     plain.close()
+
+
+@pytest.mark.slow
+def test_twenty_conversations_of_a_killed_process_say_what_undisturbed_ones_say(tmp_path: Path) -> None:
+    """20 sessions of 10 turns; the process is killed three times after a drawn number of answers, and goes on."""
+    undisturbed, expected = open_engine(tmp_path / "undisturbed"), [list[list[int]]() for _ in range(SESSIONS)]
+    for _ in range(DEPTH):
+        for session, answers in enumerate(expected):
+            answers.append(said(ask(undisturbed, conversation(session, answers))))
+    undisturbed.close()
+    log, draw = tmp_path / "log", random.Random(3)
+    command = [sys.executable, "-m", "tests.helpers.engine.sessions_killed", str(tmp_path / "killed"), str(log)]
+    for _ in range(3):
+        begun = len(lines(log))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(draw.randrange(10, 50)):
+                process.stdout.readline()
+            time.sleep(draw.uniform(0, 0.02))  # somewhere in the next answer, or while it is stored
+            process.kill()
+        assert begun < len(lines(log)) < SESSIONS * DEPTH
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+    found: list[list[list[int]]] = [[] for _ in range(SESSIONS)]
+    for session, restored, answer in lines(log):
+        ids = conversation(session, found[session])
+        assert restored == read_before(ids, found[session]), "each goes on from the turn before, killed or not"
+        found[session].append(answer)
+    assert found == expected
+    assert not list((tmp_path / "killed").glob("*/*/*.part"))

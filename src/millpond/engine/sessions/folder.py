@@ -72,13 +72,24 @@ class SessionFolder:
                 found.setdefault(place.length, set()).add(place.key)
         return found
 
-    def read(self, place: TurnPlace) -> bytes | None:
-        """The bytes of a file, which counts as used; None where it is gone, cannot be read, or is above the limit."""
+    def size_of(self, place: TurnPlace) -> int:
+        """Bytes of a file; 0 where it is gone."""
+        try:
+            return place.path(self.folder).stat().st_size
+        except OSError:
+            return 0
+
+    def read(self, place: TurnPlace, most: int | None = None) -> bytes | None:
+        """The bytes of a file, which counts as used; None where it is gone, cannot be read, or is too large.
+
+        Args:
+            most: bytes; None, and more than the limit: the limit.
+        """
         path = place.path(self.folder)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > self.limit:
+                if size > (self.limit if most is None else min(most, self.limit)):
                     return None
                 data = file.read(size)
             os.utime(path)

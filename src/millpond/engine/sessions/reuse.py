@@ -9,7 +9,9 @@ import torch
 
 from millpond.cache.batch_cache import Pages
 from millpond.engine.completion import CompletionState
+from millpond.engine.file_loads import FileLoads
 from millpond.engine.request_state import RequestState
+from millpond.engine.sessions.loading import LoadedTurn, TurnLoadSource
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.sessions.stored_turn import StoredTurn
 from millpond.engine.transfer.cache_tensors import fill_cache, pages_of, sequence_tensors
@@ -23,12 +25,24 @@ class SessionReuse:
     """A session store with the model that it is used by.
 
     Args:
-        mark: see `session_mark`. has: whether there is room for some pages.
+        mark: see `session_mark`. has: whether there is room for some pages. known: tokens of a prompt that a request
+            gets without its session.
+
+    Attributes:
+        loads: requests whose turns are read before they begin.
     """
 
-    def __init__(self, store: SessionStore, model: PackedModel, mark: str, has: Callable[[Pages], bool]) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        model: PackedModel,
+        mark: str,
+        has: Callable[[Pages], bool],
+        known: Callable[[RequestState], int],
+    ) -> None:
         self.store, self._model, self._mark, self._has = store, model, mark, has
         self._n_heads = ModelProfile.of(model.model).n_heads
+        self.loads = FileLoads(TurnLoadSource(store, self._continues, known))
 
     def begin(self, live: RequestState, least: int) -> int:
         """Let a request that begins hold the cache of a stored turn that it continues.
@@ -41,25 +55,34 @@ class SessionReuse:
         Returns:
             Tokens of its prompt that the cache has read.
         """
+        loaded = self.loads.begin(live)
+        if loaded is None:
+            return 0
+        restored = self._restore(live, loaded, least)
+        loaded.release()
+        self.store.counts["hits" if restored else "misses"] += 1
+        return restored
+
+    def _restore(self, live: RequestState, loaded: LoadedTurn, least: int) -> int:
+        place, turn = loaded.place, loaded.turn
+        if place is None or turn is None or place.length <= least:
+            return 0
+        try:
+            self._fill(live, turn)
+        except PoolFullError:
+            return 0
+        except Exception:  # whatever a file makes of itself, its request reads the prompt
+            self.store.refuse(place)
+            return 0
+        exact = turn.exact and keeps_exactly(live.group.recipe, self._model.layers)
+        live.restored, live.restored_exact = place.length, exact
+        return place.length
+
+    def _continues(self, live: RequestState) -> str | None:
+        """The scope of the turns that a request may continue; None: it reads its prompt."""
         recipe = live.group.recipe
         own = live.spans or live.kept or live.prompt_logprobs is not None
-        if not live.answers or own or why_not(recipe) is not None:
-            return 0
-        for place, turn in self.store.beginnings(live.request.cache_salt, self._scope(recipe), live.numbers):
-            if place.length <= least:
-                break
-            try:
-                self._fill(live, turn)
-            except PoolFullError:
-                break
-            except Exception:  # whatever a file makes of itself, its request reads the prompt
-                self.store.refuse(place)
-                continue
-            self.store.counts["hits"] += 1
-            live.restored, live.restored_exact = place.length, turn.exact and keeps_exactly(recipe, self._model.layers)
-            return place.length
-        self.store.counts["misses"] += 1
-        return 0
+        return None if not live.answers or own or why_not(recipe) is not None else self._scope(recipe)
 
     def _fill(self, live: RequestState, turn: StoredTurn) -> None:
         """
@@ -116,9 +139,7 @@ def why_not(recipe: CacheFactory) -> str | None:
 
 def keeps_exactly(recipe: CacheFactory, layers: Sequence[LayerShape]) -> bool:
     """Whether a later turn sees all tokens before it as the model made them."""
-    plain = all(
-        not recipe.packed_pools(layer) and recipe.pool(layer) is recipe.prompt_pool(layer) for layer in layers
-    )
+    plain = all(not recipe.packed_pools(layer) and recipe.pool(layer) is recipe.prompt_pool(layer) for layer in layers)
     return recipe.policy.keeps_all and plain
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -21,6 +20,8 @@ from millpond.errors import MillpondError
 
 #: Bytes of turns that may wait to be written; those that end while as many wait are not stored.
 MOST_WAITING = 256 << 20
+#: Bytes of turns that requests may hold that wait to begin; checking one takes as many again.
+MOST_LOADING = 256 << 20
 #: Most bytes on the disk, where nothing is said.
 DEFAULT_DISK = "20GiB"
 
@@ -39,14 +40,20 @@ class SessionStore:
 
     Args:
         folder: of the files. disk: most bytes of them. waiting: most bytes of turns that wait to be written.
+        loading: most bytes of turns that were read for requests that have not begun; one that is larger is read alone.
 
     Raises:
         OptionError: the folder cannot be used. BudgetError: no amount of bytes.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], disk: str | int = DEFAULT_DISK, waiting: int = MOST_WAITING
+        self,
+        folder: str | os.PathLike[str],
+        disk: str | int = DEFAULT_DISK,
+        waiting: int = MOST_WAITING,
+        loading: int = MOST_LOADING,
     ) -> None:
+        self.loading = loading
         self.counts: Counter[str] = Counter()
         self._files = SessionFolder(Path(folder), parse_bytes(disk))
         self._waiting: dict[TurnPlace, _Waiting] = {}
@@ -62,16 +69,48 @@ class SessionStore:
         """Name of all turns of a model whose caches are kept in one way, in words."""
         return keyed(self._files.secret, "scope", *parts)
 
-    def beginnings(self, salt: str | None, scope: str, ids: np.ndarray) -> Iterator[tuple[TurnPlace, StoredTurn]]:
-        """The stored turns that a text continues, the longest first. One that is torn is removed and passed over.
+    def known(self, salt: str | None, scope: str, ids: np.ndarray) -> list[TurnPlace]:
+        """Where the turns are stored that a text continues, the longest first; no file is opened.
 
         Args:
             salt: of the request. ids: (n,) the text; a turn is shorter than it.
         """
-        for place in self._known(salt, scope, ids):
-            turn = self._read(place, ids[: place.length])
-            if turn is not None:
-                yield place, turn
+        own = self._salt(salt)
+        stored = self._files.lengths(own, scope)
+        with self._lock:
+            for place in self._waiting:
+                if (place.salt, place.scope) == (own, scope):
+                    stored.setdefault(place.length, set()).add(place.key)
+        lengths = [length for length in stored if 0 < length < len(ids)]
+        found = places(self._files.secret, own, scope, ids, lengths)
+        return [place for place in found if place.key in stored[place.length]][::-1]
+
+    def size_of(self, place: TurnPlace) -> int:
+        """Bytes of a stored turn, or of one that waits to be written; 0 where there is none."""
+        with self._lock:
+            waiting = self._waiting.get(place)
+        return self._files.size_of(place) if waiting is None else waiting.turn.nbytes
+
+    def read(self, place: TurnPlace, ids: np.ndarray, most: int | None = None) -> StoredTurn | None:
+        """A turn that is stored or waits to be written; None where there is none. One that is torn is removed.
+
+        Args:
+            ids: (place.length,) the tokens that it must have read. most: a larger file is not read; None: whatever the
+                limit of the folder allows.
+        """
+        with self._lock:
+            waiting = self._waiting.get(place)
+        if waiting is not None:
+            turn = waiting.turn
+            return StoredTurn(turn.ids, {name: t.clone() for name, t in turn.tensors.items()}, turn.exact)
+        data = self._files.read(place, most)
+        if data is None:
+            return None
+        try:
+            return StoredTurn.from_bytes(data, place, ids)
+        except MillpondError:
+            self.refuse(place)
+            return None
 
     def put(self, salt: str | None, scope: str, turn: StoredTurn) -> bool:
         """Store a turn, in a thread of its own; False: there is no room for it. One that is there stays."""
@@ -92,6 +131,10 @@ class SessionStore:
             return True
         self.counts["dropped"] += 1
         return False
+
+    def load_failed(self) -> None:
+        """Turns could not be read for a reason that is not in their files."""
+        self._files.counts["read_failures"] += 1
 
     def refuse(self, place: TurnPlace) -> None:
         """A turn whose cache does not fit what it says: it is removed, and counted as torn."""
@@ -137,32 +180,6 @@ class SessionStore:
 
     def _salt(self, salt: str | None) -> str:
         return keyed(self._files.secret, "salt", salt)
-
-    def _known(self, salt: str | None, scope: str, ids: np.ndarray) -> list[TurnPlace]:
-        own = self._salt(salt)
-        stored = self._files.lengths(own, scope)
-        with self._lock:
-            for place in self._waiting:
-                if (place.salt, place.scope) == (own, scope):
-                    stored.setdefault(place.length, set()).add(place.key)
-        lengths = [length for length in stored if 0 < length < len(ids)]
-        found = places(self._files.secret, own, scope, ids, lengths)
-        return [place for place in found if place.key in stored[place.length]][::-1]
-
-    def _read(self, place: TurnPlace, ids: np.ndarray) -> StoredTurn | None:
-        with self._lock:
-            waiting = self._waiting.get(place)
-        if waiting is not None:
-            turn = waiting.turn
-            return StoredTurn(turn.ids, {name: t.clone() for name, t in turn.tensors.items()}, turn.exact)
-        data = self._files.read(place)
-        if data is None:
-            return None
-        try:
-            return StoredTurn.from_bytes(data, place, ids)
-        except MillpondError:
-            self.refuse(place)
-            return None
 
     def _write(self, waiting: _Waiting) -> None:
         """In the thread of the queue: a turn goes to the disk."""
