@@ -79,7 +79,8 @@ class Mover:
             try:
                 await self.within_lease(target.take(name, source.offered(name)), target, name)
             except (PoolFullError, WorkerLostError):
-                entry.place = "offered"
+                if self._book.current(name, entry):  # else it has begun again, and is in another place
+                    entry.place = "offered"
                 await asyncio.sleep(RETRY_S)
                 continue
             except (HandoffGoneError, TimeoutError):
