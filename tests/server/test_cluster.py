@@ -9,11 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from millpond.cluster.figures import DrainResult
+from millpond.errors import OptionError
+from millpond.server.settings import ServerSettings
 from tests.helpers.server.fake import FakeLLM, client_of
 from tests.helpers.server.fake_cluster import FakeCluster
 
 KEY = {"Authorization": "Bearer one"}
-KEYED: dict[str, Any] = {"api_keys": ("one",)}
+KEYED: dict[str, Any] = {"api_keys": ("two",), "operator_key": "one"}
 
 
 def ask(method: str, path: str, llm: FakeLLM, *, key: bool = True, **settings: Any) -> Any:
@@ -38,15 +40,41 @@ def test_the_workers_and_what_moved() -> None:
 def test_strangers_learn_and_drain_nothing(method: str, path: str) -> None:
     cluster = FakeCluster()
     assert ask(method, path, cluster, key=False, **KEYED).status_code == 401
+    holder = ask(method, path, cluster, api_keys=("one",), operator_key="two")
+    assert (holder.status_code, holder.json()["error"]["code"]) == (403, "wrong_operator_key")
+    unset = ask(method, path, cluster, api_keys=("one",))
+    assert (unset.status_code, unset.json()["error"]["code"]) == (403, "needs_operator_key")
+    assert "--operator-key" in unset.json()["error"]["message"]
+    alone = ask(method, path, cluster, key=False, operator_key="two")
+    assert (alone.status_code, alone.json()["error"]["code"]) == (403, "wrong_operator_key"), "no API keys at all"
     assert ask(method, path, FakeLLM(), **KEYED).status_code == 404, "one engine has no workers"
     assert cluster.drained == []
 
 
-def test_a_drain_needs_a_server_with_keys() -> None:
+def test_without_any_keys_workers_are_listed_and_not_drained() -> None:
     cluster = FakeCluster()
+    assert ask("GET", "/cluster", cluster, key=False).status_code == 200
     found = ask("POST", "/cluster/workers/decode-0/drain", cluster)
-    assert (found.status_code, found.json()["error"]["code"]) == (403, "needs_api_key")
+    assert (found.status_code, found.json()["error"]["code"]) == (403, "needs_operator_key")
     assert cluster.drained == []
+    found = ask("POST", "/cluster/workers/decode-0/drain", cluster, operator_key="one")
+    assert found.status_code == 200
+    assert cluster.drained == [("decode-0", True)]
+
+
+def test_the_operators_key_opens_nothing_else() -> None:
+    assert ask("GET", "/v1/models", FakeCluster(), **KEYED).status_code == 401
+    assert ask("GET", "/metrics", FakeCluster(), **KEYED).status_code == 401
+    assert ask("GET", "/clusters", FakeCluster(), **KEYED).status_code == 401
+
+
+def test_operators_keys_that_would_protect_nothing() -> None:
+    with pytest.raises(OptionError, match="is an API key too") as refused:
+        ServerSettings(api_keys=("secret",), operator_key="secret")
+    assert "secret" not in str(refused.value)
+    with pytest.raises(OptionError, match="operator's key is empty"):
+        ServerSettings(operator_key=" ")
+    assert "secret" not in repr(ServerSettings(operator_key="secret"))
 
 
 def test_a_worker_is_drained() -> None:
@@ -103,7 +131,7 @@ def test_health_names_the_role_without_a_worker() -> None:
 
 def test_metrics_of_each_worker() -> None:
     samples = {}
-    for family in text_string_to_metric_families(ask("GET", "/metrics", FakeCluster(), **KEYED).text):
+    for family in text_string_to_metric_families(ask("GET", "/metrics", FakeCluster(), api_keys=("one",)).text):
         assert family.documentation
         for sample in family.samples:
             samples[sample.name, *(sample.labels[key] for key in sorted(sample.labels, reverse=True))] = sample.value
@@ -116,6 +144,8 @@ def test_metrics_of_each_worker() -> None:
     assert samples["millpond_worker_handoff_bytes", "prefill-0", "prefill"] == 70
     assert samples["millpond_workers", "draining", "prefill"] == 1
     assert samples["millpond_moved_requests_total",] == 5
+    assert samples["millpond_resumed_requests_total",] == 3
+    assert samples["millpond_checkpoint_bytes_total",] == 700
     assert samples["millpond_worker_deaths_total",] == 1
     alone = ask("GET", "/metrics", FakeLLM()).text
     assert "millpond_worker" not in alone

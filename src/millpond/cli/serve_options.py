@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: API keys, separated by commas, so that they are not in the list of processes.
 KEYS_VARIABLE = "MILLPOND_API_KEYS"
+#: The operator's key, for the same reason.
+OPERATOR_VARIABLE = "MILLPOND_OPERATOR_KEY"
 #: Priority limits (KEY=N), separated by commas, for the same reason.
 LIMITS_VARIABLE = "MILLPOND_PRIORITY_LIMITS"
 
@@ -139,6 +141,14 @@ class Workers(OptionGroup):
     handoff_memory: Annotated[str, typer.Option(help="Caches that wait in a --prefill engine for others, at most.")] = (
         "256MiB"
     )
+    checkpoint_tokens: Annotated[
+        int | None,
+        optional(
+            min=1,
+            help="Copy the cache of a request to the server after every N tokens, so that it goes on from there where "
+            "its worker is lost; --handoff-memory bounds the copies. Default: none.",
+        ),
+    ] = None
 
     @property
     def several(self) -> bool:
@@ -155,14 +165,17 @@ class Workers(OptionGroup):
             OptionError: options of a cluster without workers, or a plan that does not fit this machine or the other
                 options. DataError: no plan.
         """
-        if not self.several and (lost := self.given & {"address", "handoff_memory"}):
+        if not self.several and (lost := self.given & {"address", "handoff_memory", "checkpoint_tokens"}):
             raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, --layout, or --prefill and --decode")
         numbers = {"replicas": self.replicas, "prefill": self.prefill, "decode": self.decode}
         if self.layout is not None:
             if given := self.given & numbers.keys():
                 raise OptionError(f"--layout says how many workers do what: leave --{min(given)} out")
             numbers = _planned(self.layout, self.address, threads)
-        return {**numbers, "address": self.address, "handoff_memory": self.handoff_memory}
+        return {
+            **numbers, "address": self.address, "handoff_memory": self.handoff_memory,
+            "checkpoint_tokens": self.checkpoint_tokens,
+        }  # fmt: skip
 
 
 def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str, int | None]:
@@ -252,6 +265,10 @@ class Access(OptionGroup):
         list[str] | None,
         optional(help=f"A key that clients must send; may be repeated. Also: {KEYS_VARIABLE}, separated by commas."),
     ] = None
+    operator_key: Annotated[
+        str | None,
+        optional(help=f"The key that lists and drains workers under /cluster. Also: {OPERATOR_VARIABLE}. Default: none."),
+    ] = None
     allow_host: Annotated[
         list[str] | None,
         optional(help="A name by which clients may call the server, in addition to localhost; may be repeated."),
@@ -281,6 +298,7 @@ class Access(OptionGroup):
         """
         return {
             "api_keys": (*(self.api_key or ()), *keys_of(os.environ.get(KEYS_VARIABLE, ""))),
+            "operator_key": self.operator_key or os.environ.get(OPERATOR_VARIABLE) or None,
             "option_files": parse_options(self.option_file or [], "heads=heads.json"),
             "allowed_hosts": tuple(self.allow_host or ()),
             "trusted_proxies": tuple(self.trusted_proxy or ()),

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millpond.cluster.async_llm import AsyncClusterLLM as AsyncLLM
+    from millpond.cluster.data.ray_stage import generate_dataset
     from millpond.cluster.llm import ClusterLLM as LLM
 
-__all__ = ["LLM", "AsyncLLM"]
+__all__ = ["LLM", "AsyncLLM", "generate_dataset"]
 
-#: Public names, and the modules and classes that they stand for.
-_HOME = {"AsyncLLM": ("async_llm", "AsyncClusterLLM"), "LLM": ("llm", "ClusterLLM")}
+#: Public names, and the modules and names that they stand for.
+_HOME = {
+    "AsyncLLM": ("async_llm", "AsyncClusterLLM"), "LLM": ("llm", "ClusterLLM"),
+    "generate_dataset": ("data.ray_stage", "generate_dataset"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

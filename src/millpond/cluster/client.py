@@ -102,13 +102,14 @@ class ClusterClient:
         hang_s: float = 120.0,
         handoff_memory: str | int = "256MiB",
         lease_s: float = 10.0,
+        checkpoint_tokens: int | None = None,
         dtype: str | None = None,
         threads: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         settings = ClusterSettings(
             replicas=replicas, prefill=prefill, decode=decode, address=address, max_replays=max_replays, hang_s=hang_s,
-            handoff_memory=handoff_memory, lease_s=lease_s,
+            handoff_memory=handoff_memory, lease_s=lease_s, checkpoint_tokens=checkpoint_tokens,
         )  # fmt: skip
         cluster = Cluster(settings, model, EngineConfig.of(config, options), dtype, threads)
         self._begin(cluster, model_name or cluster.model)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from millpond.cluster.background_tasks import BackgroundTasks, quietly
+from millpond.cluster.checkpoints import Checkpoints
 from millpond.cluster.draining import Drain
 from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, together
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
@@ -40,7 +41,7 @@ class Dispatcher:
         block: tokens of a block of a prompt that engines share with later ones.
 
     Attributes:
-        figures: counters.
+        figures: counters. checkpoints: copies of requests in flight.
     """
 
     def __init__(self, settings: ClusterSettings, make: MakeWorker, block: int) -> None:
@@ -49,6 +50,7 @@ class Dispatcher:
         self._tasks = BackgroundTasks(self._failed)
         self._pool = WorkerPool(settings.roles, make, self._tasks, self)
         self._mover = Mover(self, self._pool, self._tasks, self.figures, settings.lease_s)
+        self.checkpoints = Checkpoints(settings, self, self._pool, self._mover, self._tasks, self.figures)
         self._entries: dict[str, LedgerEntry] = {}
         self._by_name: dict[str, LedgerEntry] = {}
         self._watched: OrderedDict[str, tuple[str, str]] = OrderedDict()  # worker and name of those that ended
@@ -170,8 +172,10 @@ class Dispatcher:
             )
             self.end(entry, error)
             return
-        self.figures.replayed += 1
-        self._route(entry)
+        self._by_name[entry.name] = entry
+        if not self.checkpoints.resume(entry):
+            self.figures.replayed += 1
+            self._route(entry)
 
     def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
         """See `RequestBook`: nothing more comes of a request, and no worker has anything of it."""
@@ -211,6 +215,7 @@ class Dispatcher:
 
     def _forget(self, entry: LedgerEntry) -> None:
         self._entries.pop(entry.request.request_id, None)
+        self.checkpoints.forget(entry)
         self._by_name.pop(entry.name, None)
         if entry.request.watch and entry.worker is not None:
             self._watched[entry.request.request_id] = entry.worker, entry.name
@@ -259,7 +264,7 @@ class Dispatcher:
 
     def joined(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: requests without a worker have one."""
-        for entry in [entry for entry in self._entries.values() if entry.worker is None]:
+        for entry in [entry for entry in self._entries.values() if entry.place == "nowhere"]:
             self._route(entry)
 
     def gave_up(self, role: Role, error: MillpondError | None) -> None:
@@ -281,3 +286,5 @@ class Dispatcher:
         elif update.offered is not None and not update.finished:
             entry.place = "offered"
             self._tasks.run(self._mover.move(entry, handle, update.offered))
+        elif changed and not update.finished:
+            self.checkpoints.grown(entry, handle)

@@ -54,6 +54,8 @@ class ClusterFigures:
     Attributes:
         moved: requests that went from one worker to another. moved_bytes: bytes that went with them.
         full_bytes: bytes of full caches of the same tokens. replayed: requests that were begun again.
+        checkpoints: copies of caches that came to this process, for the case that a worker is lost. checkpoint_bytes:
+            bytes of them. resumed: requests that went on from such a copy, and so are not among `replayed`.
         deaths: workers that ended, or did not answer. move_s: seconds from the offer of a request to its arrival,
             of all together.
     """
@@ -64,6 +66,9 @@ class ClusterFigures:
     replayed: int = 0
     deaths: int = 0
     move_s: float = 0.0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    resumed: int = 0
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:

@@ -55,6 +55,14 @@ class WorkerHandle(Protocol):
         """Pull a request's bytes and continue it, see `EngineWorker.take`."""
         ...
 
+    async def checkpoint(self, name: str) -> bytes | None:
+        """See `EngineWorker.checkpoint`."""
+        ...
+
+    async def resume(self, request: Request, data: bytes) -> None:
+        """See `EngineWorker.resume`."""
+        ...
+
     async def release(self, name: str) -> None:
         """See `EngineWorker.release`."""
         ...

@@ -107,6 +107,16 @@ class LedgerEntry:
         """Bytes of full caches of its tokens."""
         return sum(answer.kv.full_kv_bytes for answer in self._answers if answer.kv is not None)
 
+    @property
+    def length(self) -> int:
+        """Tokens of its longest answer."""
+        return max(len(answer.tokens) for answer in self._answers)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of its caches, as its worker said last."""
+        return sum(answer.kv.kv_bytes for answer in self._answers if answer.kv is not None)
+
     def again(self) -> Request:
         """The request for another worker, with the tokens that the client has; and what is left of its time.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from millpond.cluster.background_tasks import BackgroundTasks, quietly
@@ -76,9 +77,10 @@ class Mover:
             entry.place = "moving"
             target = self._pool.serving[chosen]
             try:
-                await self._take(name, source, target)
+                await self.within_lease(target.take(name, source.offered(name)), target, name)
             except (PoolFullError, WorkerLostError):
-                entry.place = "offered"
+                if self._book.current(name, entry):  # else it has begun again, and is in another place
+                    entry.place = "offered"
                 await asyncio.sleep(RETRY_S)
                 continue
             except (HandoffGoneError, TimeoutError):
@@ -95,13 +97,19 @@ class Mover:
             break
         await quietly(source.release(name))
 
-    async def _take(self, name: str, source: WorkerHandle, target: WorkerHandle) -> None:
-        """
+    @property
+    def silent(self) -> frozenset[str]:
+        """Workers that did not take a request in time, and have not been heard of since."""
+        return frozenset(self._silent)
+
+    async def within_lease(self, call: Coroutine[Any, Any, None], target: WorkerHandle, name: str) -> None:
+        """Wait for a call by which a worker takes a request.
+
         Raises:
             TimeoutError: `target` has not answered within the lease. It is undone there whenever it does.
             MillpondError: see `EngineWorker.take`.
         """
-        task = asyncio.ensure_future(target.take(name, source.offered(name)))
+        task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._lease_s)
         except asyncio.CancelledError:

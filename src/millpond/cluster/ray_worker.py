@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+import numpy as np
+
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.messages import WorkerReport
@@ -82,6 +84,15 @@ class RayWorker:
     async def take(self, name: str, offered: Any) -> None:
         """See `WorkerHandle`."""
         await self._wait(self._actor.take.remote(name, offered))
+
+    async def checkpoint(self, name: str) -> bytes | None:
+        """See `WorkerHandle`: a copy, so that Ray's store is free of it at once."""
+        found = await self._wait(self._actor.checkpoint.remote(name))
+        return None if found is None else bytes(found)
+
+    async def resume(self, request: Request, data: bytes) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.resume.remote(request, np.frombuffer(data, dtype=np.uint8)))
 
     async def release(self, name: str) -> None:
         """See `WorkerHandle`."""

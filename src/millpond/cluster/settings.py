@@ -23,6 +23,9 @@ class ClusterSettings:
         handoff_memory: most bytes ("256MiB") of the requests that wait in a worker for another one.
         lease_s: seconds in which a worker that was chosen has to fetch such a request; else it is begun again
             elsewhere. Bytes that this process asks for no more are freed after as long.
+        checkpoint_tokens: a request's cache is copied to this process after as many tokens of its answer, and again and
+            again, so that it goes on from there where its worker is lost; None: it is read and fed as a whole. Copies
+            take no more than `handoff_memory` together.
 
     Raises:
         OptionError: a number out of range, or roles that do not go together. BudgetError: not an amount of bytes.
@@ -36,6 +39,7 @@ class ClusterSettings:
     hang_s: float = 120.0
     handoff_memory: str | int = "256MiB"
     lease_s: float = 10.0
+    checkpoint_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("replicas", "prefill", "decode"):
@@ -52,6 +56,9 @@ class ClusterSettings:
         for name in ("hang_s", "lease_s"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}={getattr(self, name)}: must be more than 0 seconds")
+        every = self.checkpoint_tokens
+        if every is not None and (type(every) is not int or every < 1):
+            raise OptionError(f"checkpoint_tokens={every!r}: must be a whole number, at least 1, or be left out")
         object.__setattr__(self, "handoff_memory", parse_bytes(self.handoff_memory))
 
     @property

@@ -25,7 +25,7 @@ Role = Literal["replica", "prefill", "decode"]
 #: A report comes after this many seconds even if nothing is new.
 HEARTBEAT_S = 0.5
 #: Bytes to send of a request, at most: as a multiple of those in its pages, and besides.
-_MORE, _BESIDES = 1.25, 2**16
+BYTES_FACTOR, BYTES_BESIDES = 1.25, 2**16
 
 
 class EngineWorker:
@@ -48,7 +48,7 @@ class EngineWorker:
         self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
         self._reported: dict[str, Reported] = {}
         self._sizes: dict[str, int] = {}  # bytes in the pages of each request
-        self._more = _MORE
+        self._more = BYTES_FACTOR
         self._cancelled: set[str] = set()
         self._news = asyncio.Event()
 
@@ -136,6 +136,24 @@ class EngineWorker:
         """
         self._follow(name, await self._llm.take_over(np.ascontiguousarray(data).data))
 
+    async def checkpoint(self, name: str) -> npt.NDArray[np.uint8] | None:
+        """A copy of a request that decodes here, which goes on; None: there is none of it now.
+
+        Raises:
+            OptionError: it cannot be copied, now or later; see `Engine.checkpoint`.
+        """
+        data = await self._llm.call(lambda engine: engine.checkpoint(name))
+        return None if data is None else np.frombuffer(data, dtype=np.uint8)
+
+    async def resume(self, request: Request, data: npt.NDArray[np.uint8]) -> None:
+        """Continue a request out of a copy, with the name, the known tokens and the deadline that it has by now.
+
+        Raises:
+            MillpondError: see `Engine.take_over`; nothing is left behind.
+        """
+        outputs = await self._llm.take_over(np.ascontiguousarray(data).data, request)
+        self._follow(request.request_id, outputs)
+
     async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
         """See `AsyncLLM.memory`."""
         return await self._llm.memory(name, layer)
@@ -204,7 +222,7 @@ class EngineWorker:
             MillpondError: see `Engine.hand_over`.
         """
         held = self._sizes[name]
-        if not self._handoff.reserve(name, int(self._more * held) + _BESIDES):
+        if not self._handoff.reserve(name, int(self._more * held) + BYTES_BESIDES):
             return None
         try:
             data = await self._llm.hand_over(name)

@@ -191,7 +191,9 @@ class AsyncLLM:
 
         return await self.call(leave)
 
-    async def take_over(self, data: bytes | memoryview) -> AsyncGenerator[RequestOutput, None]:
+    async def take_over(
+        self, data: bytes | memoryview, request: Request | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """See `Engine.take_over`: the request continues here, and its outputs come as those of `stream`.
 
         Raises:
@@ -202,7 +204,7 @@ class AsyncLLM:
         def enter(engine: Engine) -> str:
             if self._closing or self._stopped:
                 raise MillpondError("the engine is closing and takes no requests any more")
-            request_id = engine.take_over(data)
+            request_id = engine.take_over(data, request)
             self._boxes[request_id] = box
             return request_id
 

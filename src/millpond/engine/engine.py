@@ -264,11 +264,27 @@ class Engine:
         self._stats = self._count()
         return data
 
-    def take_over(self, data: bytes | bytearray | memoryview) -> str:
+    def checkpoint(self, request_id: str) -> bytes | None:
+        """A copy of a request that decodes, from which `take_over` continues it; it goes on here.
+
+        Returns:
+            As `hand_over`; None: it is not in flight, its prompt is being read, or it is swapped out.
+
+        Raises:
+            OptionError: keys and values on a disk, or options of the method that name files.
+        """
+        live = self._live.get(request_id)
+        if live is None or live.job.trunk or live.stack is not None or live.job.read < live.job.prompt:
+            return None
+        return self._transfer.to_bytes(live) if live.unfinished else None
+
+    def take_over(self, data: bytes | bytearray | memoryview, request: Request | None = None) -> str:
         """Continue a request of another engine with the same model, with the tokens that it would have had there.
 
         Args:
-            data: from `hand_over`.
+            data: from `hand_over`, or from `checkpoint`.
+            request: the same request under its present name, with its deadline and the tokens that are known by now;
+                those that came after the copy are fed and not drawn. None: as it was copied.
 
         Returns:
             Name of the request.
@@ -279,7 +295,10 @@ class Engine:
             PoolFullError: there is no room now. OptionError, BudgetError, UnsupportedModelError: as `add`. In all
             cases nothing is left behind.
         """
-        live = self._transfer.take(RequestSnapshot.from_bytes(data), self._live.__contains__)
+        snapshot = RequestSnapshot.from_bytes(data)
+        if request is not None:
+            snapshot = snapshot.continued_as(request)
+        live = self._transfer.take(snapshot, self._live.__contains__)
         self._live[live.request.request_id] = live
         if live.stack is None and not live.job.read:
             for loads in self._all_loads():

@@ -68,7 +68,10 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     app.add_middleware(
         FrontPaceMiddleware, pace=service.pace, clients=service.clients, open_paths=frozenset({"/health"})
     )
-    app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"})
+    app.add_middleware(
+        ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"},
+        operator_key=settings.operator_key,
+    )  # fmt: skip
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
     return app

@@ -58,6 +58,15 @@ class MoveCounters(Protocol):
     @property
     def move_s(self) -> float: ...
 
+    @property
+    def checkpoints(self) -> int: ...
+
+    @property
+    def checkpoint_bytes(self) -> int: ...
+
+    @property
+    def resumed(self) -> int: ...
+
 
 class DrainReport(Protocol):
     """The end of a drain: see `millpond.cluster.figures.DrainResult`."""

@@ -173,6 +173,11 @@ class WorkerCollector(Collector):
         )
         yield CounterMetricFamily("millpond_move_seconds", "From offers of requests to arrivals.", figures.move_s)
         yield CounterMetricFamily("millpond_replayed_requests", "Requests that were begun again.", figures.replayed)
+        yield CounterMetricFamily("millpond_checkpoints", "Copies of requests that decode.", figures.checkpoints)
+        yield CounterMetricFamily(
+            "millpond_checkpoint_bytes", "Bytes of copies of requests that decode.", figures.checkpoint_bytes
+        )
+        yield CounterMetricFamily("millpond_resumed_requests", "Requests that went on from a copy.", figures.resumed)
         yield CounterMetricFamily("millpond_worker_deaths", "Workers that ended or did not answer.", figures.deaths)
 
     def _of_workers(self, workers: Sequence[ServedWorker]) -> Iterator[Metric]:

@@ -11,18 +11,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.server.errors import ApiError
 from millpond.server.identity import key_of
+from millpond.server.operator_key import OperatorKey, of_operator
 
 #: Sent with a refusal before the body was read: the server does not wait for the rest.
 _CLOSE = {"Connection": "close"}
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without an API key, but on `open_paths`."""
+    """Refuses requests without an API key, but on `open_paths`.
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]) -> None:
+    Args:
+        operator_key: passes too where workers are looked after, whose routes check it; see `OperatorKey`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str], operator_key: str | None = None
+    ) -> None:  # fmt: skip
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._open = open_paths
+        self._operator = OperatorKey(operator_key, keyed=bool(keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open or not self._keys or self._known(scope):
@@ -35,7 +43,7 @@ class ApiKeyMiddleware:
     def _known(self, scope: Scope) -> bool:
         given = key_of(scope)
         found = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
-        return any(found)
+        return any(found) or (of_operator(scope["path"]) and self._operator.matches(scope))
 
 
 class Hosts:

@@ -17,6 +17,8 @@ class ServerSettings:
 
     Attributes:
         api_keys: keys of which each request must send one as `Authorization: Bearer KEY`; empty: no key is needed.
+        operator_key: of the operator, which alone opens `/cluster`, where workers are listed and drained; None: with
+            `api_keys` nothing does, and without them anyone who reaches the server lists workers.
         priority_limits: lowest (best) priority of a key's requests, by key; by "" that of all others. The default is
             0, so that no client overtakes others by its own word.
         allowed_hosts: names by which requests may call the server, in addition to those of loopback; empty: any,
@@ -45,6 +47,7 @@ class ServerSettings:
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    operator_key: str | None = field(default=None, repr=False)
     priority_limits: Mapping[str, int] = field(default_factory=dict, repr=False)
     allowed_hosts: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
@@ -82,6 +85,10 @@ class ServerSettings:
             raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("an API key is empty; leave it out for a server without keys")
+        if self.operator_key is not None and not self.operator_key.strip():
+            raise OptionError("the operator's key is empty; leave it out for a server without one")
+        if self.operator_key in self.api_keys:
+            raise OptionError("the operator's key is an API key too, so each of its holders drains workers; choose another")
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
+
 from millpond.cluster.client import Cluster
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.handoff import HandoffBuffer
@@ -33,6 +35,7 @@ class LocalWorker:
         self.dead = asyncio.Event()
         self.started: list[Request] = []
         self.taken: list[str] = []
+        self.resumed: list[Request] = []
         self.refuses: list[Exception] = []  # what the next calls of `take` raise
         self.hold = 0  # tokens of an answer at which its engine waits for `go`; 0: it never waits
         self.go = threading.Event()
@@ -108,6 +111,16 @@ class LocalWorker:
             await self._answer.wait()
         await self._of(self.engine.take(name, data))
         self.taken.append(name)
+
+    async def checkpoint(self, name: str) -> bytes | None:
+        found = await self._of(self.engine.checkpoint(name))
+        return None if found is None else bytes(found)
+
+    async def resume(self, request: Request, data: bytes) -> None:
+        if self.refuses:
+            raise self.refuses.pop(0)
+        self.resumed.append(request)
+        await self._of(self.engine.resume(request, np.frombuffer(data, dtype=np.uint8)))
 
     async def release(self, name: str) -> None:
         await self._of(self.engine.release(name))

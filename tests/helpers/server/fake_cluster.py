@@ -31,7 +31,10 @@ class FakeCluster(FakeLLM):
         }
 
     def figures(self) -> ClusterFigures:
-        return ClusterFigures(moved=5, moved_bytes=1000, full_bytes=4000, replayed=2, deaths=1, move_s=0.5)
+        return ClusterFigures(
+            moved=5, moved_bytes=1000, full_bytes=4000, replayed=2, deaths=1, move_s=0.5, checkpoints=4,
+            checkpoint_bytes=700, resumed=3,
+        )  # fmt: skip
 
     def trouble(self, limit_s: float) -> str | None:
         missing = [role for role, number in self.live().items() if not number]

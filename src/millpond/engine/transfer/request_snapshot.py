@@ -80,6 +80,19 @@ class RequestSnapshot:
         """Whether the prompt was read, so that the answers continue from a cache."""
         return bool(self.caches)
 
+    def continued_as(self, request: Request) -> RequestSnapshot:
+        """The same request at a later moment: its name and deadline, and the tokens that are known by then.
+
+        Raises:
+            DataError: known tokens of another number of answers, or that differ from those of an answer here.
+        """
+        known = request.known or ((),) * len(self.answers)
+        if len(known) != len(self.answers):
+            raise DataError(f"{len(known)} answers are known, and the copy has {len(self.answers)}; begin it again")
+        answers = [_known_by_now(answer, tokens) for answer, tokens in zip(self.answers, known, strict=True)]
+        moved = replace(self.request, request_id=request.request_id, deadline=request.deadline)
+        return replace(self, request=moved, answers=tuple(answers))
+
     def to_bytes(self) -> bytes:
         """As one safetensors buffer with a checksum.
 
@@ -160,6 +173,19 @@ class _Logprobs:
 def logprob_of(found: TokenLogprob) -> Logprob:
     """Without texts, which follow from the ids."""
     return found.token_id, found.logprob, tuple((token, value) for token, value, _ in found.top)
+
+
+def _known_by_now(answer: AnswerSnapshot, known: tuple[int, ...]) -> AnswerSnapshot:
+    """An answer whose tokens are known as far as `known`, or further.
+
+    Raises:
+        DataError: they are others.
+    """
+    here, both = (*answer.tokens, *answer.known), min(len(answer.tokens) + len(answer.known), len(known))
+    if here[:both] != known[:both]:
+        raise DataError("the copy of a request has other tokens than its client was sent; begin it again")
+    longest = max(here, known, key=len)
+    return replace(answer, known=() if answer.finish_reason else longest[len(answer.tokens) :])
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -6,13 +6,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi import Path as InPath
+from fastapi import Request as HttpRequest
 
 from millpond.server.cluster_protocol import MoveCounters, ServedCluster, ServedWorker
 from millpond.server.errors import ApiError
+from millpond.server.operator_key import OperatorKey
 from millpond.server.service import Service
 
 #: Counters of `GET /cluster`.
-COUNTERS = ("moved", "moved_bytes", "full_bytes", "replayed", "deaths", "move_s")
+COUNTERS = (
+    "moved", "moved_bytes", "full_bytes", "replayed", "deaths", "move_s", "checkpoints", "checkpoint_bytes", "resumed",
+)  # fmt: skip
 
 #: Numbers of each worker's engine there.
 NUMBERS = (
@@ -24,21 +28,25 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
     """The routes that tell of workers, and drain them."""
     router = APIRouter()
     draining: set[str] = set()
+    operator = OperatorKey(service.settings.operator_key, keyed=bool(service.settings.api_keys))
 
     @router.get("/cluster")
-    async def workers() -> dict[str, Any]:
-        """All workers with their roles, states, requests and bytes, and what was moved, replayed and lost."""
+    async def workers(http: HttpRequest) -> dict[str, Any]:
+        """All workers with their roles, states, requests and bytes, and what was moved, replayed and lost.
+
+        Needs the operator's key, where the server has any keys.
+        """
+        operator.check(http.scope, changes=False)
         return {"workers": [_worker(one) for one in cluster.workers()], **counters_of(cluster.figures())}
 
     @router.post("/cluster/workers/{name}/drain")
     async def drain(
+        http: HttpRequest,
         name: Annotated[str, InPath(max_length=200)],
         replace: Annotated[bool, Query(description="Start another worker of its role in its place.")] = True,
     ) -> dict[str, Any]:
-        """Let others continue the requests of a worker, and end it. One drain at a time; needs a server with keys."""
-        if not service.settings.api_keys:
-            message = "workers are drained by holders of a key, and this server has none: start it with --api-key"
-            raise ApiError(403, message, "needs_api_key")
+        """Let others continue the requests of a worker, and end it. One drain at a time; needs the operator's key."""
+        operator.check(http.scope, changes=True)
         if name not in {one.name for one in cluster.workers()}:
             raise ApiError(404, f"no worker {name!r}; GET /cluster lists them", "worker_not_found", "name")
         if draining:
