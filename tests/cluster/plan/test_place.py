@@ -119,7 +119,7 @@ def test_a_fit_needs_steps_of_both_kinds() -> None:
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test")
+    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test", step_tokens=300)
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(str(tmp_path / "p.json")) == profile
     with pytest.raises(OptionError, match="measured with its own budget and codec"):
@@ -142,6 +142,7 @@ def test_a_built_in_profile_takes_a_budget_and_a_codec() -> None:
     [
         {"format": 2}, {"times": {}}, {"times": {"0": {}}}, {"times": {"1": {"decode": []}}}, {"entry_bytes": -1},
         {"entry_bytes": math.inf}, {"budget": 3}, {"stored_bytes": True}, {"head_dim": "a"}, {"times": [1]},
+        {"step_tokens": 0.5},
     ],
 )  # fmt: skip
 def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:

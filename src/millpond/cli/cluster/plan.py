@@ -56,7 +56,8 @@ def plan(
     if levels.keys() != {"ttft", "tpot"}:
         raise OptionError(f"--slo {slo!r} must give both levels: ttft=0.2,tpot=0.1")
     known = load_profile(profile).with_cache(budget, codec)
-    there = Devices(known.times, devices, per_node or devices, None if memory is None else parse_bytes(memory))
+    per_device = None if memory is None else parse_bytes(memory)
+    there = Devices(known.times, devices, per_node or devices, per_device, known.step_tokens)
     between = Link(_bytes_per_s(link), latency)
     demand = Demand(_lengths(trace, longest), ServiceLevels(**levels), requests, tuple(range(seeds)))
     with errors().status("simulating") as status:
