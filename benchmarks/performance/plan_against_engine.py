@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -295,8 +296,8 @@ def report(args: argparse.Namespace) -> None:
 
 
 def crosses(curve: list[tuple[float, float]]) -> float:
-    """The rate at which nine tenths are in time, by lines between the points; an end of the curve where it is outside."""
-    for (low, a), (high, b) in zip(curve, curve[1:], strict=False):
+    """The rate at which nine tenths are in time, by lines between points; an end of the curve where it is outside."""
+    for (low, a), (high, b) in pairwise(curve):
         if a >= ATTAINED > b:
             return low + (high - low) * (a - ATTAINED) / (a - b)
     return curve[0][0] if curve[0][1] < ATTAINED else curve[-1][0]

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +60,22 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="Of one simulation.")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--stories", nargs="+", default=[story.name for story in STORIES])
+    parser.add_argument("--jobs", type=int, default=1, help="Stories that are simulated at once.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--plans", type=Path, help="Folder for one plan of each story and link, as `serve` reads it.")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for story in STORIES:
-        if story.name in args.stories:
-            rows += tell(story, args)
-            if args.json:
-                args.json.write_text(json.dumps(as_data(args, rows), indent=1) + "\n")
+    stories = [story for story in STORIES if story.name in args.stories]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        rows = [row for rows in pool.map(partial(tell, args), stories) for row in rows]
     if args.json:
+        args.json.write_text(json.dumps(as_data(args, rows), indent=1) + "\n")
         args.json.with_suffix(".md").write_text(as_table(rows))
     if args.picture:
         draw(rows, args.picture)
 
 
-def tell(story: Story, args: argparse.Namespace) -> list[dict[str, Any]]:
+def tell(args: argparse.Namespace, story: Story) -> list[dict[str, Any]]:
     """One row for each cache and link."""
     demand = Demand(
         lengths(story, args.traces), ServiceLevels(story.ttft, story.tpot), args.requests, tuple(range(args.seeds))
