@@ -107,6 +107,24 @@ def test_a_fit_finds_the_times_that_made_the_steps() -> None:
         assert found.seconds(load) == pytest.approx(made.seconds(load), rel=1e-6)
 
 
+def test_a_fit_is_right_in_the_mean_where_steps_vary() -> None:
+    """Half of the steps take twice as long: their mean is what a simulation adds up."""
+    loads = [StepLoad(n, n * n, 1) for n in range(10, 400, 4)] + [StepLoad(answers=1, entries=n) for n in range(200)]
+    steps = [(load, 0.02 * (1 + n % 2)) for n, load in enumerate(loads)]
+    found, _ = fit(steps)
+    for kind in (loads[:98], loads[98:]):
+        assert sum(found.seconds(load) for load in kind) == pytest.approx(0.03 * len(kind), rel=0.02)
+
+
+def test_a_fit_finds_the_batch_above_which_answers_take_longer() -> None:
+    made = StepTimes(0.01, 1e-4, 0.0, (DecodeTimes(4, 0.01, 1e-6, 1e-4), DecodeTimes(None, 0.005, 1e-6, 2e-3)))
+    loads = [StepLoad(n, n * n, 1) for n in range(10, 200, 9)]
+    loads += [StepLoad(answers=b, entries=b * e) for b in (1, 2, 4, 8, 12, 16) for e in (10, 50, 200, 700)]
+    found, error = fit([(load, made.seconds(load)) for load in loads])
+    assert [part.most for part in found.decode] == [4, None]
+    assert error < 1e-6
+
+
 def test_a_fit_has_no_negative_terms() -> None:
     loads = [StepLoad(n, n * n, 1) for n in range(10, 200, 9)] + [StepLoad(answers=b, entries=b) for b in range(1, 20)]
     found, _ = fit([(load, 0.1 - 1e-5 * load.tokens) for load in loads])
@@ -119,7 +137,7 @@ def test_a_fit_needs_steps_of_both_kinds() -> None:
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test")
+    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test", step_tokens=300)
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(str(tmp_path / "p.json")) == profile
     with pytest.raises(OptionError, match="measured with its own budget and codec"):
@@ -142,6 +160,7 @@ def test_a_built_in_profile_takes_a_budget_and_a_codec() -> None:
     [
         {"format": 2}, {"times": {}}, {"times": {"0": {}}}, {"times": {"1": {"decode": []}}}, {"entry_bytes": -1},
         {"entry_bytes": math.inf}, {"budget": 3}, {"stored_bytes": True}, {"head_dim": "a"}, {"times": [1]},
+        {"step_tokens": 0.5},
     ],
 )  # fmt: skip
 def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:

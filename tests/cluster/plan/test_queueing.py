@@ -20,8 +20,8 @@ LENGTHS = [(100, 1)] * 20_000
 
 
 def simulated(rate: float, times: StepTimes) -> float:
-    layout = ClusterLayout((WorkerPlan("both", times),))
-    found = Simulation(layout, CacheSize(1, 1), step_tokens=100).run(sample(LENGTHS, 10_000, rate, 3))
+    layout = ClusterLayout((WorkerPlan("both", times, step_tokens=100),))
+    found = Simulation(layout, CacheSize(1, 1)).run(sample(LENGTHS, 10_000, rate, 3))
     assert found is not None
     return statistics.fmean(outcome.ttft for outcome in found)
 

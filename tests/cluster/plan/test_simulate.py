@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -144,3 +145,41 @@ def test_roles_of_a_layout() -> None:
 def test_a_budget_in_bytes_cannot_be_planned() -> None:
     with pytest.raises(OptionError, match="a share or tokens"):
         CacheSize(100, 100, Budget.parse("1MiB"))
+
+
+@given(seed=st.integers(0, 10**6), layout=st.integers(0, 3), grows=st.booleans(), rate=st.floats(0.5, 30.0))
+@settings(max_examples=30, deadline=None)
+def test_steps_taken_at_once_are_those_taken_one_by_one(seed: int, layout: int, grows: bool, rate: float) -> None:
+    class OneByOne(Simulation):
+        def _repeat(self, worker: Any, step: Any, load: StepLoad) -> tuple[float, StepLoad]:
+            return self._now, load
+
+    draw = random.Random(seed)
+    lengths = [(draw.randint(1, 60), draw.randint(1, 40)) for _ in range(25)]
+    both = WorkerPlan("both", TIMES, memory=20_000)
+    workers = [ClusterLayout((both,)), ClusterLayout((both, both)), split(1, 1, 20_000), split(1, 2, 20_000)][layout]
+    cache = FULL if grows else CacheSize(100, 25, Budget.parse("20%"), grows=False)
+    requests = sample(lengths, 25, rate, seed)
+    found, expected = (kind(workers, cache, Link(1e5, 0.01)).run(requests) for kind in (Simulation, OneByOne))
+    assert found is not None
+    assert expected is not None
+    for one, other in zip(found, expected, strict=True):
+        assert one.ttft == pytest.approx(other.ttft, rel=1e-9)
+        assert one.tpot == pytest.approx(other.tpot, rel=1e-9)
+
+
+def test_long_answers_take_few_events() -> None:
+    """3,000 requests are to take seconds: a request alone is one step of its prompt and two of its answer."""
+    simulation = Simulation(ClusterLayout((WorkerPlan("both", TIMES),)), FULL)
+    assert simulation.run([PlannedRequest(100.0 * n, 100, 1000) for n in range(3000)]) is not None
+    assert simulation._count < 6 * 3000
+
+
+def test_the_router_counts_what_is_read_until_an_answer_begins() -> None:
+    """A worker that has read half of a prompt counts as one that has all of it to read, as in a cluster."""
+    slow = StepTimes(0.0, 1e-2, 0.0, (DecodeTimes(None, 0.01, 0.0, 0.0),))
+    workers = ClusterLayout((WorkerPlan("both", slow, step_tokens=100), WorkerPlan("both", slow, step_tokens=100)))
+    requests = [PlannedRequest(0.0, 400, 1), PlannedRequest(0.1, 300, 1), PlannedRequest(2.9, 100, 1)]
+    first, second, third = run(workers, requests)
+    assert (first.ttft, second.ttft) == (pytest.approx(4.0), pytest.approx(3.0))
+    assert third.ttft == pytest.approx(1.2)  # behind the second, of which 100 tokens are left, and 300 count

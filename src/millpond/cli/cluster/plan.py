@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,39 +43,67 @@ def plan(
     requests: Annotated[int, typer.Option(min=10, help="Requests of one simulation.")] = 1000,
     seeds: Annotated[int, typer.Option(min=1, help="Simulations of each rate, with other requests.")] = 3,
     out: Annotated[Path | None, optional(help="Write the plan here, as JSON.")] = None,
+    watch: Annotated[
+        float | None,
+        optional(
+            min=1,
+            help="Read the trace again after as many seconds, and plan again if its newest requests (--newest) are "
+            "longer or shorter in the mean by a fifth. Ctrl-C ends it.",
+        ),
+    ] = None,
+    newest: Annotated[
+        int | None, optional(min=10, help="Plan for as many of the newest requests of the trace. Default: all.")
+    ] = None,
 ) -> None:
     """Compare layouts of workers by goodput per device, and say whether to read prompts apart from answers."""
+    import time
+
     from millpond.bench.serve.statistics import parse_levels
     from millpond.budget import parse_bytes
     from millpond.cluster.plan.goodput import Demand, ServiceLevels
     from millpond.cluster.plan.layout import Link
     from millpond.cluster.plan.place import Devices, compare
     from millpond.cluster.plan.profile_file import load_profile
-    from millpond.cluster.plan.report import judge, to_json
+    from millpond.cluster.plan.report import judge, save_plan
+    from millpond.cluster.plan.watch import watch as follow
 
     levels = parse_levels(slo)
     if levels.keys() != {"ttft", "tpot"}:
         raise OptionError(f"--slo {slo!r} must give both levels: ttft=0.2,tpot=0.1")
     known = load_profile(profile).with_cache(budget, codec)
-    there = Devices(known.times, devices, per_node or devices, None if memory is None else parse_bytes(memory))
+    per_device = None if memory is None else parse_bytes(memory)
+    there = Devices(known.times, devices, per_node or devices, per_device, known.step_tokens)
     between = Link(_bytes_per_s(link), latency)
-    demand = Demand(_lengths(trace, longest), ServiceLevels(**levels), requests, tuple(range(seeds)))
-    with errors().status("simulating") as status:
-        rows = compare(there, known.cache, between, demand, anywhere=anywhere, report=status.update)
-        verdict = judge(rows, known.cache, between, demand)
-    table = Table(title=f"{known.name}, {slo}, nine of ten requests")
+
+    def read() -> list[tuple[int, int]]:
+        found = _lengths(trace, longest)
+        return found if newest is None else found[-newest:]
+
+    def plan_for(lengths: Sequence[tuple[int, int]]) -> None:
+        demand = Demand(lengths, ServiceLevels(**levels), requests, tuple(range(seeds)))
+        with errors().status("simulating") as status:
+            rows = compare(there, known.cache, between, demand, anywhere=anywhere, report=status.update)
+            verdict = judge(rows, known.cache, between, demand)
+        _show(f"{known.name}, {slo}, nine of ten requests", rows, verdict.reasons)
+        if out is not None:
+            save_plan(out, rows, verdict, devices)
+
+    if watch is None:
+        plan_for(read())
+        return
+    with suppress(KeyboardInterrupt):
+        follow(read, plan_for, lambda: time.sleep(watch), lambda text: output().print(text, soft_wrap=True))
+
+
+def _show(title: str, rows: Sequence[Goodput], reasons: Sequence[str]) -> None:
+    table = Table(title=title)
     for name in ("layout", "devices", "goodput per device", "over the seeds", "MB moved"):
         table.add_column(name, justify="left" if name == "layout" else "right")
     for row in rows:
         table.add_row(*_cells(row))
     output().print(table)
-    for reason in verdict.reasons:
+    for reason in reasons:
         output().print(reason, soft_wrap=True, highlight=False)
-    if out is not None:
-        try:
-            out.write_text(json.dumps(to_json(rows, verdict, devices), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f"{out} cannot be written: {error.strerror}") from None
 
 
 def _cells(row: Goodput) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from millpond.cluster.plan.profile import StepTimes
 from millpond.errors import OptionError
 
 Role = Literal["both", "prefill", "decode"]
+#: Most tokens of a step that reads, where a profile does not say.
+STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +19,14 @@ class WorkerPlan:
 
     Attributes:
         role: reads prompts and decodes ("both"), or one of these. times: of its steps. devices: that it has.
-        memory: bytes of its pages; None: no limit.
+        memory: bytes of its pages; None: no limit. step_tokens: most tokens of a step that reads.
     """
 
     role: Role
     times: StepTimes
     devices: int = 1
     memory: int | None = None
+    step_tokens: int = STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

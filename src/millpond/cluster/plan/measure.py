@@ -77,7 +77,8 @@ def measure(
     finally:
         engine.watch = None
     times, error = fit(steps)
-    return Measured(Profile(name, {1: times}, cache, head_dim, True, note), tuple(steps), error)
+    profile = Profile(name, {1: times}, cache, head_dim, True, note, engine.config.max_step_tokens)
+    return Measured(profile, tuple(steps), error)
 
 
 class _Watch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Demand, Goodput, ServiceLevels, goodput
-from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond.cluster.plan.layout import STEP_TOKENS, ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import StepTimes
 from millpond.errors import OptionError
 
@@ -27,13 +27,15 @@ class Devices:
 
     Attributes:
         times: step times by the number of devices of one worker. count: devices in all. per_node: of one node, among
-            which caches move by the link. memory: bytes for the cache on each device; None: no limit.
+            which caches move by the link. memory: bytes for the cache on each device; None: no limit. step_tokens: most
+            tokens of a step that reads.
     """
 
     times: Mapping[int, StepTimes]
     count: int
     per_node: int
     memory: int | None = None
+    step_tokens: int = STEP_TOKENS
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -48,7 +50,7 @@ class Devices:
     def worker(self, role: str, devices: int) -> WorkerPlan:
         """A worker of `devices` devices."""
         memory = None if self.memory is None else self.memory * devices
-        return WorkerPlan(role, self.times[devices], devices, memory)  # type: ignore[arg-type]
+        return WorkerPlan(role, self.times[devices], devices, memory, self.step_tokens)  # type: ignore[arg-type]
 
 
 def together(devices: Devices) -> Iterator[ClusterLayout]:

@@ -14,6 +14,7 @@ from millpond.budget import Budget
 from millpond.cache.atomic_files import publish, write_part
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.json_file import parse_json, read_json
+from millpond.cluster.plan.layout import STEP_TOKENS
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepTimes
 from millpond.codec import Codec, Format, LayerCodecs, resolve
 from millpond.errors import DataError, OptionError, unknown
@@ -36,7 +37,8 @@ class Profile:
     Attributes:
         name: of the model and the device. times: by the number of devices of one worker. cache: of a request.
         head_dim: numbers of a key, by which a number format has its size. fixed: whether the times were measured with
-            this cache, so that no other can be planned. note: where the times come from.
+            this cache, so that no other can be planned. note: where the times come from. step_tokens: most tokens of a
+            step that reads.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Profile:
     head_dim: int
     fixed: bool = False
     note: str = ""
+    step_tokens: int = STEP_TOKENS
 
     def with_cache(self, budget: str | None, codec: str) -> Profile:
         """The same model with another budget and number format; step times stay those of the full cache, by entries.
@@ -119,6 +122,7 @@ def to_json(profile: Profile) -> str:
     cache = profile.cache
     data = {
         "format": FORMAT, "name": profile.name, "note": profile.note, "head_dim": profile.head_dim,
+        "step_tokens": profile.step_tokens,
         "entry_bytes": cache.entry_bytes, "stored_bytes": cache.stored_bytes, "grows": cache.grows,
         "budget": None if cache.budget is None else _budget_text(cache.budget),
         "times": {str(n): asdict(times) for n, times in sorted(profile.times.items())},
@@ -152,8 +156,11 @@ def _profile(found: dict[str, Any], name: str) -> Profile:
             None if budget is None else Budget.parse(budget), found["grows"] is True,
         )  # fmt: skip
         read = {_devices(key): _times(value) for key, value in times.items()}
-        head_dim = int(_number(found, "head_dim"))
-        return Profile(str(found["name"])[:200], read, cache, head_dim, True, str(found.get("note", ""))[:1000])
+        head_dim, step_tokens = (int(_number(found, name)) for name in ("head_dim", "step_tokens"))
+        if step_tokens < 1:
+            raise ValueError(f"step_tokens={step_tokens} must be at least 1")
+        note = str(found.get("note", ""))[:1000]
+        return Profile(str(found["name"])[:200], read, cache, head_dim, True, note, step_tokens)
     except KeyError as error:
         raise DataError(f"{name}: there is no field {error}; {_WAY_OUT}") from None
     except (ValueError, TypeError, OverflowError) as error:  # OptionError among them

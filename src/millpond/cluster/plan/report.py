@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from millpond.cache.atomic_files import publish, write_part
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Demand, Goodput, goodput
 from millpond.cluster.plan.layout import Link
 from millpond.cluster.plan.plan_file import FORMAT
+from millpond.errors import OptionError
 
 #: A layout counts as ahead only if its goodput per device is above the other's by this share, and outside its seeds.
 AHEAD = 0.05
@@ -84,6 +88,19 @@ def to_json(rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> dict
             for row in rows
         ],
     }  # fmt: skip
+
+
+def save_plan(path: Path, rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> None:
+    """Write `to_json` whole under another name and rename it, since a plan may be read while a new one is made.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
+    data = json.dumps(to_json(rows, verdict, devices), indent=1) + "\n"
+    try:
+        publish(write_part(path, data.encode()), path)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror}; name a folder that is there") from None
 
 
 def _rate(row: Goodput) -> str:

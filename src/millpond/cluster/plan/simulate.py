@@ -8,12 +8,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.requests import PlannedRequest
+from millpond.cluster.router import DECODING
 from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
 from millpond.errors import OptionError
 
@@ -65,7 +66,8 @@ class _Worker:
     """A worker: its scheduler, what is under way in it, and the caches that wait to leave it or to come.
 
     Attributes:
-        held: bytes of caches that wait here until they are fetched. incoming: bytes that it fetches.
+        unread: tokens of prompts whose answers have not begun. held: bytes of caches that wait here until they are
+            fetched. incoming: bytes that it fetches.
         offers: caches that others hold for it. link_free: when the next move may begin.
     """
 
@@ -80,16 +82,16 @@ class _Worker:
     link_free: float = 0.0
 
     @property
-    def load(self) -> tuple[float, int]:
-        """Seconds of unread prompts, then how many requests."""
-        return self.unread * self.plan.times.per_token, len(self.flights) + len(self.offers)
+    def load(self) -> int:
+        """What there is to do, in tokens that are read, as the router of a cluster counts it."""
+        return self.unread + DECODING * (len(self.flights) + len(self.offers))
 
 
 class Simulation:
     """One run of a layout.
 
     Args:
-        cache: what requests hold. link: between workers. step_tokens: of a step that reads, as the engine's.
+        cache: what requests hold. link: between workers.
 
     Example:
         >>> from millpond.cluster.plan.profile import A100
@@ -99,15 +101,14 @@ class Simulation:
         [(0.0284, 0.02)]
     """
 
-    def __init__(
-        self, layout: ClusterLayout, cache: CacheSize, link: Link | None = None, *, step_tokens: int = 2048
-    ) -> None:
+    def __init__(self, layout: ClusterLayout, cache: CacheSize, link: Link | None = None) -> None:
         self._cache = cache
         self._link = link or Link()
-        self._workers = [_Worker(plan, Scheduler(plan.memory, step_tokens=step_tokens)) for plan in layout.workers]
+        self._workers = [_Worker(one, Scheduler(one.memory, step_tokens=one.step_tokens)) for one in layout.workers]
         self._readers = [worker for worker in self._workers if worker.plan.role != "decode"]
         self._decoders = [worker for worker in self._workers if worker.plan.role == "decode"]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._joins: list[float] = []  # when a worker may get a request, or its cache
         self._count = 0
         self._now = 0.0
         self._stop: MissLimit | None = None
@@ -153,9 +154,12 @@ class Simulation:
             return MemoryNeed(need.reading, 0, 0)
         return MemoryNeed(0, 0, need.each) if worker.plan.role == "decode" else need
 
-    def _at(self, when: float, act: Callable[[], None]) -> None:
+    def _at(self, when: float, act: Callable[[], None], joins: bool = True) -> None:
+        """Let something happen; joins: it may give a worker more to do."""
         self._count += 1
         heapq.heappush(self._events, (when, self._count, act))
+        if joins:
+            heapq.heappush(self._joins, when)
 
     # ------------------------------------------------------------------ steps
 
@@ -170,7 +174,7 @@ class Simulation:
         """Let a worker that waits begin a step when all that happens at this moment has happened."""
         if not worker.busy:
             worker.busy = True
-            self._at(self._now, lambda: self._begin(worker))
+            self._at(self._now, lambda: self._begin(worker), worker.plan.role == "prefill")
 
     def _begin(self, worker: _Worker) -> None:
         worker.busy = False
@@ -179,9 +183,40 @@ class Simulation:
         step = worker.scheduler.plan()
         if step.empty:
             return
-        took = worker.plan.times.seconds(self._load(worker, step))
+        load = self._load(worker, step)
+        begins, load = self._repeat(worker, step, load)
+        took = worker.plan.times.seconds(load)
         worker.busy = True
-        self._at(self._now + took, lambda: self._end(worker, step, took))
+        self._at(begins + took, lambda: self._end(worker, step, took), worker.plan.role == "prefill")
+
+    def _repeat(self, worker: _Worker, step: Step, load: StepLoad) -> tuple[float, StepLoad]:
+        """Take those steps at once in which nothing but the lengths of answers changes.
+
+        They are steps of a worker all of whose requests decode, before the one in which the first answer ends and
+        before the next moment at which it may get another request: the scheduler would plan each as it did this one.
+
+        Returns:
+            When the step begins that is still to be taken, and its load.
+        """
+        if step.chunks or len(worker.scheduler) != len(step.decodes):
+            return self._now, load
+        while self._joins and self._joins[0] < self._now:
+            heapq.heappop(self._joins)
+        until = self._joins[0] if self._joins else float("inf")
+        flights = [worker.flights[job.key] for job in step.decodes]
+        grows = len(flights) if self._cache.grows else 0
+        begins, steps = self._now, 0
+        for _ in range(min(flight.request.output - flight.done for flight in flights) - 1):
+            took = worker.plan.times.seconds(load)
+            if begins + took >= until:
+                break
+            begins, steps = begins + took, steps + 1
+            load = replace(load, entries=load.entries + grows)
+            worker.scheduler.took_seconds(step, took)
+        for flight, job in zip(flights, step.decodes, strict=True):
+            flight.done += steps
+            job.account.served += steps * job.width
+        return begins, load
 
     def _load(self, worker: _Worker, step: Step) -> StepLoad:
         flights = [worker.flights[job.key] for job in step.decodes]
@@ -197,8 +232,8 @@ class Simulation:
         worker.scheduler.took_seconds(step, took)
         for job, n in step.chunks:
             worker.scheduler.mark_read(job, n)
-            worker.unread -= n
             if job.read == job.prompt:
+                worker.unread -= job.prompt
                 self._drew(worker, job)
         for job in step.decodes:
             self._drew(worker, job)

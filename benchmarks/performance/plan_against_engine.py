@@ -1,0 +1,309 @@
+"""What a simulation of a cluster predicts against what the same requests take on workers of this machine.
+
+    python benchmarks/performance/plan_against_engine.py profile --folder DIR
+    python benchmarks/performance/plan_against_engine.py measure --folder DIR --layout 1x1
+    python benchmarks/performance/plan_against_engine.py report --folder DIR --trace azure2023_conv.csv
+
+`profile` makes a model of random weights and fits its step times with one thread, with two, and with one while another
+engine is at work, since two workers on two cores share caches and memory. `measure` starts workers on a private
+Ray, takes the time of a few requests alone (for the latency of a move), and then sends requests of the trace, shrunk,
+at three rates around the one that the simulation takes for the highest. `report` compares. Run each on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millpond.bench.common.machine import describe_machine
+from millpond.bench.generate.candidates import ModelShape
+from millpond.bench.serve.requests import TokenBlocks
+from millpond.bench.serve.traces import azure
+from millpond.cluster.plan.fit import fit
+from millpond.cluster.plan.goodput import ATTAINED, Demand, ServiceLevels, goodput
+from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond.cluster.plan.measure import measure
+from millpond.cluster.plan.profile import StepLoad
+from millpond.cluster.plan.profile_file import Profile, load_profile, save_profile
+from millpond.cluster.plan.requests import PlannedRequest, sample
+from millpond.cluster.plan.simulate import RequestTimes, Simulation
+from millpond.engine.engine import Engine
+from millpond.engine.request import Request
+from millpond.engine.sampling.params import SamplingParams
+from millpond.models.load import load_model
+
+SHAPE = ModelShape(layers=8, width=768, heads=12, kv_heads=4, head_dim=64, ffn=2048, vocab=8000)
+#: By name: roles and threads of the workers, and the profile that holds for them.
+LAYOUTS: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "1x1": (("both",), 1, "one"),
+    "1x2": (("both",), 2, "two"),
+    "2x1": (("both", "both"), 1, "shared"),
+    "split": (("prefill", "decode"), 1, "shared"),
+}
+#: Of the rate that the simulation takes for the highest.
+AROUND = (0.75, 1.0, 1.25)
+#: Tokens of the prompts of requests that run alone.
+ALONE = (16, 64, 160, 320)
+SEED = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("profile", "neighbour", "measure", "report"))
+    parser.add_argument("--folder", type=Path, required=True, help="For the model, profiles and measured times.")
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), default="1x1")
+    parser.add_argument("--trace", type=Path, help="Azure 2023, conversation.")
+    parser.add_argument("--shrink", type=int, default=8, help="Divide the lengths of the trace by this.")
+    parser.add_argument("--seconds", type=float, default=35, help="Of arrivals at each rate.")
+    parser.add_argument("--ttft", type=float, default=0.6)
+    parser.add_argument("--tpot", type=float, default=0.04)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if args.step == "profile":
+        take_profiles(args.folder)
+    elif args.step == "neighbour":
+        keep_busy(args.folder)
+    elif args.step == "measure":
+        asyncio.run(run_layout(args))
+    else:
+        report(args)
+
+
+# ------------------------------------------------------------------ profiles
+
+
+def take_profiles(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model").exists():
+        SHAPE.build().save_pretrained(folder / "model")
+    for name, threads in (("one", 1), ("two", 2)):
+        take_profile(folder, name, threads)
+    busy = subprocess.Popen([sys.executable, __file__, "neighbour", "--folder", str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert busy.stdout is not None
+        busy.stdout.readline()  # it is at work
+        take_profile(folder, "shared", 1)
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def take_profile(folder: Path, name: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    engine = Engine(load_model(str(folder / "model"), "bf16"), method="full")
+    found = measure(engine, name, prompts=ALONE, new=24, rounds=2, seed=SEED, note=describe_machine().hardware)
+    engine.close()
+    save_profile(found.profile, folder / f"profile-{name}.json")
+    steps = [[asdict(load), seconds] for load, seconds in found.steps]
+    (folder / f"steps-{name}.json").write_text(json.dumps(steps))
+    print(
+        f"profile {name}: {len(steps)} steps, {found.error:.1%} off in the median, {found.profile.times[1]}", flush=True
+    )
+
+
+def keep_busy(folder: Path) -> None:
+    """Take profiles for ever, so that another one has a neighbour."""
+    torch.set_num_threads(1)
+    engine = Engine(load_model(str(folder / "model"), "bf16"), method="full")
+    print("at work", flush=True)
+    while True:
+        measure(engine, "neighbour", prompts=ALONE, new=24, rounds=1, seed=SEED)
+
+
+def the_profile(folder: Path, layout: str) -> Profile:
+    return load_profile(str(folder / f"profile-{LAYOUTS[layout][2]}.json"))
+
+
+# ------------------------------------------------------------------ simulation
+
+
+def planned(folder: Path, layout: str) -> ClusterLayout:
+    profile, roles = the_profile(folder, layout), LAYOUTS[layout][0]
+    return ClusterLayout(
+        tuple(WorkerPlan(role, profile.times[1], step_tokens=profile.step_tokens) for role in roles)  # type: ignore[arg-type]
+    )
+
+
+def shrunk(args: argparse.Namespace) -> list[tuple[int, int]]:
+    asks = azure(args.trace)
+    pairs = [(one.prompt.length, one.output_tokens) for one in asks if isinstance(one.prompt, TokenBlocks)]
+    return [
+        (max(prompt // args.shrink, 4), max(answer // args.shrink, 2))
+        for prompt, answer in pairs
+        if prompt + answer < 2048
+    ]
+
+
+def simulate(args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link) -> list[RequestTimes]:
+    found = Simulation(planned(args.folder, layout), the_profile(args.folder, layout).cache, link).run(requests)
+    assert found is not None
+    return found
+
+
+def knee(args: argparse.Namespace, layout: str, link: Link) -> float:
+    """The highest rate by the simulation, in requests per second of the whole layout."""
+    demand = Demand(shrunk(args), ServiceLevels(args.ttft, args.tpot), 300, (0, 1))
+    plan = planned(args.folder, layout)
+    return goodput(plan, the_profile(args.folder, layout).cache, link, demand).per_device * plan.devices
+
+
+# ------------------------------------------------------------------ measurement
+
+
+async def run_layout(args: argparse.Namespace) -> None:
+    from millpond.cluster.async_llm import AsyncClusterLLM
+
+    roles, threads, _ = LAYOUTS[args.layout]
+    busy = busy_share()
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (its name; Ray's default is 15, behind all else)
+    workers: dict[str, int] = {"prefill": 1, "decode": 1} if "prefill" in roles else {"replicas": len(roles)}
+    llm = AsyncClusterLLM(str(args.folder / "model"), dtype="bf16", threads=threads, method="full", **workers)
+    print("workers are there", flush=True)
+    try:
+        for round_ in range(2):  # the first one warms up
+            alone = []
+            for n, prompt in enumerate(ALONE * 2):
+                alone.append((prompt, *await one_request(llm, f"alone-{round_}-{n}", prompt, 3, time.monotonic())))
+        link = link_of(args.folder, args.layout, alone) if "prefill" in roles else Link()
+        highest = knee(args, args.layout, link)
+        rows = []
+        for share in AROUND:
+            requests = sample(shrunk(args), round(args.seconds * share * highest), share * highest, SEED)
+            begun = time.monotonic() + 0.5
+            found = await asyncio.gather(
+                *(
+                    one_request(llm, f"{share}-{n}", one.prompt, one.output, begun + one.at)
+                    for n, one in enumerate(requests)
+                )
+            )
+            rows.append({"rate": share * highest, "times": found})
+            print(f"{args.layout} at {share * highest:.2f}/s: {summary(args, list(found))}", flush=True)
+    finally:
+        await llm.close(drain=False)
+    machine = describe_machine()
+    data = {
+        "layout": args.layout, "knee": highest, "busy_before": busy, "alone": alone, "rows": rows,
+        "hardware": machine.hardware, "software": machine.software,
+    }  # fmt: skip
+    (args.folder / f"measured-{args.layout}.json").write_text(json.dumps(data))
+
+
+async def one_request(llm: Any, name: str, prompt: int, output: int, at: float) -> tuple[float, float]:
+    """Seconds from `at` to the first token, and per token after it."""
+    await asyncio.sleep(max(at - time.monotonic(), 0.0))
+    ids = np.random.default_rng(abs(hash((prompt, output)))).integers(0, SHAPE.vocab, prompt)
+    params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+    first = last = 0.0
+    count = 0
+    async for update in llm.stream(Request(request_id=name, prompt=tuple(ids.tolist()), params=params)):
+        if update.error is not None:
+            raise update.error
+        last, count = time.monotonic(), len(update.completions[0].token_ids)
+        first = first or (last if count else 0.0)
+    assert count == output, f"{name}: {count} of {output} tokens"
+    return first - at, (last - first) / (output - 1)
+
+
+def link_of(folder: Path, layout: str, alone: list[tuple[int, float, float]]) -> Link:
+    """Latency of a move: what the second token of a request that is alone takes longer than a step."""
+    times = the_profile(folder, layout).times[1]
+    extra = [2 * tpot - 2 * times.seconds(StepLoad(answers=1, entries=prompt)) for prompt, _, tpot in alone]
+    return Link(latency_s=max(statistics.median(extra), 0.0))
+
+
+def busy_share() -> float:
+    """Cores that others use, over a second in which this process sleeps."""
+
+    def read() -> list[int]:
+        return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+
+    before = read()
+    time.sleep(1.0)
+    spent = [b - a for a, b in zip(before, read(), strict=True)]
+    return (sum(spent) - spent[3] - spent[4]) / 100
+
+
+# ------------------------------------------------------------------ report
+
+
+def summary(args: argparse.Namespace, times: list[tuple[float, float]]) -> dict[str, float]:
+    first, each = np.array(times).T
+    met = (first <= args.ttft) & (each <= args.tpot)
+    return {
+        "attained": float(met.mean()), "ttft_p90": float(np.quantile(first, 0.9)),
+        "tpot_p90": float(np.quantile(each, 0.9)),
+    }  # fmt: skip
+
+
+def report(args: argparse.Namespace) -> None:
+    results, points = [], []
+    crossing: dict[str, dict[str, float]] = {"measured": {}, "simulated": {}}
+    machine: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        path = args.folder / f"measured-{layout}.json"
+        if not path.exists():
+            continue
+        data = json.loads(path.read_text())
+        machine = {"hardware": data["hardware"], "software": data["software"]}
+        link = link_of(args.folder, layout, data["alone"]) if layout == "split" else Link()
+        curve: dict[str, list[tuple[float, float]]] = {"measured": [], "simulated": []}
+        for row in data["rows"]:
+            requests = sample(shrunk(args), len(row["times"]), row["rate"], SEED)
+            found = simulate(args, layout, requests, link)
+            both = {
+                "measured": summary(args, row["times"]),
+                "simulated": summary(args, [(one.ttft, one.tpot or 0.0) for one in found]),
+            }
+            for kind, values in both.items():
+                curve[kind].append((row["rate"], values["attained"]))
+            points.append(abs(both["measured"]["attained"] - both["simulated"]["attained"]))
+            results.append({"layout": layout, "rate": row["rate"], "busy_before": data["busy_before"], **both})
+        for kind, values in curve.items():
+            crossing[kind][layout] = crosses(values)
+    for row in results:
+        a, b = row["measured"], row["simulated"]
+        print(
+            f"{row['layout']:6} {row['rate']:5.2f}/s attained {a['attained']:.2f} ({b['attained']:.2f} simulated), "
+            f"TTFT p90 {a['ttft_p90']:.2f} ({b['ttft_p90']:.2f}), TPOT p90 {1e3 * a['tpot_p90']:.0f} "
+            f"({1e3 * b['tpot_p90']:.0f}) ms"
+        )
+    print("attained: off by", f"{statistics.fmean(points):.3f} in the mean, {max(points):.3f} at most;", crossing)
+    if args.json:
+        load = {name: getattr(args, name) for name in ("shrink", "ttft", "tpot")}
+        fits = {
+            name: fit([(StepLoad(**load_), seconds) for load_, seconds in json.loads(path.read_text())])[1]
+            for name in ("one", "two", "shared")
+            if (path := args.folder / f"steps-{name}.json").exists()
+        }
+        data = {
+            "load": load, "shape": asdict(SHAPE), "fit_off": fits, **machine, "rate_at_nine_tenths": crossing,
+            "results": results,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def crosses(curve: list[tuple[float, float]]) -> float:
+    """The rate at which nine tenths are in time, by lines between points; an end of the curve where it is outside."""
+    for (low, a), (high, b) in pairwise(curve):
+        if a >= ATTAINED > b:
+            return low + (high - low) * (a - ATTAINED) / (a - b)
+    return curve[0][0] if curve[0][1] < ATTAINED else curve[-1][0]
+
+
+if __name__ == "__main__":
+    main()
