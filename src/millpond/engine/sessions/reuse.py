@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from heapq import merge
 
 import numpy as np
 import torch
 
 from millpond.cache.batch_cache import Pages
+from millpond.cache.state.dropped_spans import covers
 from millpond.engine.completion import CompletionState
+from millpond.engine.forget import drop_restored
 from millpond.engine.request_state import RequestState
+from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.sessions.stored_turn import StoredTurn
 from millpond.engine.transfer.cache_tensors import fill_cache, pages_of, sequence_tensors
@@ -45,9 +49,11 @@ class SessionReuse:
         own = live.spans or live.kept or live.prompt_logprobs is not None
         if not live.answers or own or why_not(recipe) is not None:
             return 0
-        for place, turn in self.store.beginnings(live.request.cache_salt, self._scope(recipe), live.numbers):
+        for place, turn in self._beginnings(live):
             if place.length <= least:
                 break
+            if not covers(live.forget, turn.forgotten):
+                continue
             try:
                 self._fill(live, turn)
             except PoolFullError:
@@ -56,10 +62,21 @@ class SessionReuse:
                 self.store.refuse(place)
                 continue
             self.store.counts["hits"] += 1
-            live.restored, live.restored_exact = place.length, turn.exact and keeps_exactly(recipe, self._model.layers)
+            live.restored = place.length
+            live.restored_exact = turn.exact and not live.forget and keeps_exactly(recipe, self._model.layers)
             return place.length
         self.store.counts["misses"] += 1
         return 0
+
+    def _beginnings(self, live: RequestState) -> Iterator[tuple[TurnPlace, StoredTurn]]:
+        """The stored turns that a prompt continues, the longest first; those that have forgotten spans lie apart, and
+        only a request that forgets these too may continue them."""
+        salt, recipe = live.request.cache_salt, live.group.recipe
+        found = [
+            self.store.beginnings(salt, self._scope(recipe, forgets), live.numbers)
+            for forgets in ([True, False] if live.forget else [False])
+        ]
+        return merge(*found, key=lambda one: -one[0].length)
 
     def _fill(self, live: RequestState, turn: StoredTurn) -> None:
         """
@@ -73,6 +90,8 @@ class SessionReuse:
         try:
             ids = torch.from_numpy(turn.ids).to(self._model.device)
             fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
+            if live.forget:
+                drop_restored(stack, live.forget, turn.forgotten, len(turn.ids))
             for core in stack.layers:
                 core.reopen(self._model.dtype)
         except BaseException:
@@ -98,11 +117,12 @@ class SessionReuse:
             return
         tensors = sequence_tensors(recipe, stack, place, later_prompts=True)
         own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them
-        self.store.put(live.request.cache_salt, self._scope(recipe), StoredTurn(ids, own, live.exact))
+        turn = StoredTurn(ids, own, live.exact, live.forget)
+        self.store.put(live.request.cache_salt, self._scope(recipe, bool(live.forget)), turn)
 
-    def _scope(self, recipe: CacheFactory) -> str:
+    def _scope(self, recipe: CacheFactory, forgets: bool) -> str:
         slots = recipe.pool(self._model.layers[0]).slots
-        return self.store.scope(self._mark, recipe.described, str(slots))
+        return self.store.scope(self._mark, recipe.described, str(slots), *(["forgets"] if forgets else []))
 
 
 def why_not(recipe: CacheFactory) -> str | None:
