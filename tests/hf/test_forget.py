@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -33,49 +34,63 @@ def ids(n: int, seed: int = 0) -> Tensor:
 
 
 class Masked:
-    """transformers' own cache of everything, some columns of which are hidden."""
+    """transformers' own cache of everything, some columns of which are hidden; in float64 unless another is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
         self.cache, self.shown = DynamicCache(), torch.ones(1, 0, dtype=torch.long)
 
     def read(self, text: Tensor) -> Tensor:
         n = self.shown.shape[1]
         self.shown = torch.cat([self.shown, torch.ones_like(text)], 1)
         places = torch.arange(n, n + text.shape[1])[None]
-        logits: Tensor = stock()(
+        logits: Tensor = stock(self.dtype)(
             text, past_key_values=self.cache, attention_mask=self.shown, position_ids=places
         ).logits
         return logits
 
     def fork(self) -> Masked:
-        other = Masked()
+        other = Masked(self.dtype)
         other.cache, other.shown = copy.deepcopy(self.cache), self.shown.clone()
         return other
 
 
 @functools.cache
-def stock() -> PreTrainedModel:
+def stock(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """The same weights, which no cache of ours attends for."""
-    return copy.deepcopy(model())
+    return copy.deepcopy(model()).to(dtype)
+
+
+#: Largest difference of a logit (of at most 4) from the masked reference in float64. Stock attention in float32 differs
+#: from it as much: what is more than 1e-6 is rounding, see `test_a_full_cache_equals_one_with_the_span_masked`.
+CLOSE = 5e-6
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).abs().max())
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spans", [[(3, 20)], [(0, 1), (30, 44)], [(10, 20), (15, 30), (44, 45)]])
+@pytest.mark.parametrize("spans", [[(3, 20)], [(0, 1), (30, 44)], [(10, 20), (20, 30), (44, 45)]])
 def test_a_full_cache_equals_one_with_the_span_masked(spans: list[tuple[int, int]]) -> None:
-    expected = Masked()
-    stock()
+    expected, single = Masked(), Masked(torch.float32)
+    stock(), stock(torch.float32)
     with mp.compress(model(), "full", attach=False) as cache:
         for seed, n in ((1, 40), (2, 5)):
-            expected.read(ids(n, seed))
+            expected.read(ids(n, seed)), single.read(ids(n, seed))
             model()(ids(n, seed), past_key_values=cache)
+        cache.forget(*spans)
         for begin, end in spans:
-            cache.forget((begin, end))
-            expected.shown[:, begin:end] = 0
+            expected.shown[:, begin:end] = single.shown[:, begin:end] = 0
         left = expected.shown[0].nonzero()[:, 0].tolist()
         assert all(cache.positions(layer) == [left] * HEADS for layer in range(LAYERS))
+        ours = theirs = 0.0
         for seed, n in ((3, 7), (4, 1), (5, 2), (6, 1)):
-            found = model()(ids(n, seed), past_key_values=cache).logits
-            torch.testing.assert_close(found, expected.read(ids(n, seed)), rtol=1e-6, atol=5e-6)
+            right = expected.read(ids(n, seed))
+            ours = max(ours, far(model()(ids(n, seed), past_key_values=cache).logits, right))
+            theirs = max(theirs, far(single.read(ids(n, seed)), right))
+        assert ours < CLOSE
+        assert ours < 2 * theirs, "no farther from float64 than stock attention in float32"
         assert cache.stats().seen == [56]
         cache.check_integrity()
 
@@ -152,8 +167,8 @@ def test_tokens_are_taken_back_where_a_pass_is_recorded() -> None:
 
 @pytest.mark.parametrize(
     ("span", "said"),
-    [((5, 5), "one at least"), ((-1, 3), "must lie"), ((3, 21), "0 to 19"), ((1.0, 3), "whole"), (7, "whole"),
-     ((True, 3), "whole")],
+    [((5, 5), "one token at least"), ((-1, 3), "lie in"), ((3, 21), "0 to 19"), ((1.0, 3), "whole"), (7, "whole"),
+     ((True, 3), "whole"), ("ab", "whole")],
 )  # fmt: skip
 @torch.no_grad()
 def test_spans_outside_the_text_are_refused(span: Any, said: str) -> None:
@@ -165,6 +180,10 @@ def test_spans_outside_the_text_are_refused(span: Any, said: str) -> None:
             cache.forget(span)
         with pytest.raises(OptionError, match="the cache holds 1"):
             cache.forget((1, 3), sequence=1)
+        with pytest.raises(OptionError, match=r"\[4, 8\) overlaps \[2, 5\)"):
+            cache.forget((4, 8), (2, 5))
+        with pytest.raises(OptionError, match="no span"):
+            cache.forget()
         assert cache.positions(0) == [list(range(20))] * HEADS
 
 
@@ -173,27 +192,71 @@ def test_kept_spans_are_not_forgotten() -> None:
     with mp.compress(model(), "h2o", BUDGET, attach=False) as cache:
         cache.protect([(10, 14)])
         model()(ids(60), past_key_values=cache)
-        with pytest.raises(OptionError, match=r"protect\(\) keeps \[10, 14\)"):
+        with pytest.raises(OptionError, match=r"tokens of \[10, 14\), which protect\(\) keeps"):
             cache.forget((13, 30))
         cache.forget((14, 30))
         assert all({10, 11, 12, 13} <= set(head) for layer in range(LAYERS) for head in cache.positions(layer))
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "said"),
-    [
-        ("d2o", {}, "merges"), ("streaming", {}, "positions='absolute' works"), ("h2o", {"decode": "once"}, "grow"),
-        ("infllm", {}, "blocks"), ("kvzip", {"ask": "none"}, "the prompt"),
-    ],
-)  # fmt: skip
+    ("method", "said"), [("d2o", "merges"), ("streaming", "positions='absolute'"), ("infllm", "blocks")]
+)
 @torch.no_grad()
-def test_methods_that_remember_more_than_entries_refuse(method: str, options: dict[str, Any], said: str) -> None:
-    with mp.compress(model(), method, None if method == "infllm" else BUDGET, attach=False, **options) as cache:
+def test_methods_that_cannot_forget_say_why(method: str, said: str) -> None:
+    with mp.compress(model(), method, None if method == "infllm" else BUDGET, attach=False) as cache:
         model()(ids(60), past_key_values=cache)
         before = cache.positions(0)
         with pytest.raises(OptionError, match=said):
             cache.forget((5, 9))
         assert cache.positions(0) == before
+
+
+#: Methods that remember more of a text than its entries, and options under which a plan counts them.
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("h2o", {"decode": "once"}), ("h2o", {"decode": "grow"}), ("snapkv", {}), ("ada", {}), ("fastgen", {}),
+    ("expected_attention", {}), ("streaming", {"positions": "absolute"}), ("lagkv", {}), ("keydiff", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "options"), OTHERS)
+@torch.no_grad()
+def test_later_turns_of_other_methods_go_on(method: str, options: dict[str, Any]) -> None:
+    with mp.compress(model(), method, BUDGET, attach=False, **options) as cache:
+        model()(ids(60), past_key_values=cache)
+        cache.forget((5, 20), (40, 50))
+        for seed, n in ((1, 9), (2, 1), (3, 1), (4, 7)):
+            model()(ids(n, seed), past_key_values=cache)
+            for layer in range(LAYERS):
+                for head in cache.positions(layer):
+                    assert not {*range(5, 20), *range(40, 50)} & set(head)
+                    assert head == sorted(set(head))
+        assert cache.stats().seen == [78]
+        cache.check_integrity()
+
+
+@torch.no_grad()
+def test_a_cache_below_its_budget_is_still_compressed_once() -> None:
+    """What was forgotten is not taken for what a plan has evicted."""
+    with mp.compress(model(), "h2o", BUDGET, attach=False, decode="once") as cache:
+        model()(ids(20), past_key_values=cache)
+        cache.forget((4, 9))
+        model()(ids(40, 1), past_key_values=cache)
+        assert max(len(head) for layer in range(LAYERS) for head in cache.positions(layer)) <= BUDGET
+
+
+@torch.no_grad()
+def test_a_document_remembers_what_was_forgotten(tmp_path: Path) -> None:
+    with mp.compress(model(), "full", attach=False) as cache:
+        model()(ids(20), past_key_values=cache)
+        cache.forget((4, 9))
+        mp.save_document(cache, ids(20), tmp_path / "text.safetensors")
+        expected = model()(ids(5, 1), past_key_values=cache).logits
+    restored, _ = mp.restore_document(model(), tmp_path / "text.safetensors")
+    with restored:
+        assert restored.timeline.dropped.of(0) == ((4, 9),)
+        assert torch.equal(model()(ids(5, 1), past_key_values=restored).logits, expected)
+        with pytest.raises(CacheMismatchError, match="cannot take back"):
+            restored.crop(-2)
 
 
 class Conversation(RuleBasedStateMachine):
@@ -219,7 +282,7 @@ class Conversation(RuleBasedStateMachine):
         text = ids(n, self.count)
         found = model()(text, past_key_values=self.caches[which]).logits
         if self.budget is None:
-            torch.testing.assert_close(found, self.masked[which].read(text), rtol=1e-6, atol=5e-6)
+            assert far(found, self.masked[which].read(text)) < CLOSE
 
     @rule(which=st.integers(0, 9))
     def fork(self, which: int) -> None:
@@ -269,9 +332,15 @@ class CompressedConversation(Conversation):
 
 
 _SETTINGS = settings(
-    max_examples=10, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=10, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestConversation = Conversation.TestCase
 TestConversation.settings = _SETTINGS
 TestCompressedConversation = CompressedConversation.TestCase
 TestCompressedConversation.settings = _SETTINGS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [Conversation, CompressedConversation])
+def test_two_hundred_conversations(machine: type[Conversation]) -> None:
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=100, stateful_step_count=20))
