@@ -104,6 +104,17 @@ class BatchCache:
         else:
             self.timeline.kept.expect(spans)
 
+    def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
+        """Let the entries in spans of the text of a sequence leave every head of every layer; later ones stay.
+
+        Raises:
+            PoolFullError: no room for copies of pages that others hold; the sequence can only be forgotten.
+        """
+        for core in self.layers:
+            with self.here(core):
+                core.drop_spans(sequence, spans)
+        self.timeline.dropped.add(spans, sequence)
+
     def begin_with(
         self, tables: Sequence[PageTable], ids: Tensor | None = None, sums: Sequence[LayerSums] | None = None
     ) -> None:

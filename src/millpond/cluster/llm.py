@@ -44,6 +44,7 @@ class ClusterLLM(ClusterClient):
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        forget: Sequence[Span] = (),
     ) -> list[RequestOutput]:
         """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts.
 
@@ -51,7 +52,8 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        return sorted(self.stream(prompts, params, cache=cache, keep=keep), key=lambda output: int(output.request_id))
+        found = self.stream(prompts, params, cache=cache, keep=keep, forget=forget)
+        return sorted(found, key=lambda output: int(output.request_id))
 
     def stream(
         self,
@@ -60,9 +62,10 @@ class ClusterLLM(ClusterClient):
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        forget: Sequence[Span] = (),
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        asked = requests_of(prompts, params, cache, self._names, keep)
+        asked = requests_of(prompts, params, cache, self._names, keep=keep, forget=forget)
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

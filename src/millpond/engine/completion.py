@@ -13,11 +13,12 @@ from millpond.engine.sampling.sampler import Sampled
 
 
 class ReuseCounts(NamedTuple):
-    """What a prompt has from a chunk store, or from an earlier turn: see `KVStats`."""
+    """What a prompt has from a chunk store or an earlier turn, and what has left of it: see `KVStats`."""
 
     restored_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
+    forgotten_tokens: int = 0
     exact: bool = True
 
 

@@ -110,6 +110,7 @@ class LLM:
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        forget: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         progress: bool = False,
@@ -121,6 +122,7 @@ class LLM:
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
             keep: spans [begin, end) in tokens of each prompt that every head of every layer keeps, see `Request.keep`.
+            forget: spans [begin, end) in tokens of each prompt that no later token sees, see `Request.forget`.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
             breakpoints: see `Request.breakpoints`: of all prompts, or a list for each of them.
@@ -133,8 +135,9 @@ class LLM:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
         found = self.stream(
-            prompts, params, cache=cache, keep=keep, schedule=schedule, breakpoints=breakpoints, progress=progress
-        )
+            prompts, params, cache=cache, keep=keep, forget=forget, schedule=schedule, breakpoints=breakpoints,
+            progress=progress,
+        )  # fmt: skip
         return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(
@@ -144,6 +147,7 @@ class LLM:
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        forget: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         progress: bool = False,
@@ -151,7 +155,7 @@ class LLM:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
-        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep)
+        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget)
         for request in asked:
             self.engine.require_breakpoints(request)
         try:
@@ -308,6 +312,7 @@ def load(
 def requests_of(
     prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
     names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (), keep: Sequence[Span] = (),
+    forget: Sequence[Span] = (),
 ) -> list[Request]:  # fmt: skip
     """A request for each prompt, named by the next numbers.
 
@@ -322,7 +327,7 @@ def requests_of(
     return [
         Request(
             request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
-            keep=tuple(keep),
+            keep=tuple(keep), forget=tuple(forget),
         )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]

@@ -47,6 +47,7 @@ class KVStats:
         restored_tokens: tokens of the prompt that the stored cache of an earlier turn had read.
         reused_tokens: tokens of the prompt that came from a chunk store. recomputed_tokens: tokens of its reused chunks
             that were computed again.
+        forgotten_tokens: tokens of the prompt that left by `Request.forget`.
         exact: all of them are as the whole prompt would give them, up to rounding: not behind a compressed turn.
     """
 
@@ -61,6 +62,7 @@ class KVStats:
     restored_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
+    forgotten_tokens: int = 0
     exact: bool = True
 
 

@@ -129,12 +129,17 @@ class Preemptor:
         return bool(ending) and self._sharing.has(self._pages(step))
 
     def _ending(self, step: Step) -> list[RequestState]:
-        """Requests whose prompts will have been read, or as much of them as the context holds: a plan follows."""
+        """Requests whose prompts will have been read, or as much of them as the context holds, so that a plan follows,
+        or a span that leaves: their pages are written again."""
         return [
             live
             for job, n in step.chunks
-            if job.running and not job.trunk and ((live := self._live[job.key]).rolls(n) or job.read + n == job.prompt)
+            if job.running and not job.trunk and self._rewrites(live := self._live[job.key], n)
         ]
+
+    @staticmethod
+    def _rewrites(live: RequestState, n: int) -> bool:
+        return live.rolls(n) or live.forgets(n) or live.job.read + n == live.job.prompt
 
     def _with_sums(self, step: Step) -> list[RequestState]:
         """Requests that read parts of their prompts with sums: they hold copies of blocks that the tree holds too."""

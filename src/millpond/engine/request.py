@@ -72,6 +72,9 @@ class Request:
             before. Other methods share every block and need none; where nothing is shared they change nothing.
         keep: spans [begin, end) of the prompt, in tokens, that every head of every layer keeps, whatever the method;
             they count in the budget. See `kept_spans`.
+        forget: spans [begin, end) of the prompt, in tokens, before its last one, that no later token sees: they leave
+            the cache of the turn that the prompt continues before more is read, and are else read and leave before the
+            next token is. Later tokens of a stored turn have seen them. Its prompt shares no pages with others.
     """
 
     request_id: str
@@ -87,3 +90,4 @@ class Request:
     tell_forgotten: tuple[tuple[int, int], ...] = ()
     breakpoints: tuple[int, ...] = ()
     keep: tuple[tuple[int, int], ...] = ()
+    forget: tuple[tuple[int, int], ...] = ()

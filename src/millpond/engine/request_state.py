@@ -30,7 +30,8 @@ class RequestState:
             would give them.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
-        kept: spans of the prompt that stay. waited: steps in which it waited for others to read what it begins with.
+        kept: spans of the prompt that stay. forget: those that leave, ascending.
+        waited: steps in which it waited for others to read what it begins with.
         access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
         stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
         reader_read: tokens that another had read of what this one waits for, when it last waited.
@@ -50,6 +51,7 @@ class RequestState:
     trunk: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
     kept: tuple[Span, ...] = ()
+    forget: tuple[Span, ...] = ()
     waited: int = 0
     access: int | None = None
     stops: list[int] = field(default_factory=list)
@@ -71,12 +73,12 @@ class RequestState:
     @property
     def tainted(self) -> bool:
         """Whether pages of its prompt hold what was not computed for it, so that no exact prompt may have them."""
-        return self.restored > 0 or (self.blend is not None and self.blend.tainted)
+        return self.restored > 0 or bool(self.forget) or (self.blend is not None and self.blend.tainted)
 
     @property
     def exact(self) -> bool:
         """Whether all tokens of its prompt are as the whole prompt would give them, before its method's plan."""
-        return self.restored_exact and (self.blend is None or self.blend.exact)
+        return self.restored_exact and not self.forget and (self.blend is None or self.blend.exact)
 
     @property
     def rolled(self) -> bool:
@@ -92,6 +94,10 @@ class RequestState:
         """Whether gaps close when the next `n` tokens of its prompt were read, and more follow."""
         reach = self.group.recipe.reach
         return reach is not None and self.place + n == reach and self.job.read + n < self.job.prompt
+
+    def forgets(self, n: int) -> bool:
+        """Whether a span leaves when the next `n` tokens of its prompt were read."""
+        return any(end == self.job.read + n for _, end in self.forget)
 
     def regroup(self) -> None:
         """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""

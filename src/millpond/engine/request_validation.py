@@ -12,6 +12,7 @@ from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.chunked_prompt import Chunk, Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.forget import checked_forgets
 from millpond.engine.forgotten import check_spans
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.kept import checked_spans
@@ -70,6 +71,7 @@ class RequestValidator:
         check_spans(request.tell_forgotten, len(ids))
         group = self._recipes.group(request.cache)
         kept = checked_spans(request.keep, group.recipe, self._model.layers, len(ids))
+        forget = checked_forgets(request.forget, group.recipe, len(ids), kept, bool(spans))
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
         reach = group.recipe.reach
@@ -97,6 +99,7 @@ class RequestValidator:
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         return RequestState(
             request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans, kept=kept,
+            forget=forget,
             stops=self._stops(request, len(ids), bool(spans), group),
         )  # fmt: skip
 

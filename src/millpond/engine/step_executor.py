@@ -15,6 +15,7 @@ from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
 from millpond.engine.decode_group import DecodeGroup, figures_of
 from millpond.engine.file_loads import FileLoads
+from millpond.engine.forget import drop_read, note_dropped, until_forgotten
 from millpond.engine.forgotten import note_forgotten
 from millpond.engine.loaded_chunks import LoadedChunks
 from millpond.engine.model_step import PromptSegment, run
@@ -76,7 +77,7 @@ class StepExecutor:
                     continue
                 self._sharing.meet(live, self._live.values())
                 begun.append(live)
-            chunks.append((job, _within_reach(live, self._share(live, n))))
+            chunks.append((job, until_forgotten(live, _within_reach(live, self._share(live, n)))))
         step.chunks = chunks
 
     def _waits(self, live: RequestState, reading: list[RequestState]) -> bool:
@@ -117,6 +118,9 @@ class StepExecutor:
             if live.error is not None:
                 continue
             self._score_prompt(live, part, found)
+            if live.forget and not drop_read(live):
+                ended.append(live)
+                continue
             if not part.ends:
                 if live.rolls(0):
                     self._sharing.keep_blocks(live)
@@ -186,6 +190,7 @@ class StepExecutor:
         self.counts["restored_tokens"] += restored
         for answer in live.answers if restored else []:
             answer.reuse = ReuseCounts(restored_tokens=restored, exact=live.restored_exact)
+        note_dropped(live)
         return restored
 
     def _blend(self, live: RequestState) -> None:

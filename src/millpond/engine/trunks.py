@@ -102,9 +102,10 @@ class Trunks:
     def _choose(self, live: RequestState, trunk: RequestState | None) -> None:
         """Let a request begin with a trunk, or with the nearest before it with which it fits; or with none.
 
-        A request whose prompt's log probabilities are wanted reads all of it; one with chunks takes them from a store.
+        A request whose prompt's log probabilities are wanted reads all of it, as does one of which spans
+        leave; one with chunks takes them from a store.
         """
-        if live.prompt_logprobs is not None or live.spans:
+        if live.prompt_logprobs is not None or live.spans or live.forget:
             return
         while trunk is not None:
             need = estimate_behind(

@@ -25,6 +25,7 @@ from millpond.cache.state.kept_spans import kept_spans
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError, NotPicklableError, OptionError, UnsupportedModelError
+from millpond.hf.forget import check_forgets, check_not_kept, spans_in
 from millpond.hf.fork import check_pages, share
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
@@ -80,6 +81,7 @@ class MillpondCache(Cache):
         repeat = needs.prompt_repeat
         self.rebuilder = None if repeat is None else PromptReconstruction(profile, model.device, repeat)
         self._between_chunks = between_chunks
+        self._croppable = croppable
         self.journal = DraftRollback(self.timeline, truncatable=croppable)
         self._pools = pools
         self.kin: weakref.WeakSet[MillpondCache] = weakref.WeakSet([self])  # that share the pools
@@ -202,6 +204,39 @@ class MillpondCache(Cache):
         for s in chosen:
             timeline.kept.add(found, s)
 
+    @no_autograd
+    def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:
+        """Drop spans of the text from every head of every layer: thoughts, a tool's output, a message.
+
+        Later tokens stay, at their positions, and the next turn reads only its new ones: pass the whole conversation
+        as before, the spans among it. It is lossy, since later entries were computed from the spans. Their tokens
+        cannot come back, and from then on `crop` takes tokens back only where a pass is recorded.
+
+        Args:
+            spans: (begin, end) of each, in tokens of the sequence's own text, without pads; `end` stays.
+            sequence: whose; None: of all.
+
+        Raises:
+            OptionError: no span; spans that overlap, are empty or lie outside the text, or with tokens that `protect`
+                keeps; or a method or model from whose cache a span cannot be taken (the message says why).
+            CacheMismatchError: between the parts of a prompt, or in a pass.
+            PoolFullError: no room for copies of pages that forks hold; call it again when there is.
+        """
+        self.passes.check_free()
+        if self.states.in_pass or self._first_out_of_step(self.timeline.columns) is not None:
+            raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
+        chosen = list(range(self.timeline.n_seq)) if sequence is None else [sequence]
+        found = spans_in(chosen, self.timeline.seen, spans)
+        check_forgets(self)
+        check_not_kept(self, chosen, found)
+        self.journal.settle()
+        self.journal.truncatable = False
+        for core in self.layer_caches:
+            for number in chosen:
+                core.drop_spans(number, found)
+        for number in chosen:
+            self.timeline.dropped.add(found, number)
+
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
         check_pages(self.kin)
@@ -266,6 +301,7 @@ class MillpondCache(Cache):
         """
         self.passes.check_free()
         self.journal.reset()
+        self.journal.truncatable = self._croppable
         super().reset()  # type: ignore[no-untyped-call]
         self.states.reset()
         self.timeline.reset()

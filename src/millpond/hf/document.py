@@ -70,6 +70,8 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     tensors["ids"] = ids.cpu().int()
     if timeline.kept.of(0):
         tensors["kept"] = torch.tensor(timeline.kept.of(0), dtype=torch.int32)
+    if timeline.dropped:
+        tensors["dropped"] = torch.tensor(timeline.dropped.of(0), dtype=torch.int32)
     model = cache.model()
     if model is None:
         raise CacheMismatchError("the model of this cache is gone: save while it is still there")
@@ -130,8 +132,12 @@ def restore_document(
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
             from_tensors(core, part, n_tokens, model.device)
+        dropped = tensors.pop("dropped", torch.zeros(0, 2)).tolist()
         restore_states(cache.states, tensors, model.device)
         cache.restore_position(ids)
+        if dropped:
+            cache.timeline.dropped.add([(int(begin), int(end)) for begin, end in dropped], 0)
+            cache.journal.truncatable = False
     except BaseException:
         cache.close()
         raise

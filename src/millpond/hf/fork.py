@@ -36,6 +36,7 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
     A page that one of the two writes is copied first.
     """
     cache.journal.settle()
+    other.journal.truncatable = cache.journal.truncatable
     if cache.entropies is not None:
         cache.entropies.tell()
     other.timeline.become(cache.timeline)

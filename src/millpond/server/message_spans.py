@@ -19,19 +19,25 @@ class EnclosedMessages:
 
     Args:
         pieces: of each message, [begin, end) of those of its text, in characters, one after another; None: all of it.
+        reasoning: they are pieces of `reasoning_content` instead. optional: a template may leave pieces out.
 
     Attributes:
         messages: with the marks, inside of white space, which templates strip.
     """
 
-    def __init__(self, messages: Sequence[Message], pieces: Sequence[Sequence[Span]] | None = None) -> None:
+    def __init__(
+        self, messages: Sequence[Message], pieces: Sequence[Sequence[Span]] | None = None, *, reasoning: bool = False,
+        optional: bool = False,
+    ) -> None:  # fmt: skip
+        self._reasoning, self._optional = reasoning, optional
         self._secret = secrets.token_hex(12)
         self._marked: list[bool] = []  # by piece
         every = [[(0, len(text_of(message)))] for message in messages] if pieces is None else pieces
         self.messages = [self._enclosed(message, own) for message, own in zip(messages, every, strict=True)]
 
     def _enclosed(self, message: Message, pieces: Sequence[Span]) -> Message:
-        text, out, behind = text_of(message), "", 0
+        text = (message.reasoning_content or "") if self._reasoning else text_of(message)
+        out, behind = "", 0
         for begin, end in pieces:
             piece = text[begin:end]
             if piece.strip():
@@ -40,7 +46,8 @@ class EnclosedMessages:
                 out += text[behind : inside[0]] + first + text[slice(*inside)] + last
                 behind = inside[1]
             self._marked.append(bool(piece.strip()))
-        return message.model_copy(update={"content": out + text[behind:]}) if out else message
+        field = "reasoning_content" if self._reasoning else "content"
+        return message.model_copy(update={field: out + text[behind:]}) if out else message
 
     def _marks(self, number: int) -> tuple[str, str]:
         return f"b{self._secret}n{number}e", f"e{self._secret}n{number}e"
@@ -61,6 +68,9 @@ class EnclosedMessages:
                 found.append((0, 0))
                 continue
             first, last = self._marks(number)
+            if self._optional and first not in marked and last not in marked:
+                found.append((0, 0))
+                continue
             before, begins, rest = marked.partition(first)
             own, ends, rest = rest.partition(last)
             if not begins or not ends:

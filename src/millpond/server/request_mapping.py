@@ -67,6 +67,7 @@ def requests(
     tell_forgotten: tuple[Span, ...] = (),
     breakpoints: tuple[int, ...] = (),
     keep: tuple[Span, ...] = (),
+    forget: tuple[Span, ...] = (),
 ) -> list[Request]:
     """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
@@ -74,7 +75,7 @@ def requests(
         Request(
             request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
             cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
-            tell_forgotten=tell_forgotten, breakpoints=breakpoints, keep=keep,
+            tell_forgotten=tell_forgotten, breakpoints=breakpoints, keep=keep, forget=forget,
         )
         for place, prompt in enumerate(prompts)
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from millpond.cache.state.kept_spans import MOST_KEPT
 from millpond.engine.request import MOST_SALT
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS
-from millpond.server.messages import MOST_TOOLS, Body, Message, Name, Tool
+from millpond.server.messages import MOST_NAME, MOST_TOOLS, Body, Message, Name, Tool
 from millpond.server.structured_outputs import GuidedFields
 
 #: Of seeds and priorities: what 64 bits hold.
@@ -20,6 +20,9 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MOST_BAD_WORD)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
+#: Names in `millpond.forget` at most, and one of them: a call's id has `MOST_NAME` characters at most.
+MOST_FORGETS = 256
+Forgettable = Annotated[str, Field(min_length=1, max_length=MOST_NAME + len("tool:"))]
 #: A name or a note of a client's own; OpenAI's have 512 characters at most.
 Label = Annotated[str, Field(max_length=512)]
 
@@ -35,6 +38,7 @@ class CacheFields(Body):
         forgotten: tell in `usage.millpond` how much of each message of a chat the cache does not hold any more.
         keep: [begin, end] of spans of a completion's only prompt that every head keeps, in characters of a text, or in
             tokens. In chats messages and their parts say so themselves.
+        forget: names of what no later token of a chat sees: "thoughts", "tool:ID" of a call's answer, "message:N".
         recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
@@ -50,6 +54,7 @@ class CacheFields(Body):
     chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
     forgotten: bool = False
     keep: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
+    forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 
 

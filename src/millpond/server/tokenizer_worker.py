@@ -215,13 +215,28 @@ class TokenizerWorker:
         Raises:
             ApiError: as `chat_spans`.
         """
-        text = await self._chat_text(said, body, use_tools)
         enclosed = EnclosedMessages(said, [kept_pieces(message) for message in said])
-        marked = await self._chat_text(enclosed.messages, body, use_tools)
-        return await self.kept_in_text(text, enclosed.spans(marked, text), special=not self.has_template)
+        return await self.pieces_in_chat(said, body, use_tools, [enclosed], KEEP)
+
+    async def pieces_in_chat(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool, enclosed: Sequence[EnclosedMessages],
+        field: str,
+    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:  # fmt: skip
+        """A chat as the model reads it, in token ids, and where enclosed pieces of it lie among them.
+
+        field: of the body, which asks for it.
+
+        Raises:
+            ApiError: as `chat_spans`.
+        """
+        text = await self._chat_text(said, body, use_tools)
+        found: list[Span] = []
+        for one in enclosed:
+            found += one.spans(await self._chat_text(one.messages, body, use_tools), text)
+        return await self.kept_in_text(text, found, special=not self.has_template, field=field)
 
     async def kept_in_text(
-        self, text: str, spans: Sequence[Span], special: bool = True
+        self, text: str, spans: Sequence[Span], special: bool = True, field: str = KEEP
     ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
         """The ids of a text, and the spans among them of spans of its characters.
 
@@ -233,10 +248,10 @@ class TokenizerWorker:
                 message = f"keep: [{begin}, {end}] must lie in the prompt of {len(text)} characters"
                 raise ApiError(400, message, "invalid_value", KEEP)
         ids = await self.encode(text, special)
-        read, found = await self._run(lambda own: token_spans(own, text, special, spans, KEEP), len(text))
+        read, found = await self._run(lambda own: token_spans(own, text, special, spans, field), len(text))
         if tuple(read) != ids:
             message = "this model's tokenizer does not tell which characters a token stands for"
-            raise ApiError(400, message, "unsupported_parameter", KEEP)
+            raise ApiError(400, message, "unsupported_parameter", field)
         return ids, joined(found)
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:

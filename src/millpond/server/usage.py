@@ -46,6 +46,7 @@ def sums(held: Sequence[KVStats]) -> dict[str, Any]:
         "restored_tokens": sum(kv.restored_tokens for kv in held),
         "reused_tokens": sum(kv.reused_tokens for kv in held),
         "recomputed_tokens": sum(kv.recomputed_tokens for kv in held),
+        "forgotten_tokens": sum(kv.forgotten_tokens for kv in held),
         "exact": all(kv.exact for kv in held),
         "seen": sum(kv.seen for kv in held),
         "held": round(sum(kv.held for kv in held) / len(held), 2) if held else 0.0,

@@ -73,6 +73,17 @@ def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, se
         pass_down(table, np.arange(table.n_seq) == sequence)
 
 
+def drop(table: PageTable, sequence: int, found: Entries, gone: Tensor) -> None:
+    """In a format with tiers, let entries of both leave, `gone` (H, N) bool; none of the others moves."""
+    (sealed,) = table.packed_parts
+    n, rows = found.n_sealed, table.rows(sequence)
+    plain = (found.positions >= 0) & ~gone
+    plain[:, :n] = False
+    _write(table, sealed, sequence, found, torch.zeros_like(plain), plain)
+    sealed.mark_evicted(rows, gone[:, :n] & (found.positions[:, :n] >= 0))
+    sealed.drop_pages(rows, sealed.sparse(rows, whole=True))
+
+
 def quantize_due(table: PageTable, active: np.ndarray) -> None:
     """Before a decoding step of the sequences that are `active` (S,) bool: seal what has gathered in plain pages."""
     sealed = table.sealed

@@ -89,3 +89,14 @@ def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, la
     order = by_position(torch.where(keep, found.positions, -1))
     counts = keep.sum(1)
     write_fresh_pages(table, sequence, found, order[:, : int(counts.max())], counts)
+
+
+def drop(table: PageTable, sequence: int, found: Entries, gone: Tensor, *, last: bool = True) -> None:
+    """Hold all candidates but those that are `gone` (H, N), whatever else a plan would move to a lower tier.
+
+    last: see `replace`.
+    """
+    if table.sealed is not None and table.sealed.codec.tiered:
+        quantize.drop(table, sequence, found, gone)
+    else:
+        replace(table, sequence, found, (found.positions >= 0) & ~gone, last=last)

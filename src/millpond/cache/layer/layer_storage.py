@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from millpond.cache.entries.side_numbers import gather
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.head_rules import PromptQueries
+from millpond.cache.state.kept_spans import Span
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.renumbering import consecutive, least_end, positions_of, renumber
@@ -20,6 +22,7 @@ from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError, DataError
 from millpond.kernels.args import PaddedEntries
+from millpond.kernels.eviction import in_spans
 from millpond.policy.policy import Policy
 
 
@@ -180,6 +183,24 @@ class LayerStorage:
         renumber(table, sequence, new, rotation, self.companions.rolling)
         self.companions.origins[sequence] = origins
         self.companions.turns[sequence] = end
+
+    def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
+        """Evict the entries of a sequence in spans of its text from every head; the others stay as they are.
+
+        The timeline follows when all layers have dropped them.
+
+        Raises:
+            PoolFullError: no room for copies of pages that others hold; nothing was changed.
+        """
+        table = self._require_table()
+        at = positions_of(table, sequence)
+        gone = in_spans(at, torch.tensor(spans, dtype=at.dtype, device=at.device).expand(len(at), -1, -1))
+        if not bool(gone.any()):
+            return
+        found = read_write.read(table, sequence)
+        own = torch.tensor(spans, dtype=found.positions.dtype, device=found.positions.device)
+        gone = in_spans(found.positions, own.expand(len(found.positions), -1, -1))
+        read_write.drop(table, sequence, found, gone, last=not self.pending)
 
     # ------------------------------------------------------------------ earlier states
 

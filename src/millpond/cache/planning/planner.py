@@ -212,6 +212,7 @@ class Planner:
         plan: EvictionPlan | None = None
         known = budget is not None and self._policy.needs_all_layers  # only the first plan asks what the prompt decided
         visible = min(seen, window) if window else seen
+        visible -= self._timeline.dropped.count(sequence, seen - visible)
         once, bounded = self._policy.once, self._policy.bounded
         most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
         counts = alive.sum(1)

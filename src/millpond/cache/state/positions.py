@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millpond.cache.state.dropped_spans import DroppedSpans
 from millpond.cache.state.kept_spans import KeptSpans
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError
@@ -84,7 +85,7 @@ class PositionTracker:
     Attributes:
         seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
             away: `seen + closed` tokens were read.
-        kept: spans of positions that stay in every head of every layer.
+        kept: spans of positions that stay in every head of every layer. dropped: those that no head holds any more.
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class PositionTracker:
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
         self.kept = KeptSpans()
+        self.dropped = DroppedSpans()
         self.tokens: TokenIds | None = None  # set where a policy reads them
         self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be processed in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
@@ -191,6 +193,7 @@ class PositionTracker:
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self.closed = self.closed[sequences]
         self.kept.select(sequences)
+        self.dropped.select(sequences)
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         if self.tokens is not None:
             self.tokens.select(sequences)
@@ -216,6 +219,7 @@ class PositionTracker:
         self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
         self.closed = other.closed.copy()
         self.kept = other.kept.copy(range(other.n_seq))
+        self.dropped = other.dropped.copy(range(other.n_seq))
         if other.tokens is not None:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
@@ -225,12 +229,14 @@ class PositionTracker:
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]
         other.kept = self.kept.copy(sequences)
+        other.dropped = self.dropped.copy(sequences)
         if self.tokens is not None:
             other.tokens = self.tokens.copy(sequences)
         return other
 
     def join(self, other: PositionTracker) -> None:
         """Take over the sequences of `other`, after these. What was a pad in either is no longer known."""
+        self.dropped.join(other.dropped, self.n_seq)
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
         self.closed = np.concatenate([self.closed, other.closed])
         self.kept.join(other.kept)
@@ -250,6 +256,7 @@ class PositionTracker:
         self.rewind(0, np.zeros(0, dtype=np.int64))
         self.closed = self.seen.copy()
         self.kept.reset()
+        self.dropped.reset()
         if self.tokens is not None:
             self.tokens.reset()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millpond.cache.state.dropped_spans import covers
 from millpond.engine.file_loader import LoadOrder
 from millpond.engine.request_state import RequestState
 from millpond.engine.sessions.key import TurnPlace
@@ -40,21 +41,21 @@ class TurnLoadSource:
     """See `LoadSource`.
 
     Args:
-        scope: name of all turns that a request may continue; None: it continues none. least: tokens of its prompt that
-            it gets otherwise, so that a turn needs more.
+        scopes: names of all turns that a request may continue; none: it continues none. least: tokens of its prompt
+            that it gets otherwise, so that a turn needs more.
     """
 
     name = "millpond-turns"
     ahead = 32
 
     def __init__(
-        self, store: SessionStore, scope: Callable[[RequestState], str | None], least: Callable[[RequestState], int]
+        self, store: SessionStore, scopes: Callable[[RequestState], list[str]], least: Callable[[RequestState], int]
     ) -> None:
-        self._store, self._scope, self._least, self.limit = store, scope, least, store.loading
+        self._store, self._scopes, self._least, self.limit = store, scopes, least, store.loading
 
     def wants(self, live: RequestState) -> bool:
         """A prompt that may continue a turn."""
-        return self._scope(live) is not None
+        return bool(self._scopes(live))
 
     def empty(self) -> LoadedTurn:
         """See `LoadSource`."""
@@ -63,12 +64,13 @@ class TurnLoadSource:
     def order(self, live: RequestState) -> LoadOrder[LoadedTurn]:
         """See `LoadSource`."""
         store, ids, salt = self._store, live.numbers, live.request.cache_salt
-        scope, least = self._scope(live), self._least(live)
+        scopes, least = self._scopes(live), self._least(live)
         places: list[TurnPlace] = []
         most = [0]
 
         def size() -> int:
-            places.extend(place for place in store.known(salt, scope or "", ids) if place.length > least)
+            known = [place for scope in scopes for place in store.known(salt, scope, ids) if place.length > least]
+            places.extend(sorted(known, key=lambda place: place.length, reverse=True))
             most.append(max(map(store.size_of, places), default=0))
             return most[-1]
 
@@ -77,7 +79,7 @@ class TurnLoadSource:
                 if not going():
                     return
                 turn = store.read(place, ids[: place.length], most[-1])
-                if turn is not None:
+                if turn is not None and covers(live.forget, turn.forgotten):
                     loaded.place, loaded.turn = place, turn
                     return
 

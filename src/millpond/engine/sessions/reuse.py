@@ -10,6 +10,7 @@ import torch
 from millpond.cache.batch_cache import Pages
 from millpond.engine.completion import CompletionState
 from millpond.engine.file_loads import FileLoads
+from millpond.engine.forget import drop_restored
 from millpond.engine.request_state import RequestState
 from millpond.engine.sessions.loading import LoadedTurn, TurnLoadSource
 from millpond.engine.sessions.store import SessionStore
@@ -74,15 +75,21 @@ class SessionReuse:
         except Exception:  # whatever a file makes of itself, its request reads the prompt
             self.store.refuse(place)
             return 0
-        exact = turn.exact and keeps_exactly(live.group.recipe, self._model.layers)
-        live.restored, live.restored_exact = place.length, exact
+        live.restored = place.length
+        exact = turn.exact and not live.forget
+        live.restored_exact = exact and keeps_exactly(live.group.recipe, self._model.layers)
         return place.length
 
-    def _continues(self, live: RequestState) -> str | None:
-        """The scope of the turns that a request may continue; None: it reads its prompt."""
+    def _continues(self, live: RequestState) -> list[str]:
+        """The scopes of the turns that a request may continue; none: it reads its prompt.
+
+        Turns that have forgotten spans lie apart: only a request that forgets these too may continue them.
+        """
         recipe = live.group.recipe
         own = live.spans or live.kept or live.prompt_logprobs is not None
-        return None if not live.answers or own or why_not(recipe) is not None else self._scope(recipe)
+        if not live.answers or own or why_not(recipe) is not None:
+            return []
+        return [self._scope(recipe, forgets) for forgets in ([True, False] if live.forget else [False])]
 
     def _fill(self, live: RequestState, turn: StoredTurn) -> None:
         """
@@ -96,6 +103,8 @@ class SessionReuse:
         try:
             ids = torch.from_numpy(turn.ids).to(self._model.device)
             fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
+            if live.forget:
+                drop_restored(stack, live.forget, turn.forgotten, len(turn.ids))
             for core in stack.layers:
                 core.reopen(self._model.dtype)
         except BaseException:
@@ -121,11 +130,12 @@ class SessionReuse:
             return
         tensors = sequence_tensors(recipe, stack, place, later_prompts=True)
         own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them
-        self.store.put(live.request.cache_salt, self._scope(recipe), StoredTurn(ids, own, live.exact))
+        turn = StoredTurn(ids, own, live.exact, live.forget)
+        self.store.put(live.request.cache_salt, self._scope(recipe, bool(live.forget)), turn)
 
-    def _scope(self, recipe: CacheFactory) -> str:
+    def _scope(self, recipe: CacheFactory, forgets: bool) -> str:
         slots = recipe.pool(self._model.layers[0]).slots
-        return self.store.scope(self._mark, recipe.described, str(slots))
+        return self.store.scope(self._mark, recipe.described, str(slots), *(["forgets"] if forgets else []))
 
 
 def why_not(recipe: CacheFactory) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 
@@ -102,7 +102,7 @@ class SessionStore:
             waiting = self._waiting.get(place)
         if waiting is not None:
             turn = waiting.turn
-            return StoredTurn(turn.ids, {name: t.clone() for name, t in turn.tensors.items()}, turn.exact)
+            return replace(turn, tensors={name: t.clone() for name, t in turn.tensors.items()})
         data = self._files.read(place, most)
         if data is None:
             return None
@@ -113,10 +113,15 @@ class SessionStore:
             return None
 
     def put(self, salt: str | None, scope: str, turn: StoredTurn) -> bool:
-        """Store a turn, in a thread of its own; False: there is no room for it. One that is there stays."""
+        """Store a turn, in a thread of its own; False: there is no room for it.
+
+        One that is there stays, except where spans were forgotten: which these are, its name does not say.
+        """
         (place,) = places(self._files.secret, self._salt(salt), scope, turn.ids, [len(turn.ids)])
         with self._lock:
-            if place in self._waiting or self._files.has(place):
+            if turn.forgotten:
+                self._forget(place)
+            elif place in self._waiting or self._files.has(place):
                 return True
             waiting = _Waiting(place, turn)
             if turn.nbytes > self._files.limit or not self._queue.put(waiting, turn.nbytes):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millpond.cache.state.kept_spans import Span
 from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.transfer.container import pack, unpack
 from millpond.errors import CacheMismatchError, DataError
@@ -24,12 +25,14 @@ class StoredTurn:
 
     Attributes:
         ids: (n,) int64, all tokens that the cache has read. tensors: from `cache_tensors`, on the host.
-        exact: no token of it came from a chunk store as another text gave it.
+        exact: no token of it came from a chunk store as another text gave it. forgotten: spans of its tokens that
+            have left the cache, ascending.
     """
 
     ids: np.ndarray
     tensors: Mapping[str, Tensor] = field(repr=False)
     exact: bool = True
+    forgotten: tuple[Span, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -40,6 +43,8 @@ class StoredTurn:
         """As one safetensors buffer with a checksum, which names its place."""
         tensors = {_CACHE + name: t for name, t in self.tensors.items()}
         tensors["ids"] = torch.from_numpy(self.ids.astype(np.int64))
+        if self.forgotten:
+            tensors["forgotten"] = torch.tensor(self.forgotten, dtype=torch.int64)
         return pack({"format": FORMAT, "place": _named(place), "exact": str(self.exact)}, tensors)
 
     @classmethod
@@ -58,9 +63,28 @@ class StoredTurn:
         found = tensors.pop("ids", torch.zeros(0))
         if found.dtype != torch.int64 or not np.array_equal(found.numpy(), ids):
             raise CacheMismatchError("the file is of another text; it is read as missing")
+        forgotten = _spans(tensors.pop("forgotten", None), len(ids))
         if about.get("exact") not in ("True", "False") or not all(name.startswith(_CACHE) for name in tensors):
             raise DataError("the file holds more than a session; it is read as missing")
-        return cls(ids, {name.removeprefix(_CACHE): t for name, t in tensors.items()}, about["exact"] == "True")
+        own = {name.removeprefix(_CACHE): t for name, t in tensors.items()}
+        return cls(ids, own, about["exact"] == "True", forgotten)
+
+
+def _spans(stored: Tensor | None, n_tokens: int) -> tuple[Span, ...]:
+    """Spans of a text of `n_tokens`.
+
+    Raises:
+        DataError: they are none, or not ascending.
+    """
+    if stored is None:
+        return ()
+    if stored.dtype != torch.int64 or stored.ndim != 2 or stored.shape[1] != 2 or len(stored) > n_tokens:
+        raise DataError("the file's forgotten spans are no pairs of numbers; it is read as missing")
+    spans = tuple((int(begin), int(end)) for begin, end in stored.tolist())
+    places = [place for span in spans for place in span]
+    if not all(a < b for a, b in spans) or places != sorted(places) or not 0 <= places[0] <= places[-1] <= n_tokens:
+        raise DataError("the file's forgotten spans do not lie in its text; it is read as missing")
+    return spans
 
 
 def _named(place: TurnPlace) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.state.kept_spans import Span
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.swap.pages import parts_of
 from millpond.engine.completion import with_texts
@@ -207,7 +206,7 @@ class RequestTransfer:
         stack = recipe.stack()
         try:
             for cache, answer in zip(caches, going, strict=False):
-                self._fill(stack, recipe, cache, (*live.ids, *answer.tokens[:-1]), live.kept)
+                self._fill(stack, recipe, cache, (*live.ids, *answer.tokens[:-1]), live)
             if alike:
                 stack.select([0] * len(going))
         except BaseException:
@@ -220,15 +219,16 @@ class RequestTransfer:
 
     def _fill(
         self, stack: BatchCache, recipe: CacheFactory, cache: Mapping[str, Tensor], ids: Sequence[int],
-        kept: Sequence[Span],
+        live: RequestState,
     ) -> None:  # fmt: skip
         """Add one sequence to a stack."""
         one = recipe.stack()
-        if kept:
-            one.keep(kept)
+        if live.kept:
+            one.keep(live.kept)
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
             fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)
+            one.timeline.dropped.add(live.forget, 0)
             stack.join(one)
         except BaseException:
             one.clear()

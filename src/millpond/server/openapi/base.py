@@ -34,7 +34,8 @@ class ErrorAnswer(Described):
 
 class KeptFigures(Described):
     """What caches held: bytes of pages, of slots in them without an entry, of a full cache, and of the states of a
-    hybrid; entries that left; tokens of the prompt that came from the chunk store, and whether they are exact."""
+    hybrid; entries that left; tokens of the prompt that came from the chunk store, those that `forget` took, and
+    whether all are exact."""
 
     kv_bytes: int
     unused_bytes: int
@@ -44,6 +45,7 @@ class KeptFigures(Described):
     restored_tokens: int
     reused_tokens: int
     recomputed_tokens: int
+    forgotten_tokens: int
     exact: bool
     seen: int
     held: float
@@ -70,6 +72,7 @@ class ChoiceFigures(Described):
     restored_tokens: int | None = None
     reused_tokens: int | None = None
     recomputed_tokens: int | None = None
+    forgotten_tokens: int | None = None
     exact: bool | None = None
     seen: int | None = None
     held: float | None = None

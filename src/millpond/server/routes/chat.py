@@ -15,6 +15,7 @@ from millpond.server.chat_breakpoints import breakpoints_of, check_marks
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
+from millpond.server.forget import FORGET, enclosed_forgets
 from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
@@ -57,7 +58,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    prompt, spans, breakpoints, keep = await _prompt(service, body)
+    prompt, spans, breakpoints, keep, forget = await _prompt(service, body)
     check_room([prompt], asked, service.llm.text_limit)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -67,8 +68,9 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
-        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints, keep
-    )
+        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints, keep,
+        forget,
+    )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
@@ -76,23 +78,29 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
 
 async def _prompt(
     service: Service, body: ChatBody
-) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[int, ...], tuple[Span, ...]]:
-    """What the model reads of a chat; where its messages lie in it, for `millpond.forgotten`; breakpoints; what stays.
+) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[int, ...], tuple[Span, ...], tuple[Span, ...]]:
+    """What the model reads of a chat; where its messages lie in it, for `millpond.forgotten`; breakpoints; what stays;
+    and what is forgotten.
 
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
-            are chunks, and `millpond.forgotten` is set or something stays; or too many marks.
+            are chunks, and `millpond.forgotten` or `millpond.forget` is set or something stays; or too many marks; or
+            `millpond.forget` names what is not there.
     """
     refuse_spans(body.millpond.chunks)
     refuse_keep(body.millpond.keep, 'in a chat mark messages or text parts with "millpond": {"keep": true}')
     check_marks(body.messages)
     use_tools, told = body.tool_choice != "none", body.millpond.forgotten
     stays = any(kept_pieces(message) for message in body.messages)
+    enclosed = enclosed_forgets(body.millpond.forget or (), body.messages)
     if has_chunks(body.messages):
+        if enclosed:
+            message = "messages with chunks cannot forget parts of a chat; leave out one of the two"
+            raise ApiError(400, message, "invalid_value", FORGET)
         if told or stays:
             field, what = (FORGOTTEN, "do not tell what was forgotten") if told else (KEEP, "are not kept by span")
             raise ApiError(400, f"messages with chunks {what}; leave out one of the two", "invalid_value", field)
-        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), (), ()
+        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), (), (), ()
     stops = service.breakpoints.needed(cache_options(body.millpond))
     found: Sequence[Span] | None = None
     if told:
@@ -104,5 +112,8 @@ async def _prompt(
     keep: tuple[Span, ...] = ()
     if stays:
         prompt, keep = await service.tokens.kept_in_chat(body.messages, body, use_tools)
+    forget: tuple[Span, ...] = ()
+    if enclosed:
+        prompt, forget = await service.tokens.pieces_in_chat(body.messages, body, use_tools, enclosed, FORGET)
     breakpoints = breakpoints_of(body.messages, found) if stops and found is not None else ()
-    return prompt, tuple(found or ()) if told else (), breakpoints, keep
+    return prompt, tuple(found or ()) if told else (), breakpoints, keep, forget

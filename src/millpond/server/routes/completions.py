@@ -14,6 +14,7 @@ from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
+from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import KEEP, Span, refuse_forgotten
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
 from millpond.server.response_format import CompletionVoice
@@ -45,6 +46,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     service.check_model(body.model)
     service.tokens.check_fields(body)
     refuse_forgotten(body.millpond.forgotten)
+    refuse_forget(body.millpond.forget)
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of={body.best_of}: exactly n={body.n or 1} answers are made, and none is thrown away"
         raise ApiError(400, message, "unsupported_parameter", "best_of")

@@ -13,6 +13,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of
 from millpond.server.chunk_parts import refuse_spans
+from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
@@ -47,6 +48,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     fields = ChatFields(chat_template_kwargs=body.chat_template_kwargs)
     refuse_spans(body.millpond.chunks)
     refuse_forgotten(body.millpond.forgotten)
+    refuse_forget(body.millpond.forget)
     refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
     said = _messages(body)
     breakpoints: tuple[int, ...] = ()

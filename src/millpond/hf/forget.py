@@ -1,0 +1,118 @@
+"""Checks of spans that are to leave a live cache with later text behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from millpond.cache.state.kept_spans import Span
+from millpond.errors import CacheMismatchError, OptionError
+from millpond.hf.protocol import LayerCaches
+from millpond.policy.policy import Policy
+
+
+def forget_refusal(policy: Policy) -> str | None:
+    """Why spans cannot be taken out of a cache of this policy; None: they can."""
+    if policy.merge is not None:
+        return "this method merges entries, and a merged one stands for tokens inside and outside the span"
+    if policy.positions == "cache_relative":
+        return (
+            "this method counts positions by what the cache holds, so that later text would move; give "
+            "positions='absolute'"
+        )
+    if policy.needs.block_lookup is not None:
+        return "this method finds entries by summaries of blocks, which hold the span too"
+    return None
+
+
+def check_forgets(cache: LayerCaches) -> None:
+    """
+    Raises:
+        OptionError: the method or the model holds more of a token than entries, so that dropping these is not enough.
+        CacheMismatchError: the plan of a prompt is still to come.
+    """
+    if cache.states.layers:
+        raise OptionError(
+            "forget(): this model's recurrent states hold the whole text, and a span cannot be taken out of them; read "
+            "the text again without it"
+        )
+    for core in cache.layer_caches:
+        reason = forget_refusal(core.policy)
+        if reason is not None:
+            raise OptionError(f"forget(): {reason}; or read the text again without the span")
+        if core.pending:
+            raise CacheMismatchError(
+                f"forget(): layer {core.index} has a prompt whose plan is still to come; call it after the prompt"
+            )
+
+
+def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence[Span]) -> None:
+    """
+    Raises:
+        OptionError: a span holds tokens that `protect` keeps.
+    """
+    for sequence in sequences:
+        check_apart(spans, cache.timeline.kept.of(sequence), "protect() keeps")
+
+
+def check_apart(spans: Sequence[Span], kept: Sequence[Span], who: str) -> None:
+    """
+    Raises:
+        OptionError: spans that are to leave, and those that are to stay, share tokens.
+    """
+    for begin, end in spans:
+        for first, last in kept:
+            if begin < last and first < end:
+                raise OptionError(
+                    f"forget: [{begin}, {end}) holds tokens of [{first}, {last}), which {who}; leave one of the two out"
+                )
+
+
+def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tuple[Span, ...]:
+    """Spans ascending, checked.
+
+    Args:
+        most: tokens in which they must lie. text: what these are, in words.
+
+    Raises:
+        OptionError: none; something else than pairs of whole numbers; a span that is empty or leaves the text; or
+            spans that overlap.
+
+    Example:
+        >>> forgotten_spans([(8, 12), (0, 4)], 20, "the text")
+        ((0, 4), (8, 12))
+    """
+    found: list[Span] = []
+    for span in spans:
+        whole = isinstance(span, Sequence) and not isinstance(span, str | bytes) and len(span) == 2
+        if not whole or not all(isinstance(n, int) and not isinstance(n, bool) for n in span):
+            raise OptionError(f"forget: {str(span)[:80]} is no span: give (begin, end), two whole numbers")
+        begin, end = span
+        if not 0 <= begin < end <= most:
+            raise OptionError(
+                f"forget: [{begin}, {end}) must hold one token at least, and lie in {text}, tokens 0 to {most - 1}"
+            )
+        found.append((int(begin), int(end)))
+    found.sort()
+    for one, then in pairwise(found):
+        if then[0] < one[1]:
+            raise OptionError(f"forget: [{then[0]}, {then[1]}) overlaps [{one[0]}, {one[1]}); give each token once")
+    return tuple(found)
+
+
+def spans_in(sequences: Sequence[int], seen: np.ndarray, spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans to drop of some sequences, see `forgotten_spans`.
+
+    Raises:
+        OptionError: see `forgotten_spans`; or there is no such sequence, or no span.
+    """
+    if not len(seen):
+        raise OptionError("forget(): the cache has read nothing")
+    if not spans:
+        raise OptionError("forget(): no span; give (begin, end)")
+    for sequence in sequences:
+        if not 0 <= sequence < len(seen):
+            raise OptionError(f"forget(): sequence {sequence}; the cache holds {len(seen)}")
+    return forgotten_spans(spans, min(int(seen[s]) for s in sequences), "the text that was read")
