@@ -185,6 +185,9 @@ def test_a_file_that_grows_while_its_request_waits_is_not_read(
         path.write_bytes(path.read_bytes() + bytes(1 << 20))
     gate.open.set()
     assert kv(rest(engine)["turn"]).restored_tokens == 0
+    stats = engine.stats().sessions
+    assert stats is not None
+    assert stats.torn == 0, "else it was read, and seen to be no turn"
 
 
 def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
