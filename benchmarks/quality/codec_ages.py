@@ -48,21 +48,21 @@ def interpolated(rows: list[FitRow], share: float) -> np.ndarray | None:
 
 
 def compared(rows: list[FitRow], plain: list[str], ages: list[str], seed: int) -> list[dict[str, Any]]:
-    """Each setting of a format by age beside each plain format."""
+    """Each setting of a format by age and each plain format."""
     of = {codec: [row for row in rows if row.codec == codec] for codec in [*plain, *ages]}
     found = []
     for codec in ages:
         for row in of[codec]:
             for other in plain:
-                beside = interpolated(of[other], row.bytes_share)
-                if beside is None:
+                plain_kl = interpolated(of[other], row.bytes_share)
+                if plain_kl is None:
                     continue
-                lost = np.array(row.kl) - beside
+                lost = np.array(row.kl) - plain_kl
                 low, high = np.percentile(bootstrap(lost, np.ones(len(lost)), seed), [2.5, 97.5])
                 found.append(
                     {
                         "codec": codec, "budget": row.budget, "bytes_share": row.bytes_share, "against": other,
-                        "kl": float(np.mean(row.kl)), "kl_against": float(beside.mean()),
+                        "kl": float(np.mean(row.kl)), "kl_against": float(plain_kl.mean()),
                         "difference": float(lost.mean()), "low": float(low), "high": float(high),
                         "windows": len(lost),
                     }

@@ -107,7 +107,7 @@ def main() -> None:
         found = measured(args, model, tokenizer, test_text, (budget, ",".join(sorted(codecs))), args.tests)
         rows |= {(row.budget, row.codec): row for row in found.rows}
     kept = [share_below(rows[row.budget, row.codec], bound) for bound, row in chosen.items() if row is not None]
-    beside = [
+    others = [
         share_below(row, bound)
         for (budget, codec), row in rows.items()
         if any((str(budget).startswith(b), codec) == (True, c) for b, c in fixed)
@@ -122,14 +122,14 @@ def main() -> None:
         "model": args.model, "dtype": args.dtype, "method": args.method, "fit_text": fit_text.name,
         "test_text": test_text.name, "fit_windows": args.windows, "context": args.length,
         "continuation": args.continuation, "seed": args.seed, "grid": [args.budgets, args.codecs],
-        "machine": asdict(describe_machine()), "chosen": kept, "fixed": beside, "own_bounds": each,
+        "machine": asdict(describe_machine()), "chosen": kept, "fixed": others, "own_bounds": each,
         "refused": [bound for bound, row in chosen.items() if row is None],
     }  # fmt: skip
     text = (
         f"# Budgets by quality on another text, {args.model}\n\n`{args.method}`, fitted on {args.windows} windows of "
         f"{fit_text.name}, measured on {args.tests} of {test_text.name}; {args.length} tokens and "
         f"{args.continuation} more, {args.dtype}.\n\n"
-        + markdown_table(head, [line("auto", one) for one in kept] + [line("fixed", one) for one in beside])
+        + markdown_table(head, [line("auto", one) for one in kept] + [line("fixed", one) for one in others])
         + "\n\nEach measured setting against its own figure in the table (KL in 95 % of windows):\n\n"
         + markdown_table(head, [line("own figure", one) for one in each])
         + "\n"
