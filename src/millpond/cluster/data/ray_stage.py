@@ -81,8 +81,8 @@ def generate_dataset(
 ) -> Any:
     """Answer the rows of a dataset with several engines, in processes that Ray Data starts.
 
-    Each block of the dataset is answered by one engine, which is kept full from its rows. A row that is refused or fails comes with an error and no answer. Where
-    a process is killed, its block is answered once more.
+    Each block of the dataset is answered by one engine, which is kept full from its rows. A row that is refused or
+    fails comes with an error and no answer. Where a process is killed, its block is answered once more.
 
     Args:
         dataset: a `ray.data.Dataset`; its blocks are what processes share (`repartition`).
@@ -93,8 +93,8 @@ def generate_dataset(
         params: of every answer; one answer for each row.
         replicas: processes, each with one engine.
         in_flight: rows that an engine has at a time.
-        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, so that a
-            second run does what is missing. None: nothing is kept.
+        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, so that
+            a second run does what is missing. None: nothing is kept.
         dtype: as of `LLM`.
         threads: of each process, as of `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
