@@ -93,8 +93,8 @@ def generate_dataset(
         params: of every answer; one answer for each row.
         replicas: processes, each with one engine.
         in_flight: rows that an engine has at a time.
-        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, so that
-            a second run does what is missing. None: nothing is kept.
+        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, and a
+            second run does what is missing. None: nothing is kept.
         dtype: as of `LLM`.
         threads: of each process, as of `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
