@@ -14,8 +14,8 @@ from millpond.errors import OptionError
 
 def one(turn: int, layout: str, rate: float, ttft: float, **more: float) -> dict[str, Any]:
     return {
-        "round": turn, "layout": layout, "failed": 0, "tokens_per_s": rate, "ttft_s": ttft, "tpot_s": 0.01, "e2e_s": 1.0,
-        **more,
+        "round": turn, "layout": layout, "failed": 0, "tokens_per_s": rate, "ttft_s": ttft, "tpot_s": 0.01,
+        "e2e_s": 1.0, **more,
     }  # fmt: skip
 
 

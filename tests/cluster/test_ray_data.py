@@ -52,7 +52,7 @@ def kill_one(out: Path, killed: list[int]) -> None:
 
 
 def test_each_row_once_with_a_process_killed_and_a_second_run(ray: Any, tmp_path: Path) -> None:
-    rows = [{**row, "text": ""} if row["id"] == 7 else row for row in ROWS]
+    rows = [{**row, "text": None} if row["id"] == 7 else row for row in ROWS]
     dataset = ray.data.from_items(rows, override_num_blocks=2)
     killed: list[int] = []
     killer = threading.Thread(target=kill_one, args=(tmp_path, killed), daemon=True)
