@@ -30,6 +30,7 @@ from millpond.cli import eval as evaluation
 from millpond.cli.bench import app as bench
 from millpond.cli.bench import batch as bench_batch
 from millpond.cli.bench import chunks as bench_chunks
+from millpond.cli.bench import cluster as bench_cluster
 from millpond.cli.bench import engines as bench_engines
 from millpond.cli.bench import offload as bench_offload
 from millpond.cli.bench import paging as bench_paging
@@ -105,6 +106,7 @@ bench.app.command("engines")(bench_engines.engines)
 bench.app.command("offload")(bench_offload.offload)
 bench.app.command("paging")(bench_paging.paging)
 bench.app.command("serve")(bench_serve.serve)
+bench.app.command("cluster")(bench_cluster.cluster)
 app.add_typer(models.app, name="models")
 app.add_typer(chunks.app, name="chunks")
 app.add_typer(bench.app, name="bench")

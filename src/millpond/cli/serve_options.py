@@ -267,7 +267,9 @@ class Access(OptionGroup):
     ] = None
     operator_key: Annotated[
         str | None,
-        optional(help=f"The key that lists and drains workers under /cluster. Also: {OPERATOR_VARIABLE}. Default: none."),
+        optional(
+            help=f"The key that lists and drains workers under /cluster. Also: {OPERATOR_VARIABLE}. Default: none."
+        ),
     ] = None
     allow_host: Annotated[
         list[str] | None,

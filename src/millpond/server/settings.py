@@ -88,7 +88,9 @@ class ServerSettings:
         if self.operator_key is not None and not self.operator_key.strip():
             raise OptionError("the operator's key is empty; leave it out for a server without one")
         if self.operator_key in self.api_keys:
-            raise OptionError("the operator's key is an API key too, so each of its holders drains workers; choose another")
+            raise OptionError(
+                "the operator's key is an API key too, so whoever has that could drain workers; choose another"
+            )
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy)

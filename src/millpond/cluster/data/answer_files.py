@@ -46,8 +46,16 @@ class AnswerFiles:
         Raises:
             DataError: a file that is no file of answers.
         """
-        error = self._columns.error
-        return frozenset(key_of(row, self._columns.key) for row in self.rows() if row.get(error) is None)
+        return frozenset(self.newer(frozenset()))
+
+    def newer(self, than: frozenset[str]) -> dict[str, Row]:
+        """Rows with an answer by their keys, without those of `than`.
+
+        Raises:
+            DataError: a file that is no file of answers.
+        """
+        answered = (row for row in self.rows() if row.get(self._columns.error) is None)
+        return {key: row for row in answered if (key := key_of(row, self._columns.key)) not in than}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All rows of all files; where a key was answered more than once, each time.
@@ -65,15 +73,15 @@ class AnswerFiles:
                     raise DataError(f"{file}, line {number}, is no row of answers: move the file away, and run again")
                 yield row
 
-    def keep(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The same rows, each file of them written before its first one is passed on.
+    def keep(self, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+        """The same rows with their places, each file of them written before its first one is passed on.
 
         Raises:
             DataError: a file cannot be written, or a row has no key.
         """
         coming = iter(rows)
         while found := list(islice(coming, ROWS)):
-            self._write(found)
+            self._write([row for _, row in found])
             yield from found
 
     def _write(self, rows: list[Row]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Unpack
@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from millpond.cluster.data.answer_files import AnswerFiles
-from millpond.cluster.data.row_engine import Row, RowColumns, RowEngine, without
+from millpond.cluster.data.row_engine import Row, RowColumns, RowEngine, in_order, key_of
 from millpond.engine.config import EngineConfig, EngineOptions
 from millpond.engine.llm import LLM
 from millpond.engine.sampling.params import SamplingParams
@@ -26,28 +26,42 @@ class AnswerRows:
 
     Args:
         model, config, dtype, threads: as of `LLM`. out: folder of answers that are kept; None: none are.
+        done: keys of rows that are left out.
         params, columns, in_flight: see `RowEngine`.
     """
 
     def __init__(
         self, model: str, config: EngineConfig, dtype: str | None, threads: int | None, params: SamplingParams,
-        columns: RowColumns, in_flight: int, out: str | None,
+        columns: RowColumns, in_flight: int, out: str | None, done: frozenset[str],
     ) -> None:  # fmt: skip
         self._llm = LLM(model, config, dtype=dtype, threads=threads)
         self._engine = RowEngine(self._llm.engine, params, columns, in_flight)
         self._files = None if out is None else AnswerFiles(Path(out), columns)
-        self._key = columns.key
+        self._key, self._done = columns.key, done
+        # of a process that was killed in the same run: it had written them, and no one may have read them
+        self._kept = {} if self._files is None else self._files.newer(done)
 
     def __call__(self, block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The rows of a block with their answers, column by column, each row when it is finished."""
-        rows: Iterator[Row] = rows_of(block)
+        """The rows of a block with their answers, column by column.
+
+        They come in their order, since Ray does a block again from its beginning and goes on where it was.
+        """
+        rows = list(rows_of(block))
+        kept: dict[int, Row] = {}
         if self._files is not None:
-            rows = without(rows, self._key, self._files.keys())
-        answered: Iterator[Row] = self._engine.run(rows)
+            rows = [row for row in rows if key_of(row, self._key) not in self._done]
+            found = ((place, self._kept.get(key_of(row, self._key))) for place, row in enumerate(rows))
+            kept = {place: row for place, row in found if row is not None}
+        for row in in_order(self._answers(rows, [place for place in range(len(rows)) if place not in kept]), kept):
+            yield {name: np.array([value], dtype=_dtype(value)) for name, value in row.items()}
+
+    def _answers(self, rows: Sequence[Row], places: Sequence[int]) -> Iterator[tuple[int, Row]]:
+        """The rows at these places, each when it is finished, and in a file if there are files."""
+        answered: Iterator[tuple[int, Row]] = self._engine.run(rows[place] for place in places)
         if self._files is not None:
             answered = self._files.keep(answered)
-        for row in answered:
-            yield {name: np.array([value], dtype=_dtype(value)) for name, value in row.items()}
+        for number, row in answered:
+            yield places[number], row
 
 
 def generate_dataset(
@@ -67,9 +81,8 @@ def generate_dataset(
 ) -> Any:
     """Answer the rows of a dataset with several engines, in processes that Ray Data starts.
 
-    Each block of the dataset is answered by one engine, which is kept full from its rows: a row comes back when it is
-    finished, so they do not keep their order. A row that is refused or fails comes with an error and no answer. Where
-    a process is killed, its block is answered once more.
+    Each block of the dataset is answered by one engine, which is kept full from its rows. A row that is refused or
+    fails comes with an error and no answer. Where a process is killed, its block is answered once more.
 
     Args:
         dataset: a `ray.data.Dataset`; its blocks are what processes share (`repartition`).
@@ -80,7 +93,7 @@ def generate_dataset(
         params: of every answer; one answer for each row.
         replicas: processes, each with one engine.
         in_flight: rows that an engine has at a time.
-        out: folder for files of answered rows (JSON lines); rows whose key has an answer there are left out, so that a
+        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, and a
             second run does what is missing. None: nothing is kept.
         dtype: as of `LLM`.
         threads: of each process, as of `LLM`.
@@ -91,7 +104,8 @@ def generate_dataset(
         those that were missing there; the files have all of them.
 
     Raises:
-        OptionError: Ray Data is not installed, or a number is out of range.
+        OptionError: Ray Data is not installed, or a number is out of range. DataError: a file in `out` that holds no
+            answers.
     """
     data = require("ray.data", "cluster", "generate_dataset")
     params = params or SamplingParams()
@@ -105,7 +119,7 @@ def generate_dataset(
     folder = None if out is None else str(Path(out).resolve())
     arguments = (
         fspath(model), EngineConfig.of(config, options), dtype, threads, params, RowColumns(prompt, key), in_flight,
-        folder,
+        folder, frozenset() if folder is None else AnswerFiles(Path(folder), RowColumns(prompt, key)).keys(),
     )  # fmt: skip
     return dataset.map_batches(
         AnswerRows, fn_constructor_args=arguments, batch_size=None, batch_format="numpy",

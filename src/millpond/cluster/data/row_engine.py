@@ -43,23 +43,23 @@ class RowEngine:
 
     def __init__(self, engine: Engine, params: SamplingParams, columns: RowColumns, in_flight: int) -> None:
         self._engine, self._params, self._columns, self._in_flight = engine, params, columns, in_flight
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, tuple[int, Row]] = {}
         self._number = 0
 
-    def run(self, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
-        """The rows with their answers, each as soon as it is finished: not in their order.
+    def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The places of the rows and the rows with their answers, each as soon as it is finished: not in their order.
 
         A row that is refused, or fails, comes with an error and no answer. The next row is read when one is finished,
         so that no row waits for the rest of a batch. Leaving the iterator cancels what is in flight.
         """
-        coming, more = iter(rows), True
+        coming, more = enumerate(rows), True
         try:
             while more or self._rows:
                 while more and len(self._rows) < self._in_flight:
-                    row = next(coming, None)
-                    more = row is not None
-                    if row is not None and (refused := self._add(row)) is not None:
-                        yield refused
+                    found = next(coming, None)
+                    more = found is not None
+                    if found is not None and (refused := self._add(*found)) is not None:
+                        yield found[0], refused
                 if self._rows:
                     yield from self._step()
         finally:
@@ -68,7 +68,7 @@ class RowEngine:
             self._rows.clear()
             self._engine.drain()
 
-    def _add(self, row: Row) -> dict[str, Any] | None:
+    def _add(self, place: int, row: Row) -> dict[str, Any] | None:
         """Take a row in; returns it with an error where it is refused."""
         name = str(self._number)
         self._number += 1
@@ -77,17 +77,17 @@ class RowEngine:
             self._engine.add(Request(request_id=name, prompt=prompt, params=self._params))
         except MillpondError as error:
             return self._answered(row, None, error)
-        self._rows[name] = row
+        self._rows[name] = place, row
         return None
 
-    def _step(self) -> Iterator[dict[str, Any]]:
+    def _step(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             outputs = self._engine.step()
-        except MillpondError as error:
+        except Exception as error:  # the rows in flight have it, and the next ones go on
             outputs = self._engine.end_all(error)
         for output in outputs:
-            if output.finished and (row := self._rows.pop(output.request_id, None)) is not None:
-                yield self._answered(row, output, output.error)
+            if output.finished and (found := self._rows.pop(output.request_id, None)) is not None:
+                yield found[0], self._answered(found[1], output, output.error)
 
     def _answered(self, row: Row, output: RequestOutput | None, error: Exception | None) -> dict[str, Any]:
         text = None if output is None or error is not None else output.completions[0].text
@@ -112,15 +112,17 @@ def prompt_of(row: Row, column: str) -> str | tuple[int, ...]:
     raise DataError(f"the prompt in column {column!r} is {kind}: it must be a text or a list of token ids")
 
 
-def without(rows: Iterable[Row], column: str, keys: frozenset[str]) -> Iterator[Row]:
-    """Rows whose key is not among those that are answered.
-
-    Raises:
-        DataError: a row without a key.
-    """
-    for row in rows:
-        if key_of(row, column) not in keys:
-            yield row
+def in_order(found: Iterable[tuple[int, Row]], before: Mapping[int, Row]) -> Iterator[Row]:
+    """Rows in the order of their places, which are all from 0 on. before: those that are there already."""
+    there, at = dict(before), 0
+    for place, row in found:
+        there[place] = row
+        while at in there:
+            yield there.pop(at)
+            at += 1
+    while at in there:
+        yield there.pop(at)
+        at += 1
 
 
 def key_of(row: Row, column: str) -> str:

@@ -1,0 +1,1 @@
+"""One engine, replicas and split workers under the same load, in turns."""
