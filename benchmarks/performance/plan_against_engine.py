@@ -306,7 +306,8 @@ def report(args: argparse.Namespace) -> None:
             if (path := args.folder / f"steps-{name}.json").exists()
         }
         data = {
-            "load": load, "shape": asdict(SHAPE), "fit_off": fits, **machine, "rate_at_nine_tenths": crossing, "overhead_s": overhead,
+            "load": load, "shape": asdict(SHAPE), "fit_off": fits, **machine, "rate_at_nine_tenths": crossing,
+            "overhead_s": overhead,
             "samples": "one run of each row",
             "results": results,
         }  # fmt: skip
