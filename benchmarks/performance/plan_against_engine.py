@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,20 @@ def shrunk(args: argparse.Namespace) -> list[tuple[int, int]]:
     ]
 
 
-def simulate(args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link) -> list[RequestTimes]:
-    found = Simulation(planned(args.folder, layout), the_profile(args.folder, layout).cache, link).run(requests)
+def overhead_of(folder: Path) -> float:
+    """Seconds that a step takes longer in a worker, which sends its tokens: of requests alone on one worker."""
+    times = the_profile(folder, "1x1").times[1]
+    alone = json.loads((folder / "measured-1x1.json").read_text())["alone"]
+    longer = [tpot - times.seconds(StepLoad(answers=1, entries=prompt)) for prompt, _, tpot in alone]
+    return max(statistics.median(longer), 0.0)
+
+
+def simulate(
+    args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link, overhead: float
+) -> list[RequestTimes]:
+    workers = planned(args.folder, layout).workers
+    plan = ClusterLayout(tuple(replace(one, times=one.times.with_overhead(overhead)) for one in workers))
+    found = Simulation(plan, the_profile(args.folder, layout).cache, link).run(requests)
     assert found is not None
     return found
 
@@ -219,10 +231,10 @@ async def one_request(llm: Any, name: str, prompt: int, output: int, at: float) 
     return first - at, (last - first) / (output - 1)
 
 
-def link_of(folder: Path, layout: str, alone: list[tuple[int, float, float]]) -> Link:
+def link_of(folder: Path, layout: str, alone: list[tuple[int, float, float]], overhead: float = 0.0) -> Link:
     """Latency of a move: what the second token of a request that is alone takes longer than a step."""
     times = the_profile(folder, layout).times[1]
-    extra = [2 * tpot - 2 * times.seconds(StepLoad(answers=1, entries=prompt)) for prompt, _, tpot in alone]
+    extra = [2 * (tpot - overhead - times.seconds(StepLoad(answers=1, entries=prompt))) for prompt, _, tpot in alone]
     return Link(latency_s=max(statistics.median(extra), 0.0))
 
 
@@ -251,8 +263,10 @@ def summary(args: argparse.Namespace, times: list[tuple[float, float]]) -> dict[
 
 
 def report(args: argparse.Namespace) -> None:
-    results, points = [], []
-    crossing: dict[str, dict[str, float]] = {"measured": {}, "simulated": {}}
+    results: list[dict[str, Any]] = []
+    points: dict[str, list[float]] = {"simulated": [], "with overhead": []}
+    crossing: dict[str, dict[str, float]] = {"measured": {}, "simulated": {}, "with overhead": {}}
+    overhead = overhead_of(args.folder)
     machine: dict[str, Any] = {}
     for layout in LAYOUTS:
         path = args.folder / f"measured-{layout}.json"
@@ -260,29 +274,30 @@ def report(args: argparse.Namespace) -> None:
             continue
         data = json.loads(path.read_text())
         machine = {"hardware": data["hardware"], "software": data["software"]}
-        link = link_of(args.folder, layout, data["alone"]) if layout == "split" else Link()
-        curve: dict[str, list[tuple[float, float]]] = {"measured": [], "simulated": []}
+        link = link_of(args.folder, layout, data["alone"], overhead) if layout == "split" else Link()
+        curve: dict[str, list[tuple[float, float]]] = {kind: [] for kind in crossing}
         for row in data["rows"]:
             requests = sample(shrunk(args), len(row["times"]), row["rate"], SEED)
-            found = simulate(args, layout, requests, link)
-            both = {
-                "measured": summary(args, row["times"]),
-                "simulated": summary(args, [(one.ttft, one.tpot or 0.0) for one in found]),
-            }
+            both = {"measured": summary(args, row["times"])}
+            for kind, more in (("simulated", 0.0), ("with overhead", overhead)):
+                found = simulate(args, layout, requests, link, more)
+                both[kind] = summary(args, [(one.ttft, one.tpot or 0.0) for one in found])
             for kind, values in both.items():
                 curve[kind].append((row["rate"], values["attained"]))
-            points.append(abs(both["measured"]["attained"] - both["simulated"]["attained"]))
+            for kind, off in points.items():
+                off.append(abs(both["measured"]["attained"] - both[kind]["attained"]))
             results.append({"layout": layout, "rate": row["rate"], "busy_before": data["busy_before"], **both})
         for kind, values in curve.items():
             crossing[kind][layout] = crosses(values)
     for row in results:
-        a, b = row["measured"], row["simulated"]
-        print(
-            f"{row['layout']:6} {row['rate']:5.2f}/s attained {a['attained']:.2f} ({b['attained']:.2f} simulated), "
-            f"TTFT p90 {a['ttft_p90']:.2f} ({b['ttft_p90']:.2f}), TPOT p90 {1e3 * a['tpot_p90']:.0f} "
-            f"({1e3 * b['tpot_p90']:.0f}) ms"
-        )
-    print("attained: off by", f"{statistics.fmean(points):.3f} in the mean, {max(points):.3f} at most;", crossing)
+        cells = [
+            f"{kind}: {row[kind]['attained']:.2f}, {row[kind]['ttft_p90']:.2f} s, {1e3 * row[kind]['tpot_p90']:.0f} ms"
+            for kind in crossing
+        ]
+        print(f"{row['layout']} {row['rate']:.2f}/s attained, TTFT and TPOT p90:", *cells, sep=" | ")
+    for kind, off in points.items():
+        print(f"{kind}: attained off by {statistics.fmean(off):.3f} in the mean, {max(off):.3f} at most")
+    print(f"overhead {1e3 * overhead:.1f} ms a step;", crossing)
     if args.json:
         load = {name: getattr(args, name) for name in ("shrink", "ttft", "tpot")}
         fits = {
@@ -292,6 +307,8 @@ def report(args: argparse.Namespace) -> None:
         }
         data = {
             "load": load, "shape": asdict(SHAPE), "fit_off": fits, **machine, "rate_at_nine_tenths": crossing,
+            "overhead_s": overhead,
+            "samples": "one run of each row",
             "results": results,
         }  # fmt: skip
         args.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -127,6 +127,13 @@ def test_a_mixed_step_has_the_larger_base_once() -> None:
     assert TIMES.seconds(StepLoad()) == 0
 
 
+def test_an_overhead_counts_once_a_step() -> None:
+    slower = TIMES.with_overhead(0.5)
+    for load in (StepLoad(10, 100, 1), StepLoad(answers=2, entries=10), StepLoad(10, 100, 1, 2, 10)):
+        assert slower.seconds(load) == pytest.approx(TIMES.seconds(load) + 0.5)
+    assert slower.seconds(StepLoad()) == 0
+
+
 def test_large_batches_have_times_of_their_own() -> None:
     times = A100["opt-13b"][1]
     few, many = (times.seconds(StepLoad(answers=n, entries=n)) for n in (94, 95))

@@ -35,6 +35,10 @@ def plan(
     codec: Annotated[str, typer.Option(help="Number format of kept entries, for built-in profiles.")] = "auto",
     link: Annotated[str, typer.Option(help="Bits per second between workers: 25Gbit, 100Mbit.")] = "100Gbit",
     latency: Annotated[float, typer.Option(min=0, help="Seconds that a move takes whatever its bytes.")] = 0.001,
+    overhead: Annotated[
+        float,
+        typer.Option(min=0, max=60, help="Seconds that each step takes longer in a worker, which sends its tokens."),
+    ] = 0.0,
     memory: Annotated[str | None, optional(help="For caches on each device, as in 40GiB. Default: no limit.")] = None,
     anywhere: Annotated[
         bool, typer.Option("--anywhere", help="The link is between all nodes, so phases are placed by themselves.")
@@ -72,7 +76,8 @@ def plan(
         raise OptionError(f"--slo {slo!r} must give both levels: ttft=0.2,tpot=0.1")
     known = load_profile(profile).with_cache(budget, codec)
     per_device = None if memory is None else parse_bytes(memory)
-    there = Devices(known.times, devices, per_node or devices, per_device, known.step_tokens)
+    times = {n: one.with_overhead(overhead) for n, one in known.times.items()}
+    there = Devices(times, devices, per_node or devices, per_device, known.step_tokens)
     between = Link(_bytes_per_s(link), latency)
 
     def read() -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millpond.errors import OptionError
 
@@ -71,6 +71,11 @@ class StepTimes:
             base = max(base, part.base)
             took += part.per_entry * load.entries + part.per_answer * load.answers
         return base + took
+
+    def with_overhead(self, seconds: float) -> StepTimes:
+        """The same with every step longer by as much, whatever it does."""
+        parts = tuple(replace(part, base=part.base + seconds) for part in self.decode)
+        return replace(self, read_base=self.read_base + seconds, decode=parts)
 
     def scaled(self, factor: float) -> StepTimes:
         """The same with every time multiplied."""
