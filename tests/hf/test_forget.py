@@ -213,7 +213,7 @@ def test_methods_that_cannot_forget_say_why(method: str, said: str) -> None:
 
 #: Methods that remember more of a text than its entries, and options under which a plan counts them.
 OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("h2o", {"decode": "once"}), ("h2o", {"decode": "grow"}), ("snapkv", {}), ("ada", {}), ("fastgen", {}),
+    ("h2o", {"decode": "once"}), ("h2o", {"decode": "grow"}), ("snapkv", {}), ("ada", {}), ("fastgen", {"special": "0;1", "punctuation": "2"}), ("kvzip", {"ask": "none"}),
     ("expected_attention", {}), ("streaming", {"positions": "absolute"}), ("lagkv", {}), ("keydiff", {}),
 ]  # fmt: skip
 
