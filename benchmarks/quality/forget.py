@@ -52,7 +52,7 @@ def divergence(of: Tensor, by: Tensor) -> float:
 
 
 def measure(model: Any, windows: list[Tensor], context: int, span: int) -> dict[str, dict[str, list[float]]]:
-    """name of a cache -> name of a comparison -> one number per window."""
+    """Name of a cache -> name of a comparison -> one number per window."""
     begin = (context - span) // 2
     gone = begin, begin + span
     found: dict[str, dict[str, list[float]]] = {}

@@ -110,7 +110,7 @@ class BatchCache:
         Raises:
             PoolFullError: no room for copies of pages that others hold; the sequence can only be forgotten.
         """
-        for core in self.layers:
+        for core in self.layers if spans else ():
             with self.here(core):
                 core.drop_spans(sequence, spans)
         self.timeline.dropped.add(spans, sequence)
