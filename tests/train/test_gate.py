@@ -25,10 +25,11 @@ from millpond.train.duo.spans import SAID_AGAIN, SPAN_TOKENS, RepeatedSpans
 from millpond.train.duo.train import DuoSettings, train_duo
 from millpond.train.gate import train as training
 from millpond.train.gate.card import write_card
+from millpond.train.gate.kept_share import flags_of
 from millpond.train.gate.objective import TrainedGate, gate_loss, pinned_entries, prediction_loss, straight_through
 from millpond.train.gate.prune import pruned
 from millpond.train.gate.run import GateSettings
-from millpond.train.gate.train import TrainedGates, flags_of, read_gated, train_gate
+from millpond.train.gate.train import TrainedGates, read_gated, train_gate
 from millpond.train.gate.weighted_attention import weighted_attention
 from millpond.train.retain.features import TextReader
 from tests.cli.test_cli import right, wrong
@@ -202,7 +203,7 @@ def test_what_is_trained_is_used_and_keeps_the_target(whole: tuple[Path, Trained
             gate = gates.layers[layer].to(torch.device("cpu"))
             logits = gate.logits(found.features, *gate.take(found.features))
             sure = (logits.sigmoid() - 0.5).abs() > 0.01  # keys of the cache are rounded to 16 bits
-            flags = flags_of(logits, TINY)
+            flags = flags_of(logits, TINY.sinks, TINY.window)
             for head, held in enumerate(cache.positions(layer)):
                 own = torch.zeros(asked.begin)
                 own[held] = 1

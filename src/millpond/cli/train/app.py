@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from millpond.cli.options import DeviceName, Threads, optional
-from millpond.cli.train import duo, gate, heavy_hitters, pager, retain
+from millpond.cli.train import calibrate_gate, duo, gate, heavy_hitters, pager, retain
 from millpond.errors import OptionError
 
 app = typer.Typer(no_args_is_help=True, help="Train the models that come with the package, and heads for any model.")
@@ -86,4 +86,5 @@ app.command("heavy-hitters")(heavy_hitters.heavy_hitters)
 app.command("retain")(retain.retain)
 app.command("pager")(pager.pager)
 app.command("gate")(gate.gate)
+app.command("calibrate-gate")(calibrate_gate.calibrate_gate)
 app.command("duo")(duo.duo)

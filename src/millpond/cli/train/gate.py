@@ -56,7 +56,7 @@ def gate(
 
     if out.suffix != ".safetensors":
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")
-    target = _share(target_keep)
+    target = share_of_text(target_keep)
     chosen = _teacher(teacher)
     loaded, tokenizer = model.load()
     texts = texts_of(data, tokenizer, length, without)
@@ -77,7 +77,7 @@ def gate(
     )
 
 
-def _share(text: str) -> float:
+def share_of_text(text: str) -> float:
     """A share such as 10% or 0.1, between 0 and 1."""
     number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
     try:

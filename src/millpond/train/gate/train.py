@@ -7,14 +7,12 @@ reading. Every step is a function of (settings, step, state), and the state lies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
@@ -26,6 +24,7 @@ from millpond.policy.retaining.heads import LARGE, RetainingHeads
 from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.common.network_run import StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress
+from millpond.train.gate.kept_share import flags_of, hidden_of, logits_of, shift_to
 from millpond.train.gate.objective import (
     TrainedGate,
     gate_loss,
@@ -42,8 +41,6 @@ from millpond.train.retain.train import defaults_of as retain_defaults
 
 #: Names of the random streams: of training, and of the texts that the result is measured on.
 TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
-#: Halvings of the interval in which the last shift of all biases is looked for.
-HALVINGS = 30
 
 
 class TrainedGates(NamedTuple):
@@ -141,52 +138,23 @@ def _measured(run: GateRun, reader: TextReader, texts: Texts, name: str) -> Trai
     layers = [_as_stored(gate) for gate in run.networks]
     asked = [texts.draw(CHECK_STREAM, settings.seed, step) for step in range(settings.check_texts)]
     prompts = [reader.read_prompt(text.ids, text.begin) for text in asked]
-    hidden = [_hidden(gate, prompts, index) for index, gate in enumerate(layers)]
-    shift = _shift(_logits(layers, hidden), settings)
+    hidden = [hidden_of(gate, prompts, index) for index, gate in enumerate(layers)]
+    pins = settings.sinks, settings.window
+    shift = shift_to(settings.target, logits_of(layers, hidden), *pins)
     moved = [replace(gate, b2=gate.b2 + shift) for gate in layers]
     gates = Gates([pruned(*given) for given in zip(moved, hidden, strict=True)], run.mark, name, _facts(run))
-    hidden = [_hidden(gate, prompts, index) for index, gate in enumerate(gates.layers)]
+    hidden = [hidden_of(gate, prompts, index) for index, gate in enumerate(gates.layers)]
     kept: list[Tensor] = []
     shares: list[float] = []
     same = total = 0
-    for text, prompt, found in zip(asked, prompts, _logits(gates.layers, hidden), strict=True):
-        flags = [flags_of(logits, settings) for logits in found]
+    for text, prompt, found in zip(asked, prompts, logits_of(gates.layers, hidden), strict=True):
+        flags = [flags_of(logits, *pins) for logits in found]
         kept.append(torch.stack([layer.mean(1) for layer in flags]))
         shares.append(float(torch.cat([layer.flatten() for layer in flags]).mean()))
         predicted = read_gated(reader.model, text, prompt, flags)
         same += int((predicted.argmax(-1) == prompt.logits.argmax(-1)).sum())
         total += len(predicted)
     return TrainedGates(run, gates, shift, torch.stack(kept).mean(0).tolist(), shares, same / total)
-
-
-def _hidden(gate: LayerGate, prompts: list[ReadPrompt], layer: int) -> list[Tensor]:
-    """(n, hidden) of the gate of a layer, of each prompt."""
-    features = [prompt.layers[layer].features.float() for prompt in prompts]
-    return [gate.hidden(x, *gate.take(x)) for x in features]
-
-
-def _logits(layers: Sequence[LayerGate], hidden: list[list[Tensor]]) -> list[list[Tensor]]:
-    """(KV heads, n) by text and layer, of what `_hidden` found by layer and text."""
-    by_layer = [
-        [F.linear(units, gate.w2, gate.b2).T for units in own] for gate, own in zip(layers, hidden, strict=True)
-    ]
-    return [list(found) for found in zip(*by_layer, strict=True)]
-
-
-def flags_of(logits: Tensor, settings: GateSettings) -> Tensor:
-    """(KV heads, n) 0 or 1: what is kept of a prompt, given the logits of its tokens."""
-    pinned = pinned_entries(logits.shape[1], settings.sinks, settings.window, logits.device)
-    return ((logits > 0) | pinned).float()
-
-
-def _shift(logits: list[list[Tensor]], settings: GateSettings) -> float:
-    """What is added to every bias so that the mean share of the texts is the target, or as near as pinned ones let."""
-    low, high = -30.0, 30.0
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        shares = [torch.cat([flags_of(z + middle, settings).flatten() for z in found]).mean() for found in logits]
-        low, high = (low, middle) if float(torch.stack(shares).mean()) > settings.target else (middle, high)
-    return (low + high) / 2
 
 
 def _as_stored(gate: nn.Module) -> LayerGate:

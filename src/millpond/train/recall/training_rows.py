@@ -140,11 +140,11 @@ def _facts(rng: np.random.Generator, length: int, weights: np.ndarray) -> list[F
     room = min(length // 2, 420) // kinds
     chosen = rng.choice(len(SOURCES), kinds, replace=False, p=weights / weights.sum())
     draw = Words(rng)
-    return [_facts_of(draw, SOURCES[place], room) for place in chosen]
+    return [facts_of(draw, SOURCES[place], room) for place in chosen]
 
 
-def _facts_of(draw: Words, source: str, room: int) -> Facts:
-    """Facts of one kind in at most `room` words, or what is the least of that kind."""
+def facts_of(draw: Words, source: str, room: int) -> Facts:
+    """Facts of one kind of `SOURCES` in at most `room` words, or the least that this kind takes."""
     rng = draw.rng
 
     def up_to(most: int) -> int:

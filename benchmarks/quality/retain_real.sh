@@ -1,0 +1,55 @@
+#!/bin/sh
+# Retaining heads of SmolLM2-135M: texts, training, and what they keep beside methods without training; hours on a CPU.
+#   DATA=FOLDER benchmarks/quality/retain_real.sh texts|train|text|recall|tables ...
+# DATA holds wikitext2_test.txt, bleak_house.txt, great_expectations.txt, and BOOKS (by default DATA) other novels as .txt.
+# Everything goes on where it stopped. MODEL: `millpond models get smollm2-135m` first. OUT: folder of heads and results.
+# STEPS: of the whole training. MINUTES: of this call's training. SAMPLES: windows and contexts of a row.
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+bin=$root/${BIN:-.venv/bin}
+quality=$root/benchmarks/quality
+out=${OUT:-out/retain}
+model=${MODEL:-smollm2-135m}
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "${DATA:?names a folder with the texts}"
+
+heads=$out/heads.safetensors
+short=context_len=1024:continuation_len=64:stride=1088
+facts=prose_facts:essay=great_expectations.txt:length=1024:facts=3:questions=3
+evaluate() {
+  to=$1
+  shift
+  "$bin/millpond" eval --model "$model" --seed 7 --threads 1 --batch-size 4 --samples "${SAMPLES:-20}" --out "$out/$to" "$@"
+}
+
+for part in "$@"; do
+  case $part in
+    texts)
+      "$bin/python" "$quality/retain_real_texts.py" --books "${BOOKS:-.}" --out "$out/texts.jsonl"
+      ;;
+    train)
+      "$bin/millpond" train retain --model "$model" --data "$out/texts.jsonl" --length 640,1024 --steps "${STEPS:-500}" \
+        --max-minutes "${MINUTES:-120}" --threads 1 --card --out "$heads"
+      ;;
+    text)
+      tasks=text:path=wikitext2_test.txt:$short,text:path=bleak_house.txt:$short
+      evaluate text --tasks "$tasks" --method full
+      evaluate text --tasks "$tasks" --budget 20%,10% --method "h2o,snapkv,locret:heads=$heads"
+      ;;
+    recall)
+      evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --method full
+      evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --budget 20%,10% \
+        --method "h2o,snapkv,keydiff,kvzip,locret:heads=$heads"
+      ;;
+    tables)
+      "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-20}" --out "$out/text.json"
+      "$bin/python" "$quality/real_recall.py" "$out/recall" --out "$out/recall.json"
+      ;;
+    *)
+      echo "no part '$part': texts, train, text, recall or tables" >&2
+      exit 2
+      ;;
+  esac
+done
