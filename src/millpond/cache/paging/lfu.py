@@ -9,7 +9,7 @@ from millpond.cache.paging.rule import DEPTH_BITS, PageFacts, PagingRule, Ranked
 
 #: Bits of a request's number in a rank.
 _REQUEST_BITS = 32
-#: More accesses are not told apart.
+#: More accesses count as this many.
 _MOST = (1 << 16) - 1
 
 

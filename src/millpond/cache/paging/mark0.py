@@ -10,7 +10,7 @@ from millpond.cache.paging.predicted_bits import PredictedBits
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.option_files import FILE
 
-#: A larger excess is not told apart.
+#: A larger excess counts as this one.
 _MOST_EXCESS = 255
 
 
