@@ -39,6 +39,23 @@ def test_a_key_table_is_a_dictionary(spread: int) -> None:
     assert all(table.get(key) == number for key, number in model.items())
 
 
+def test_a_key_table_finds_what_is_filed_alone() -> None:
+    table = KeyTable()
+    for number, key in enumerate((7, 8, 7 + 2**40)):
+        table.note(key, number)
+    assert [table.get(key) for key in (7, 8)] == [None, None]
+    table.file(1)
+    table.move(1, 3)
+    assert (table.get(8), len(table)) == (3, 1)
+    table.remove(1)  # it is not filed any more
+    assert table.get(8) == 3
+    table.note(8, 0)
+    table.file(0)  # in place of the other one
+    assert (table.get(8), len(table)) == (0, 1)
+    table.remove(0)
+    assert (table.get(8), len(table)) == (None, 0)
+
+
 def test_linked_lists_are_lists() -> None:
     draw, lists, model = random.Random(1), LinkedLists(2), [list[int](), list[int]()]
     for _ in range(40):

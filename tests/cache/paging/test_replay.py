@@ -107,6 +107,27 @@ def test_mark0_keeps_its_bound(flipped: float) -> None:
     assert flipped > 0.05 or misses <= 1.2 * best.misses
 
 
+@pytest.mark.parametrize("wrong", [2, 3, 4])
+def test_mark0_is_not_held_up_by_a_wrong_0_behind_pages_to_discard(wrong: int) -> None:
+    """A chain that is never used again, of whose bits one is wrong; then 7 comes, stays, and is used again after 8."""
+    requests, bits = [(1, 2, 3, 4, 5), (7,), (8,), (7,)], [True] * 5 + [False, True, True]
+    bits[wrong] = False
+    for seed in range(20):
+        assert replay(requests, Mark0(PredictedBits.of_file(""), seed), 6, bits=bits).missed == [*range(7)]
+
+
+def test_mark0_keeps_most_of_what_the_bits_are_worth_where_pages_follow_others() -> None:
+    draw, requests = random.Random(6), list[tuple[int, ...]]()
+    for at in range(600):  # 25 beginnings of 4 pages, each with an end of 8 pages of its own
+        first = 10 * draw.randrange(25)
+        requests.append((*range(first, first + 4), *range(10000 + 8 * at, 10008 + 8 * at)))
+    pages = 90
+    best, lru = belady(requests, pages), replay(requests, PAGING.get("lru")(), pages)
+    bits = [bit != (draw.random() < 0.05) for bit in belady_bits(requests, best.evicted, best.evicted_at)]
+    found = replay(requests, PAGING.get("mark0")(), pages, bits=bits)
+    assert found.hits - lru.hits > 0.75 * (best.hits - lru.hits)
+
+
 def phase_bits(requests: Requests, pages: int) -> list[bool]:
     """For each access: its page is not used in the next phase, a longest run of at most `pages` different pages."""
     phases: list[set[int]] = [set()]

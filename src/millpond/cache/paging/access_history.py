@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 from millpond.cache.paging.features import MOST_ACCESSES, gap_step
 from millpond.cache.paging.key_table import KeyTable
-
-_NOTHING = -1
 
 
 class Past(NamedTuple):
@@ -26,51 +23,37 @@ class Past(NamedTuple):
 
 
 class AccessHistory:
-    """Pages of the last `window` accesses, held by the cache or not: at most 28 bytes for each access of the window."""
+    """Pages of the last `window` accesses, held by the cache or not: at most 22 bytes for each access of the window.
+
+    Accesses have slots in turn, and a page is filed under that of its last access.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._numbers = KeyTable()
-        self._last = array("Q")  # by number
-        self._gaps, self._accesses = bytearray(), bytearray()
-        self._unused: list[int] = []
-        self._log = array("i")  # numbers of the accesses of the window
+        self._slots = KeyTable()
+        self._gaps, self._accesses = bytearray(), bytearray()  # by slot; no accesses: the page has a later one
         self.clock = 0
 
     def access(self, key: int) -> Past:
         """Note an access, the `clock`-th, and return what was known before."""
-        now, at = self.clock, self.clock % self._window
+        now, slot = self.clock, self.clock % self._window
         self.clock += 1
-        if at == len(self._log):
-            self._log.append(_NOTHING)
-        else:
-            self._forget(self._log[at], now - self._window)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._new(key)
-            past = Past(0, None, 0, 0)
-        else:
-            last = self._last[number]
-            past = Past(self._accesses[number], last, gap_step(now - last), self._gaps[number])
-        self._log[at] = number
-        self._last[number], self._gaps[number] = now, past.gap
-        self._accesses[number] = min(past.accesses + 1, MOST_ACCESSES)
-        return past
-
-    def _new(self, key: int) -> int:
-        if self._unused:
-            number = self._unused.pop()
-        else:
-            number = len(self._last)
-            self._last.append(0)
+        earlier = self._slots.get(key)
+        if slot == len(self._gaps):
             self._gaps.append(0)
             self._accesses.append(0)
-        self._numbers.add(key, number)
-        return number
-
-    def _forget(self, number: int, at: int) -> None:
-        """An access leaves the window; its page does if that was the last one."""
-        if self._last[number] == at:
-            self._numbers.remove(number)
-            self._accesses[number] = self._gaps[number] = 0
-            self._unused.append(number)
+        elif self._accesses[slot]:  # the last access of its page leaves the window
+            self._slots.remove(slot)
+            if earlier == slot:
+                earlier = None
+        if earlier is None:
+            past = Past(0, None, 0, 0)
+            self._slots.add(key, slot)
+        else:
+            last = now - (slot - earlier) % self._window
+            past = Past(self._accesses[earlier], last, gap_step(now - last), self._gaps[earlier])
+            self._slots.move(earlier, slot)
+            self._accesses[earlier] = 0
+        self._gaps[slot] = past.gap
+        self._accesses[slot] = min(past.accesses + 1, MOST_ACCESSES)
+        return past

@@ -6,7 +6,7 @@ from millpond.cache.paging import paging_rule
 from millpond.cache.paging.rule import DEPTH_BITS, PageFacts, PagingRule, RankedRule, recency
 
 #: Later than any request.
-_NEVER = 1 << 48
+_NEVER = 1 << 47
 
 
 class Belady(RankedRule):

@@ -38,7 +38,7 @@ class FollowTheBetter(PagingRule):
     def __init__(self, bits: PredictedBits) -> None:
         self._bits = bits
         self.lru, self._bit = LRUDirectory(), BitDirectory()
-        self._keys = KeyTable()
+        self._keys = KeyTable()  # of all numbers; those that the cache does not hold are filed
         self._number_of = array("i")  # page -> number
         self._page_of = array("i")  # number -> page
         self._unused: list[int] = []  # numbers
@@ -58,7 +58,7 @@ class FollowTheBetter(PagingRule):
     @property
     def n_known(self) -> int:
         """Pages that the cache or a directory holds."""
-        return len(self._keys)
+        return len(self._page_of) - len(self._unused)
 
     def touch(self, page: int, facts: PageFacts) -> None:
         """See `PagingRule`."""
@@ -96,7 +96,10 @@ class FollowTheBetter(PagingRule):
         self._number_of[page] = self._page_of[number] = _NOTHING
         self._allowed[page] = 0
         self._n_pages -= 1
-        self._release(number)
+        if number in self.lru or number in self._bit:
+            self._keys.file(number)
+        else:
+            self._unused.append(number)
 
     def victim(self) -> int | None:
         """See `PagingRule`."""
@@ -157,6 +160,7 @@ class FollowTheBetter(PagingRule):
     def _number_for(self, key: int) -> int:
         number = self._keys.get(key)
         if number is not None:
+            self._keys.remove(number)
             return number
         if self._unused:
             number = self._unused.pop()
@@ -165,11 +169,11 @@ class FollowTheBetter(PagingRule):
             self._page_of.append(_NOTHING)
             self.lru.grow()
             self._bit.grow()
-        self._keys.add(key, number)
+        self._keys.note(key, number)
         return number
 
     def _release(self, number: int) -> None:
-        """Forget a number that neither the cache nor a directory holds."""
+        """Forget a number that left a directory, if neither the cache nor the other directory holds it."""
         if self._page_of[number] == _NOTHING and number not in self.lru and number not in self._bit:
             self._keys.remove(number)
             self._unused.append(number)

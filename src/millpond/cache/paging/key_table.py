@@ -1,4 +1,7 @@
-"""Hash table from keys of 64 bits to small numbers in flat arrays: 8 bytes for each number, and 6 to 12 of places."""
+"""Hash table from keys of 64 bits to small numbers in flat arrays: 8 bytes for each number, and 6 to 12 of places.
+
+Places are taken by numbers that are filed alone; a key may be noted without being filed.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,32 @@ class KeyTable:
 
     def add(self, key: int, number: int) -> None:
         """File a number, at most one more than the highest so far, under a key that is not there."""
-        if 3 * self._n >= 2 * len(self._places):
-            self._resize()
+        self.note(key, number)
+        self.file(number)
+
+    def note(self, key: int, number: int) -> None:
+        """Remember the key of a number, at most one more than the highest so far, that is not filed."""
         if number == len(self._keys):
             self._keys.append(key)
         self._keys[number] = key
-        self._places[self._place(key)] = number
-        self._n += 1
+
+    def file(self, number: int) -> None:
+        """File a number under the key that was noted; the number that was filed under it before is not any more."""
+        if 3 * self._n >= 2 * len(self._places):
+            self._resize()
+        place = self._place(self._keys[number])
+        self._n += self._places[place] == _EMPTY
+        self._places[place] = number
+
+    def move(self, old: int, new: int) -> None:
+        """File what a number stands for under another one, at most one more than the highest so far."""
+        self.note(self._keys[old], new)
+        self.file(new)
 
     def remove(self, number: int) -> None:
-        """Forget a number; those whose place it was in the way of move up."""
+        """File a number no longer, if it is; those whose place it was in the way of move up."""
+        if self._places[self._place(self._keys[number])] != number:
+            return
         places, keys, mask = self._places, self._keys, len(self._places) - 1
         hole = at = self._place(keys[number])
         while True:

@@ -8,6 +8,7 @@ dropped. Pages form a forest: a page may be evicted while no page follows it and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ PAGE_BITS = 24
 #: Bits of a depth: 65,536 pages of one request differ in their order, deeper ones do not.
 DEPTH_BITS = 16
 _LAST_DEPTH = (1 << DEPTH_BITS) - 1
-#: Entry of a page that is not held.
-_GONE = -1
+#: Rank of a page that is not held.
+_GONE = (1 << 64) - 1
 
 
 class PageFacts(NamedTuple):
@@ -78,27 +79,27 @@ class RankedRule(PagingRule):
     """A rule that gives each page a rank at each access; the lowest rank is evicted first.
 
     A heap holds one entry for each page that may be evicted, and some that are out of date, which are skipped: a victim
-    costs O(log n).
+    costs O(log n). A page takes 9 bytes, and about 40 more while it may be evicted.
     """
 
     def __init__(self) -> None:
-        self._entries: list[int] = []  # rank and page in one number
-        self._heap: list[int] = []
+        self._ranks = array("Q")  # by page
+        self._heap: list[int] = []  # rank and page in one number
         self._allowed = bytearray()
         self._n_allowed = 0
         self.n_pages = 0  # that were touched and not dropped
 
     @abstractmethod
     def rank(self, page: int, facts: PageFacts) -> int:
-        """Rank of a page from now on, a whole number from 0; ties go to the lower page number."""
+        """Rank of a page from now on, from 0 to 2**64 - 2; ties go to the lower page number."""
 
     def touch(self, page: int, facts: PageFacts) -> None:
         """See `PagingRule`."""
-        while page >= len(self._entries):
-            self._entries.append(_GONE)
+        while page >= len(self._ranks):
+            self._ranks.append(_GONE)
             self._allowed.append(0)
-        self.n_pages += self._entries[page] == _GONE
-        self._entries[page] = self.rank(page, facts) << PAGE_BITS | page
+        self.n_pages += self._ranks[page] == _GONE
+        self._ranks[page] = self.rank(page, facts)
         if self._allowed[page]:
             self._push(page)
 
@@ -118,28 +119,28 @@ class RankedRule(PagingRule):
     def drop(self, page: int) -> None:
         """See `PagingRule`."""
         self.forbid(page)
-        self._entries[page] = _GONE
+        self._ranks[page] = _GONE
         self.n_pages -= 1
 
     def victim(self) -> int | None:
         """See `PagingRule`."""
         while self._heap:
             page = self._heap[0] & (1 << PAGE_BITS) - 1
-            if self._allowed[page] and self._entries[page] == self._heap[0]:
+            if self._allowed[page] and self._ranks[page] == self._heap[0] >> PAGE_BITS:
                 return page
             heappop(self._heap)
         return None
 
     def rank_of(self, page: int) -> int:
         """Rank of a page since its last access."""
-        return self._entries[page] >> PAGE_BITS
+        return self._ranks[page]
 
     def _push(self, page: int) -> None:
         if len(self._heap) > 256 + 2 * self._n_allowed:
-            self._heap = [entry for at, entry in enumerate(self._entries) if self._allowed[at]]
+            self._heap = [rank << PAGE_BITS | at for at, rank in enumerate(self._ranks) if self._allowed[at]]
             heapify(self._heap)
         else:
-            heappush(self._heap, self._entries[page])
+            heappush(self._heap, self._ranks[page] << PAGE_BITS | page)
 
 
 def recency(facts: PageFacts) -> int:
