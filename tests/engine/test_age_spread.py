@@ -135,24 +135,3 @@ def test_tokens_are_those_without(method: str, tmp_path: Path) -> None:
     assert len(set(expected)) > 12, "answers differ, so that mixed-up requests would be seen"
     assert engine.stats().preemptions == 0
     engine.close()
-
-
-def test_a_growing_cache_takes_fewer_sweeps_in_the_same_memory() -> None:
-    """With the real pages of a model, and no request that has to make way."""
-    model, params = mp.load_model("pond-recall"), mp.SamplingParams(max_tokens=96, temperature=0, ignore_eos=True)
-    found = {}
-    for spread in (False, True):
-        engine = Engine(model, method="full", kv_memory="4MiB", max_running=12, max_step_tokens=128, spread_ages=spread)
-        for n in range(72):
-            prompt = tuple((7 * n + k) % 400 + 4 for k in range(24))
-            engine.add(Request(request_id=str(n), prompt=prompt, params=params))
-        sweeps = running = 0
-        while engine.busy:
-            for output in engine.step():
-                assert output.error is None
-            sweeps, running = sweeps + 1, max(running, engine.stats().running)
-        assert engine.stats().preemptions == 0
-        found[spread] = sweeps, running
-        engine.close()
-    assert found[True][1] > found[False][1]
-    assert found[True][0] < found[False][0]
