@@ -306,8 +306,6 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
         mp.LLM(folders["llama"], memory="8MiB", runner="modules", plan=Plan(weights={"disk": 1.0}))
     with pytest.raises(OptionError, match="opened here"):
         mp.LLM(model("llama"), memory="1GiB")
-    with pytest.raises(OptionError, match="diagonal"):
-        mp.LLM(folders["llama"], plan=Plan(schedule="diagonal"))
     with pytest.raises(OptionError, match="made for a model with the fingerprint abc"):
         mp.LLM(folders["llama"], plan=Plan(model="abc"))
     with pytest.raises(OptionError, match="name a folder for it with disk="):

@@ -17,7 +17,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 #: A part imports only what stands to its left.
 ORDER = [
     {"errors", "scalar", "budget", "cpu_limit", "markdown", "optional", "option_files", "peer_process", "registry"},
-    {"kernels", "tiers"},
+    {"kernels"},
+    {"tiers"},
     {"codec"},
     {"policy"},
     {"methods", "presets"},

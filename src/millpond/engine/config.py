@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     max_step_tokens: int
     max_running: int
     overcommit: float
+    spread_ages: bool
     prefix_cache: bool | str
     pager: str | PathLike[str] | None
     prefix_disk: str | int | None
@@ -78,6 +79,9 @@ class EngineConfig:
         max_running: sequences that decode at a time.
         overcommit: multiple of `kv_memory` that may be reserved. Above 1, requests that use their whole reservation
             cause preemptions.
+        spread_ages: reserve for each request what it holds at its age rather than at its end, and begin requests spread
+            evenly over the length of an answer while many wait. More run together where caches grow with the answer;
+            the schedule "diagonal" of a plan sets it.
         prefix_cache: keep the pages of prompts for later prompts that begin alike, while no request needs the memory;
             the name of the paging rule that says which blocks go first (`list_paging_rules`), or True for "lru".
         pager: file of `millpond train pager` for a rule that predicts ("learned", "mark0", "mark_predict"); None: the
@@ -121,6 +125,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_running: int = 256
     overcommit: float = 1.0
+    spread_ages: bool = False
     prefix_cache: bool | str = False
     pager: str | PathLike[str] | None = None
     prefix_disk: str | int | None = None

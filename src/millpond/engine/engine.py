@@ -98,7 +98,7 @@ class Engine:
         self._account = MemoryLimit(limit)
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit,
-            prompt_block=config.prompt_block,
+            prompt_block=config.prompt_block, spread=config.spread_ages,
         )  # fmt: skip
         self._model_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
         self._model = PackedModel(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.engine.age_spread import later_bytes
 from millpond.engine.breakpoints import block_ends, check_breakpoints
 from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.chunked_prompt import Chunk, Prompt, PromptSpan, tokenized
@@ -90,7 +91,8 @@ class RequestValidator:
             )
         job = Job(
             request.request_id, len(ids), need, params.n, request.client, request.priority,
-            None if request.deadline is None else arrived + request.deadline, group.recipe.whole_prompt,
+            None if request.deadline is None else arrived + request.deadline, group.recipe.whole_prompt, new=most,
+            later=self._later(group, len(ids), most, params.n),
         )  # fmt: skip
         answers = [
             CompletionState((request.request_id, index), params, most, self._model.end_tokens, self._tokenizer)
@@ -102,6 +104,13 @@ class RequestValidator:
             forget=forget,
             stops=self._stops(request, len(ids), bool(spans), group),
         )  # fmt: skip
+
+    def _later(self, group: DecodeGroup, n_tokens: int, most: int, n: int) -> tuple[int, ...]:
+        """What an answer does not hold yet after each part of it, where the scheduler counts with ages."""
+        if not self._scheduler.spreads:
+            return ()
+        layers, prompt = self._model.layers, group.recipe.within_reach(n_tokens)
+        return later_bytes(lambda new: estimate(group.recipe, layers, prompt, new, n).each, most)
 
     def _stops(self, request: Request, n_tokens: int, chunks: bool, group: DecodeGroup) -> list[int]:
         """The ends of blocks at which sums over a prompt's queries are kept.

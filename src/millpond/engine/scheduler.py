@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from millpond.engine.age_spread import AgeSpread, peak_bytes
 from millpond.engine.fair_queue import ClientService, FairQueue
 from millpond.engine.pace import Pace
 from millpond.errors import OptionError
@@ -82,6 +83,7 @@ class Job:
         apart: its answers decode in a batch of their own, which may pass a step.
         trunk: it is a common beginning of prompts, and is held once it is read. after: the trunk that it begins with,
             and waits for. loading: what it needs is still read from files.
+        new, age: most tokens of each answer, and those that decoding steps have added. later: see `GrowingJob`.
     """
 
     key: str
@@ -100,6 +102,9 @@ class Job:
     trunk: bool = False
     after: Job | None = None
     loading: bool = False
+    new: int = 0
+    age: int = 0
+    later: tuple[int, ...] = ()
     account: ClientService = field(default_factory=lambda: ClientService(0))
     state: State = State.WAITING
 
@@ -117,6 +122,11 @@ class Job:
     def waits(self) -> bool:
         """Whether the trunk that it begins with is still to be read."""
         return self.state is State.WAITING and self.after is not None and self.after.state is not State.HELD
+
+    @property
+    def settled(self) -> bool:
+        """Whether its prompt is read."""
+        return self.read == self.prompt and not self.trunk
 
     @property
     def reserved(self) -> int:
@@ -164,6 +174,7 @@ class Scheduler:
         overcommit: how often the limit may be promised; more than 1 counts on answers that end early, and carries
             out the newest when they do not.
         prompt_block: a prompt is cut at multiples of as many tokens, and nowhere else; None: wherever a step is full.
+        spread: jobs count with what they hold at their ages, and begin spread evenly: see `AgeSpread`.
     """
 
     def __init__(
@@ -174,6 +185,7 @@ class Scheduler:
         most_running: int = 256,
         overcommit: float = 1.0,
         prompt_block: int | None = None,
+        spread: bool = False,
     ) -> None:
         for name, value in (("step_tokens", step_tokens), ("most_running", most_running), ("overcommit", overcommit)):
             if not value >= 1:
@@ -182,6 +194,7 @@ class Scheduler:
         self.step_tokens = step_tokens
         self.most_running = most_running
         self._prompt_block = prompt_block
+        self._spread = AgeSpread(most_running) if spread else None
         self._promised = None if limit_bytes is None else int(limit_bytes * overcommit)
         self._jobs: dict[str, Job] = {}
         self._clients = FairQueue()
@@ -200,6 +213,11 @@ class Scheduler:
         job.arrival, job.account = self._arrivals, self._clients.enter(job.client)
         self._arrivals += 1
         self._jobs[job.key] = job
+
+    @property
+    def spreads(self) -> bool:
+        """Whether jobs count with what they hold at their ages."""
+        return self._spread is not None
 
     def may_join(self, job: Job) -> bool:
         """Whether a job that decodes elsewhere may go on here now, besides what is kept for running ones."""
@@ -263,6 +281,8 @@ class Scheduler:
     def plan(self) -> Step:
         """What runs next. Jobs that begin or resume count as running from now on."""
         step = Step()
+        if self._spread is not None:
+            self._spread.next_step()
         self._make_way(step)
         self._admit_preempted_and_new(step)
         few = max(self.step_tokens // READING_SHARE, 1)
@@ -284,6 +304,7 @@ class Scheduler:
             left -= n
         for job in step.decodes:
             job.account.served += job.width
+            job.age += 1
         return step
 
     def _next_part(self, job: Job) -> int | None:
@@ -389,6 +410,8 @@ class Scheduler:
                     other.passes += 1
                 if job.state is State.SWAPPED:
                     step.back.append(job)
+                elif self._spread is not None:
+                    self._spread.begins(job)
                 job.state = State.DECODING if job.read == job.prompt else State.READING
                 job.waited = job.passes = 0
             if len(passed) == MOST_PASSES or any(other.passes >= MOST_PASSES for other in passed.values()):
@@ -398,6 +421,10 @@ class Scheduler:
         if not any(True for _ in self._running()):
             self._let_go(job, step)
             return True
+        if self._spread is not None and job.state is State.WAITING and not job.trunk:
+            waiting = sum(other.width for other in self._in((State.WAITING,)))
+            if not self._spread.may_begin(waiting):
+                return False
         unread = [j.prompt - j.read for j in self._in((State.READING,)) if j.rank < job.rank]
         soon = sum(unread) < self.step_tokens and len(unread) < MOST_PIECES
         return not self._closed and self._fits(job, behind) and (soon or job.state is State.SWAPPED)
@@ -418,8 +445,14 @@ class Scheduler:
 
     def _fits(self, job: Job, behind: int = 0) -> bool:
         width = sum(j.width for j in self._running())
-        fits = self._promised is None or self.reserved + job.reserved + behind <= self._promised
+        fits = self._promised is None or self._reserved_with(job) + behind <= self._promised
         return fits and width + job.width <= self.most_running
+
+    def _reserved_with(self, job: Job) -> int:
+        """Bytes that are kept for the running jobs, for trunks, and for one more."""
+        if self._spread is None:
+            return self.reserved + job.reserved
+        return peak_bytes([job, *self._in((State.READING, State.DECODING, State.HELD))])
 
     def _queue(self) -> list[Job]:
         return self._ordered((State.WAITING, State.SWAPPED))

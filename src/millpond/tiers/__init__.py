@@ -1,4 +1,4 @@
 """Memory and disk as tiers: ledger, aligned slots, direct files, and a loader that fills slots in the background.
 
-Imports: errors.
+Imports: errors, kernels.
 """

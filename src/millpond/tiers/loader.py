@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from millpond.errors import DataError
+from millpond.kernels.checksum import crc32
 from millpond.tiers.files import ReadableFile, WritableFile
 from millpond.tiers.slots import Slot, SlotState
 
@@ -107,7 +107,7 @@ class Ticket:
                 self._request(extent, begin, end)
             if extent.checksum is None:
                 return
-            found = zlib.crc32(self.slot.view[extent.place : extent.place + extent.needed])
+            found = crc32(self.slot.data[extent.place : extent.place + extent.needed])
             if found == extent.checksum:
                 return
         raise DataError(

@@ -30,7 +30,7 @@ WEIGHTS = [
 ]
 KV = [{"host": 1.0}, {"disk": 1.0}, {"host": 0.4, "disk": 0.6}]
 #: Micro-batches; of nine sequences 16 are all.
-SIZES, SCHEDULES = (1, 4, 16), ("row", "zigzag")
+SIZES, SCHEDULES = (1, 4, 16), ("row", "zigzag", "diagonal")
 ORDERS = list(itertools.product(SCHEDULES, SIZES))
 
 

@@ -108,8 +108,9 @@ def test_the_engine_refuses_what_it_does_not_run() -> None:
         replace(ENGINE, kv=("host",)).check(Plan(kv={"disk": 1.0}))
     with pytest.raises(OptionError, match="no accelerator is used"):
         ENGINE.check(Plan(weights={"device": 1.0}))
+    ENGINE.check(Plan(schedule="diagonal"))
     with pytest.raises(OptionError, match="'diagonal' is known to the cost model, but this engine does not run it"):
-        ENGINE.check(Plan(schedule="diagonal"))
+        replace(ENGINE, schedules=("row", "zigzag")).check(Plan(schedule="diagonal"))
     EVERYTHING.check(Plan(kv={"disk": 1.0}, schedule="diagonal"))
 
 

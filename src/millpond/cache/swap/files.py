@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import zlib
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from millpond.cache.swap.pages import Content
 from millpond.errors import DataError, OptionError
+from millpond.kernels.checksum import crc32
 
 
 class Mark(NamedTuple):
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 def mark(tensor: Tensor) -> Mark:
     """Of a tensor on the host."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return Mark(tuple(tensor.shape), tensor.dtype, zlib.crc32(flat.numpy().data))
+    return Mark(tuple(tensor.shape), tensor.dtype, crc32(flat))
 
 
 class SwapFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from millpond.errors import DataError
+from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import aligned_up
 from millpond.tiers.files import WritableFile
 from millpond.tiers.free_list import FreeList
@@ -216,4 +216,4 @@ class LayerExtents:
 
 
 def _checksum(run: PageRun, data: Tensor) -> int:
-    return zlib.crc32(data.numpy().data, run.generation & 0xFFFFFFFF)
+    return crc32(data, run.generation)

@@ -89,7 +89,7 @@ def generate_dataset(
         model: a name or folder that every process can open.
         config: of each engine; None for the defaults.
         prompt: column of the prompts, texts or token ids.
-        key: column by which rows are told apart; needed for `out`.
+        key: column that names a row; needed for `out`.
         params: of every answer; one answer for each row.
         replicas: processes, each with one engine.
         in_flight: rows that an engine has at a time.

@@ -19,7 +19,7 @@ class Capabilities:
 
     weights: tuple[str, ...] = (HOST, DISK)
     kv: tuple[str, ...] = (HOST, DISK)
-    schedules: tuple[str, ...] = ("row", "zigzag")
+    schedules: tuple[str, ...] = ("row", "zigzag", "diagonal")
     micro_batches: bool = False
 
     def check(self, plan: Plan) -> None:

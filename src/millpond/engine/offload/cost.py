@@ -11,6 +11,7 @@ import torch
 
 from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
+from millpond.engine.age_spread import FILLINGS
 from millpond.engine.offload.block_course import BlockCourse, block_course
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import CallTimes, MachineConstants
@@ -72,7 +73,8 @@ class CostModel:
             rows = sequences * prompt / new
             ends = sequences / new
             again = prompt * max(1 - ends, 0.0) / 2  # of one prompt in equal pieces
-            return BlockCourse(0, new, rows, max(ends, 1.0), ends, 0.0, float(sequences), again)
+            # the first and the last sequences run with fewer others for an answer's length, of several fillings
+            return BlockCourse(0, new + -(-new // FILLINGS), rows, max(ends, 1.0), ends, 0.0, float(sequences), again)
         return block_course(sequences, prompt, new, block.prompt_rows)
 
     def prefill(self, block: BlockShape) -> list[Term]:

@@ -228,6 +228,7 @@ def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
     return replace(
         config,
         max_step_tokens=plan.prompt_rows,
+        spread_ages=config.spread_ages or plan.schedule == "diagonal",
         max_running=config.max_running if block is None else min(block, config.max_running),
     )
 

@@ -29,7 +29,8 @@ class Plan:
             scores of entries.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
             in one sweep, so that they share one reading of the weights, and begins the next block when it has ended;
-            "diagonal" as "zigzag", but a sequence that ends makes room for another at once.
+            "diagonal" as "zigzag", but sequences begin spread evenly over the length of an answer while many wait, and
+            memory holds their mean cache rather than the largest: see `EngineConfig.spread_ages`.
         micro_batch: sequences that pass a layer at a time; of KV on a disk as many are read together.
         block: sequences that share a sweep; None: as many as fit.
         prompt_rows: prompt tokens in one sweep, at most.

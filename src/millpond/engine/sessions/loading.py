@@ -72,7 +72,7 @@ class TurnLoadSource:
             known = [place for scope in scopes for place in store.known(salt, scope, ids) if place.length > least]
             places.extend(sorted(known, key=lambda place: place.length, reverse=True))
             most.append(max(map(store.size_of, places), default=0))
-            return most[-1]
+            return max(most[-1], 1) if places else 0  # an empty file is to be seen, and removed, too
 
         def load(loaded: LoadedTurn, going: Callable[[], bool]) -> None:
             for place in places:

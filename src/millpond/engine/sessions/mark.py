@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from typing import Any
 
 import torch
 
 from millpond.hf.model_support import unwrapped
+from millpond.kernels.checksum import crc32
 
 #: Entries of a configuration that do not change what a model computes.
 _IGNORED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
@@ -36,7 +36,7 @@ def _checksum(tensor: torch.Tensor) -> int:
     if tensor.is_meta:
         return 0
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)
+    return crc32(flat)
 
 
 def _adapters(model: Any) -> str:

@@ -197,6 +197,7 @@ class RequestTransfer:
         if snapshot.prompt_logprobs is not None and live.prompt_logprobs is not None:
             live.prompt_logprobs = [one if one is None else self._logprob(one) for one in snapshot.prompt_logprobs]
         job.read, job.width, job.state = job.prompt, len(going), State.DECODING
+        job.age = max((len(answer.tokens) for answer in going), default=0)
         need = pages_of(recipe, self._model.layers, caches, len(going))
         if not self._scheduler.may_join(job) or not self._sharing.has(need):
             raise PoolFullError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.errors import DataError, OptionError
+from millpond.kernels.checksum import crc32
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.packed_layout import CodedLayout
 from millpond.models.weights.packing import Report as Report
@@ -152,7 +153,7 @@ def _write(path: Path, weights: str, mark: str, parts: Sequence[CodedLayout], sa
                 done += read
                 say("packing weights", done / total)
             content: Any = data.numpy()
-            checksums.append(zlib.crc32(memoryview(content)[: part.needed]))
+            checksums.append(crc32(data[: part.needed]))
             _write_at(handle, memoryview(content)[: part.nbytes], at)
             at += part.nbytes
         header = _header(weights, mark, parts, checksums)
