@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from millpond.budget import Budget
 from millpond.codec import CodecSpec
@@ -13,6 +13,8 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
 from millpond.policy.reuse import Pick, Recompute
 
+#: "refuse" a request of whose prompt something would be evicted, or "evict" as its method does.
+OnPressure = Literal["refuse", "evict"]
 #: Limit of characters of a salt.
 MOST_SALT = 256
 #: Most spans of `Request.tell_forgotten`.
@@ -72,6 +74,8 @@ class Request:
             before. Other methods share every block and need none; where nothing is shared they change nothing.
         keep: spans [begin, end) of the prompt, in tokens, that every head of every layer keeps, whatever the method;
             they count in the budget. See `kept_spans`.
+        on_pressure: "refuse" the request, before it is read, where anything of its prompt would be evicted before its
+            answers end, or "evict" as its method does; None: as the engine does.
     """
 
     request_id: str
@@ -87,3 +91,4 @@ class Request:
     tell_forgotten: tuple[tuple[int, int], ...] = ()
     breakpoints: tuple[int, ...] = ()
     keep: tuple[tuple[int, int], ...] = ()
+    on_pressure: OnPressure | None = None
