@@ -93,7 +93,8 @@ def test_it_holds_for_other_options_and_budgets(method: str, options: dict[str, 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("method", "options"), [*((name, None) for name in OWN_RULES), ("dms", {"threshold": 0.5, "window": 8}), ("kvmerger", {"eps": 0.5})]
+    ("method", "options"),
+    [*((name, None) for name in OWN_RULES), ("dms", {"threshold": 0.5, "window": 8}), ("kvmerger", {"eps": 0.5})],
 )
 def test_methods_with_rules_of_their_own_are_refused(method: str, options: dict[str, Any] | None) -> None:
     engine = engine_for(method, options=options)
