@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         OptionError,
         PoolFullError,
         UnsupportedModelError,
+        WouldForgetError,
     )
     from millpond.evals.fit import fit
     from millpond.hf.cache import MillpondCache
@@ -69,6 +70,7 @@ _HOME = {
     "Prompt": "millpond.engine.chunked_prompt",
     "SamplingParams": "millpond.engine.sampling.params",
     "UnsupportedModelError": "millpond.errors",
+    "WouldForgetError": "millpond.errors",
     "compress": "millpond.hf.compress",
     "fit": "millpond.evals.fit",
     "list_codecs": "millpond.codec",
@@ -104,6 +106,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Prompt",
     "SamplingParams",
     "UnsupportedModelError",
+    "WouldForgetError",
     "compress",
     "fit",
     "list_codecs",

@@ -3,6 +3,7 @@
 MillpondError
 ├── OptionError (ValueError)         an option or a name that does not exist, or a value out of range
 │   └── BudgetError                  a budget that cannot be met
+│       └── WouldForgetError         a request that must forget nothing, and would
 ├── DataError (ValueError)           a data file that cannot be read, or lacks a field
 ├── UnsupportedModelError            a model whose attention cannot be replaced
 ├── CacheMismatchError               a cache used with another model, batch or order than it was made for
@@ -27,6 +28,10 @@ class OptionError(MillpondError, ValueError):
 
 class BudgetError(OptionError):
     """A budget that cannot be parsed or cannot be met."""
+
+
+class WouldForgetError(BudgetError):
+    """A request that must forget nothing of its prompt (`on_pressure="refuse"`), and would."""
 
 
 class DataError(MillpondError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Generator, Sequence
@@ -47,6 +48,9 @@ class Echo:
 
     def last(self) -> str:
         return "about the last"
+
+    def forgotten(self) -> str:
+        return ""
 
 
 def roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
@@ -94,6 +98,18 @@ def test_with_the_bundled_model() -> None:
     assert first == second != ""
     assert "KV" in done.stderr
     assert " new tokens at " in done.stderr
+
+
+def test_each_turn_says_what_it_has_forgotten() -> None:
+    many = " ".join([PAIRS] * 30)
+    options = ["--temperature", "0", "--max-tokens", "5", "--method", "window", "--budget", "25%"]
+    done = say(many, "/stats", many, options=options)
+    assert done.exit_code == 0, done.output
+    shares = re.findall(r"of the prompt (\d+)\.\d% held by no head, (\d+)\.\d% by fewer than half", done.stderr)
+    assert len(shares) == 3, "two turns and /stats"
+    assert all(70 <= int(share) <= 80 for pair in shares for share in pair)
+    done = say(many, options=["--temperature", "0", "--max-tokens", "5", "--method", "full"])
+    assert "nothing of the prompt forgotten" in done.stderr
 
 
 def test_a_prompt_that_is_too_long_is_no_end() -> None:

@@ -15,6 +15,8 @@ from millpond.engine.request import CacheOptions
 from millpond.server.app import create_app
 from millpond.server.chat_breakpoints import ChatBreakpoints, breakpoints_of
 from millpond.server.messages import Message
+from millpond.server.prompt_breakpoints import prompt_breakpoints
+from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 from tests.helpers.server.fake import FakeLLM
 
@@ -152,3 +154,77 @@ def test_which_ends_are_chosen() -> None:
     said[2] = Message(role="user", content="b", **MARK)  # type: ignore[arg-type]
     assert breakpoints_of(said, spans) == (1, 3, 6, 7)
     assert breakpoints_of(said[:2], [(0, 0), (3, 4)]) == (4,)
+
+
+def completion(llm: Any, prompt: Any, salt: str, places: Any = None, **rest: Any) -> httpx.Response:
+    more = {} if places is None else {"millpond": {"breakpoints": places}}
+    sent = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "cache_salt": salt, **more, **rest}
+    return ask(llm, sent, path="completions")[0]
+
+
+def cached(response: httpx.Response) -> tuple[int, str]:
+    assert response.status_code == 200, response.text
+    found = response.json()
+    return found["usage"]["prompt_tokens_details"]["cached_tokens"], found["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("in_ids", [False, True])
+def test_completions_go_on_from_places_of_a_prompt(llm: mp.AsyncLLM, in_ids: bool) -> None:
+    n = len(llm.tokenizer(RULES.strip())["input_ids"])
+    texts = [f"{RULES}{word} {STORY}" for word in ("rain", "stone")]
+    prompts: list[Any] = [llm.tokenizer(text)["input_ids"] for text in texts] if in_ids else texts
+    place, salt = (n if in_ids else len(RULES.strip())), f"place {in_ids}"
+    assert cached(completion(llm, prompts[0], salt, [place]))[0] == 0
+    found, answer = cached(completion(llm, prompts[1], salt))
+    assert found == n // SLOTS * SLOTS > 0
+    assert answer == cached(completion(llm, prompts[1], f"{salt} by itself"))[1]
+    cached(completion(llm, prompts[0], f"{salt} none"))
+    assert cached(completion(llm, prompts[1], f"{salt} none"))[0] == 0, "without a place nothing goes on"
+
+
+def test_a_place_in_the_middle_of_a_token_is_before_it(llm: mp.AsyncLLM) -> None:
+    async def work() -> None:
+        text = "anna kettle and"
+        ids = tuple(llm.tokenizer(text)["input_ids"])
+        service = Service(llm, ServerSettings())
+        n = len(llm.tokenizer("anna")["input_ids"])
+
+        async def places(*given: int) -> tuple[int, ...]:
+            return await prompt_breakpoints(service, given, [ids], [text], True)
+
+        assert await places(4) == (n,)
+        assert await places(8) == (n,)
+        assert await places(11, 8, 15) == (n, n + 1, len(ids))
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "places", "rest", "match"),
+    [("anna", [5], {}, "number of characters from 1 to the prompt's 4"), ("anna", [0], {}, "from 1 to"),
+     ([3, 4], [3], {}, "number of tokens from 1 to the prompt's 2"), ("anna", [True], {}, "valid integer"),
+     ("anna", [1, 1, 1, 1, 1], {}, "at most 4"), (["anna", "kettle"], [1], {}, "one prompt"),
+     ("anna", [1], {"echo": True, "logprobs": 1}, "is not shared")],
+)  # fmt: skip
+def test_bad_places_of_a_completion_are_refused(
+    llm: mp.AsyncLLM, prompt: Any, places: Any, rest: Any, match: str
+) -> None:
+    found = completion(llm, prompt, "bad", places, **rest)
+    assert found.status_code == 400
+    assert match in found.json()["error"]["message"]
+    assert found.json()["error"]["param"].startswith("millpond.breakpoints")
+
+
+@pytest.mark.parametrize(("path", "sent"), [("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                                            ("responses", {"input": "a"})])  # fmt: skip
+def test_places_go_with_completions_alone(llm: mp.AsyncLLM, path: str, sent: dict[str, Any]) -> None:
+    (found,) = ask(llm, {**sent, "millpond": {"breakpoints": [1]}}, path=path)
+    assert found.status_code == 400
+    assert "cache_control" in found.json()["error"]["message"]
+
+
+def test_a_server_that_keeps_no_prompts_says_so() -> None:
+    fake = FakeLLM()
+    found = completion(fake, "w5 w6", "x", [2])
+    assert found.status_code == 400
+    assert "--prefix-cache" in found.json()["error"]["message"]

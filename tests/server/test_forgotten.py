@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,3 +91,24 @@ def test_spans_behind_a_template() -> None:
     for marked in (f"<u>{first}<a></a>", f"<a>{second}<u>{first}", f"<u>{first}<a>{second}{second}</a>"):
         with pytest.raises(ApiError, match="template leaves a message out or changes it"):
             enclosed.spans(marked, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat/completions", {"messages": CHAT}), ("completions", {"prompt": RULES + STORY}),
+     ("responses", {"input": STORY})],
+)  # fmt: skip
+def test_a_request_that_must_forget_nothing_is_refused_with_numbers(
+    llm: mp.AsyncLLM, path: str, body: dict[str, Any]
+) -> None:
+    found = ask(llm, f"/v1/{path}", {**body, "millpond": {"on_pressure": "refuse"}})
+    assert found.status_code == 422, found.text
+    assert found.json()["error"]["code"] == "would_forget"
+    assert re.search(r"\((79\.[5-9]|80\.[0-5])%\) would be evicted", found.json()["error"]["message"])
+    assert ask(llm, f"/v1/{path}", {**body, "millpond": {"on_pressure": "evict"}}).status_code == 200
+    assert ask(llm, f"/v1/{path}", {**body, "millpond": {"on_pressure": "swap"}}).status_code == 400
+
+
+def test_one_that_fits_its_budget_forgets_nothing(llm: mp.AsyncLLM) -> None:
+    answer = chat(llm, forgotten=True, on_pressure="refuse", budget="20%, at least 512")
+    assert {(of["share"], of["fewer_than_half"]) for of in answer["usage"]["millpond"]["forgotten"]} == {(0.0, 0.0)}

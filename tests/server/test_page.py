@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from millpond.engine.outputs import Forgotten
 from millpond.evals.inspector import palette
 from millpond.server.routes.ui import PATHS
 from tests.helpers.evals.browser import CHROMIUM, Browser
@@ -110,6 +111,57 @@ def test_a_chat_and_what_is_remembered(window: Window, server: Live) -> None:
     assert window.run("document.getElementById('fill').style.width") == "50%"
     assert "200 B held of 400 B" in window.run("document.getElementById('bytes').textContent")
     assert "tokens/s" in window.run("document.getElementById('pace').textContent")
+
+
+def answered(turns: int) -> str:
+    return f"document.querySelectorAll('.assistant').length === {turns} && !document.getElementById('send').disabled"
+
+
+@in_browser
+def test_each_message_shows_what_is_gone_of_it(window: Window, server: Live) -> None:
+    window.visit(f"{server.url}/")
+    assert not window.run("document.getElementById('gone-legend').checkVisibility()")
+    for turn in (1, 2):
+        window.type("w5 w6")
+        window.enter()
+        window.wait(answered(turn))
+    marks = window.run("[...document.querySelectorAll('#log > *')].map((box) => box.dataset.gone ?? '')")
+    assert marks == ["25 % forgotten", "25 % forgotten", "25 % forgotten", ""], "nothing is known of the last answer"
+    first = "document.querySelector('.user')"
+    assert window.run(f"{first}.title").startswith("25 % of this message is held by no head, 50 % by fewer than half")
+    assert window.run(f"getComputedStyle({first}).backgroundSize") == "calc(25%) 2px, calc(50%) 2px"
+    assert window.run("document.getElementById('gone-legend').checkVisibility()")
+    usual, server.llm.forgotten = server.llm.forgotten, lambda request: tuple(
+        Forgotten(begin, end, 0.0, 0.0) for begin, end in request.tell_forgotten
+    )
+    try:
+        window.type("w7")
+        window.enter()
+        window.wait(answered(3))
+        assert window.run(f"{first}.dataset.gone") == "nothing forgotten"
+    finally:
+        server.llm.forgotten = usual
+    window.run("document.getElementById('fresh').click()")
+    assert not window.run("document.getElementById('gone-legend').checkVisibility()")
+
+
+@in_browser
+def test_a_server_that_cannot_tell_answers_without(window: Window, server: Live) -> None:
+    window.visit(f"{server.url}/")
+    window.run("""const sent = window.sent = [], send = window.fetch; window.fetch = (path, options) => {
+      if (!String(path).endsWith("chat/completions")) return send(path, options);
+      const body = JSON.parse(options.body);
+      sent.push(body.millpond.forgotten ?? false);
+      if (!body.millpond.forgotten) return send(path, options);
+      const error = { message: "no", param: "millpond.forgotten" };
+      return Promise.resolve(new Response(JSON.stringify({ error }), { status: 400 }));
+    }""")
+    for turn in (1, 2):
+        window.type("w5")
+        window.enter()
+        window.wait(answered(turn))
+    assert window.run("sent") == [True, False, False]
+    assert window.run("document.querySelectorAll('.error').length") == 0
 
 
 @in_browser

@@ -123,6 +123,35 @@ def test_keys_see_and_remove_their_own_turns_alone(tmp_path: Path) -> None:
     served(tmp_path, work, KEYS)
 
 
+def test_branches_over_http_go_on_from_the_turn_that_they_share(tmp_path: Path) -> None:
+    """Sent together, one after another and after a restart: the same answers, each from the compressed common turn."""
+    branches: list[list[int]] = []
+    texts: list[str] = []
+    read: list[int] = []
+
+    async def answers(client: httpx.AsyncClient, together: bool) -> list[str]:
+        sent = [complete(client, ids) for ids in branches]
+        found = await asyncio.gather(*sent) if together else [await one for one in sent]
+        assert [one["usage"]["millpond"]["restored_tokens"] for one in found] == read
+        return [str(one["choices"][0]["text"]) for one in found]
+
+    async def first(client: httpx.AsyncClient) -> None:
+        begin = await ids_of(client, BEGIN, begins=True)
+        answer = await complete(client, begin, allowed_token_ids=begin[-8:])
+        turn = [*begin, *(await ids_of(client, answer["choices"][0]["text"]))]
+        for more in (MORE, " and the meadow" + MORE, " and the river" + MORE):
+            branches.append([*turn, *(await ids_of(client, more))])
+            read.append(len(turn) - 1)
+        texts.extend(await answers(client, True))
+        assert await answers(client, False) == texts
+
+    async def second(client: httpx.AsyncClient) -> None:
+        assert await answers(client, True) == texts
+
+    served(tmp_path, first, KEYS)
+    served(tmp_path, second, KEYS)
+
+
 def test_without_a_folder_there_are_none() -> None:
     async def work() -> None:
         async with client_of(FakeLLM()) as client:

@@ -146,6 +146,8 @@ def converse(
                     messages.pop()
                 else:
                     messages.append({"role": "assistant", "content": answer})
+                    if lost := partner.forgotten():
+                        _note(lost)
                     keep()
 
 

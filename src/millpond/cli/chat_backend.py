@@ -12,13 +12,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from millpond.cli.console import held_of
+from millpond.cli.forgotten_text import forgotten_text
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     import httpx
 
     from millpond.engine.llm import LLM
-    from millpond.engine.outputs import KVStats
+    from millpond.engine.outputs import Forgotten, KVStats
     from millpond.engine.sampling.params import SamplingParams
 
 #: One message: its role and its content.
@@ -43,6 +44,9 @@ class ChatBackend(Protocol):
 
     def last(self) -> str:
         """What is known of the last answer."""
+
+    def forgotten(self) -> str:
+        """What its cache had forgotten of what the model read when it ended; "": unknown."""
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class LocalBackend:
         self._alone, self._params = params, replace(params, **ends)
         self._clock: Clock | None = None
         self._kv: KVStats | None = None
+        self._lost: Forgotten | None = None
         self._numbers = count()
 
     def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
@@ -92,14 +97,17 @@ class LocalBackend:
 
         engine, name = self._llm.engine, f"chat-{next(self._numbers)}"
         clock = self._clock = Clock(time.monotonic(), prompt_tokens=len(ids))
-        engine.add(Request(request_id=name, prompt=ids, params=self._params if turn else self._alone))
+        params, whole = self._params if turn else self._alone, ((0, len(ids)),)
+        self._lost = None
+        engine.add(Request(request_id=name, prompt=ids, params=params, tell_forgotten=whole))
         try:
             with _held_back() as interrupts:
                 yield from self._pieces(clock, interrupts)
         finally:
             clock.ended = time.monotonic()
             engine.cancel(name)
-            engine.drain()
+            for output in engine.drain():
+                self._lost = next(iter(output.completions[0].forgotten), self._lost)
         if interrupts:
             raise KeyboardInterrupt
 
@@ -112,7 +120,12 @@ class LocalBackend:
             f"{self._clock} · {held_of(kv.kv_bytes, kv.unused_bytes, kv.full_kv_bytes)} · "
             f"{kv.held:,.0f} of {kv.seen:,} entries per head"
             + (f" · {kv.restored_tokens:,} tokens of the session" if kv.restored_tokens else "")
+            + "".join(f" · {text}" for text in [self.forgotten()] if text)
         )
+
+    def forgotten(self) -> str:
+        """See `ChatBackend`."""
+        return "" if self._lost is None else forgotten_text(self._lost)
 
     def _pieces(self, clock: Clock, interrupts: Sequence[object]) -> Iterator[str]:
         """The answer until it ends or the user presses Ctrl-C; never in the middle of a step."""
@@ -123,6 +136,7 @@ class LocalBackend:
                     raise output.error
                 answer = output.completions[0]
                 self._kv, clock.tokens = answer.kv or self._kv, len(answer.token_ids)
+                self._lost = next(iter(answer.forgotten), self._lost)
                 if clock.tokens and clock.first is None:
                     clock.first = time.monotonic()
                 if len(answer.text) > shown:
@@ -170,6 +184,10 @@ class HttpBackend:
     def last(self) -> str:
         """See `ChatBackend`."""
         return "no answer yet" if self._clock is None else str(self._clock)
+
+    def forgotten(self) -> str:
+        """See `ChatBackend`: not every server tells."""
+        return ""
 
     @staticmethod
     def _pieces(response: httpx.Response, clock: Clock) -> Iterator[str]:

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes
+from millpond.cli.forgotten_text import forgotten_text
 from millpond.cli.generate_in_engine import Placing, generate_in_engine
 from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import OptionGroup, expand_groups
@@ -21,6 +22,7 @@ from millpond.models.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from millpond.bench.common.stopwatch import Stopwatch
+    from millpond.engine.outputs import Forgotten
     from millpond.hf.stats import CacheStats
 
 
@@ -104,6 +106,7 @@ def generate(
 
     from millpond.cache.pages.pool import DEFAULT_SLOTS
     from millpond.cli.text_streamer import TextStopwatch
+    from millpond.engine.forgotten import forgotten
     from millpond.engine.sampling.banned_tokens import sequences_of
     from millpond.hf.compress import compress
     from millpond.models.chat_template import end_ids
@@ -127,13 +130,15 @@ def generate(
             max_new_tokens=max_new_tokens, **sampling.kwargs(), **extra,
         )  # fmt: skip
         stats = held.stats()
-    errors().print(f"[dim]{escape(closing_line(ids.shape[1], watch, stats))}[/]", soft_wrap=True, highlight=False)
+        (lost,) = forgotten(held.layer_caches, held.timeline, 0, [(0, ids.shape[1])])
+    errors().print(f"[dim]{escape(closing_line(ids.shape[1], watch, stats, lost))}[/]", soft_wrap=True, highlight=False)
 
 
-def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats) -> str:
-    """What was done, how fast, and what the cache holds of what a full one would."""
+def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats, lost: Forgotten) -> str:
+    """What was done, how fast, what the cache holds of what a full one would, and what it has forgotten."""
     prefill = n_prompt / watch.prefill_s if watch.prefill_s else 0.0
     return (
         f"prompt {n_prompt:,} tokens at {prefill:,.0f} tokens/s · {len(watch.ticks):,} new at "
-        f"{watch.tokens_per_s:,.1f} tokens/s · {held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)}"
+        f"{watch.tokens_per_s:,.1f} tokens/s · {held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)} · "
+        f"{forgotten_text(lost)}"
     )

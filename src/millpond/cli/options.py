@@ -55,6 +55,14 @@ OverflowRule = Annotated[
         "beginning, and the text goes on.",
     ),
 ]
+PressureRule = Annotated[
+    str,
+    typer.Option(
+        "--on-pressure",
+        help="Prompts of which anything would be evicted: refuse them before they are read, or evict, as the method "
+        "does. Requests may say otherwise.",
+    ),
+]
 Weights = Annotated[
     str | None,
     optional(help="Pack the model's matrices: int8 or int4 (models that run natively, on a CPU). Default: no."),

@@ -11,7 +11,7 @@ import typer
 
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import ChunkDtype, OverflowRule, Weights, optional, parse_options
+from millpond.cli.options import ChunkDtype, OverflowRule, PressureRule, Weights, optional, parse_options
 from millpond.cpu_limit import usable_cpus
 from millpond.errors import OptionError
 
@@ -59,6 +59,7 @@ class EngineChoice(OptionGroup):
         Path | None, optional(help="Folder for the caches of preempted requests. Default: the host's memory.")
     ] = None
     overflow: OverflowRule = "refuse"
+    on_pressure: PressureRule = "evict"
     runner: Annotated[
         str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
     ] = "auto"  # fmt: skip
@@ -100,8 +101,8 @@ class EngineChoice(OptionGroup):
             "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
             "pager": self.pager, "prefix_disk": self.prefix_disk, "prefix_folder": self.prefix_folder,
             "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
-            "deterministic": self.deterministic, "overflow": self.overflow, "cache_dir": self.cache_dir,
-            "cache_disk": None if self.cache_dir is None else self.cache_disk,
+            "deterministic": self.deterministic, "overflow": self.overflow, "on_pressure": self.on_pressure,
+            "cache_dir": self.cache_dir, "cache_disk": None if self.cache_dir is None else self.cache_disk,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

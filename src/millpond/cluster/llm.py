@@ -12,7 +12,7 @@ from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable
 from millpond.engine.llm import Prompts, requests_of
 from millpond.engine.outputs import RequestOutput
-from millpond.engine.request import CacheOptions
+from millpond.engine.request import CacheOptions, OnPressure
 from millpond.engine.sampling.params import SamplingParams
 
 
@@ -45,6 +45,7 @@ class ClusterLLM(ClusterClient):
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
         forget: Sequence[Span] = (),
+        on_pressure: OnPressure | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts.
 
@@ -52,7 +53,7 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        found = self.stream(prompts, params, cache=cache, keep=keep, forget=forget)
+        found = self.stream(prompts, params, cache=cache, keep=keep, forget=forget, on_pressure=on_pressure)
         return sorted(found, key=lambda output: int(output.request_id))
 
     def stream(
@@ -63,9 +64,10 @@ class ClusterLLM(ClusterClient):
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
         forget: Sequence[Span] = (),
+        on_pressure: OnPressure | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        asked = requests_of(prompts, params, cache, self._names, keep=keep, forget=forget)
+        asked = requests_of(prompts, params, cache, self._names, keep=keep, forget=forget, on_pressure=on_pressure)
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

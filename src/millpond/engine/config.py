@@ -13,6 +13,7 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.paging.choose import rule_named
 from millpond.codec import Codec, CodecSpec, before_rope, codec_text, codecs_of, resolve
+from millpond.engine.request import OnPressure
 from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
 from millpond.hf.compress import budget_of, policy_of
@@ -57,6 +58,7 @@ class EngineOptions(TypedDict, total=False):
     chunk_store: ChunkStore | None
     deterministic: bool
     overflow: Overflow
+    on_pressure: OnPressure
     cache_dir: str | PathLike[str] | None
     cache_disk: str | int | None
 
@@ -105,6 +107,8 @@ class EngineConfig:
         overflow: what becomes of a text that is longer than the model's context: "refuse" it, or let positions inside
             the cache go on ("rolling"): at the end of the context what is kept moves to its beginning, and the text
             goes on behind it.
+        on_pressure: of requests that do not say it, see `Request`: "refuse" those of whose prompts something would be
+            evicted, or "evict" as the method does.
         cache_dir: folder for the caches of finished turns, from which later requests whose tokens continue them go on,
             also in another process; made where it does not exist. None: none are stored.
         cache_disk: most bytes of the files in `cache_dir`; those that were unused longest go first. None: 20 GiB.
@@ -138,6 +142,7 @@ class EngineConfig:
     chunk_store: ChunkStore | None = None
     deterministic: bool = False
     overflow: Overflow = "refuse"
+    on_pressure: OnPressure = "evict"
     cache_dir: str | PathLike[str] | None = None
     cache_disk: str | int | None = None
 
@@ -167,6 +172,8 @@ class EngineConfig:
             budget_of(self.method, self.budget, policy)
         if self.overflow not in get_args(Overflow):
             raise unknown("overflow", self.overflow, get_args(Overflow))
+        if self.on_pressure not in get_args(OnPressure):
+            raise unknown("on_pressure", self.on_pressure, get_args(OnPressure))
         codecs: list[Codec] = []
         if self.codec is not None:
             object.__setattr__(self, "codec", codec_text(self.codec))

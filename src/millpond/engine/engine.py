@@ -149,7 +149,7 @@ class Engine:
         )
         self._intake = RequestValidator(
             self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer,
-            self._chunks, bool(config.prefix_cache),
+            self._chunks, bool(config.prefix_cache), config.on_pressure,
         )  # fmt: skip
         self._turn = StepExecutor(
             self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millpond.cache.batch_cache import BatchCache
+from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.state.positions import PositionTracker
 from millpond.engine.cache_snapshots import held_positions
 from millpond.engine.outputs import Forgotten
 from millpond.engine.request import MOST_SPANS
@@ -29,12 +30,17 @@ def check_spans(spans: Sequence[tuple[int, int]], n_tokens: int) -> None:
             )
 
 
-def forgotten(stack: BatchCache, sequence: int, spans: Sequence[tuple[int, int]]) -> tuple[Forgotten, ...]:
+def forgotten(
+    layers: Sequence[LayerCache], timeline: PositionTracker, sequence: int, spans: Sequence[tuple[int, int]]
+) -> tuple[Forgotten, ...]:
     """What one sequence has lost of spans of its tokens.
 
     A merged entry counts as the token at whose position it stays.
+
+    Args:
+        layers, timeline: of the caches that hold it.
     """
-    holders, heads = _holders(stack, sequence)
+    holders, heads = _holders(layers, timeline, sequence)
     lost, rare = holders == 0, 2 * holders < heads
     return tuple(
         Forgotten(begin, end, _share(lost[begin:end]), _share(rare[begin:end])) if end > begin
@@ -50,14 +56,15 @@ def note_forgotten(live: RequestState) -> None:
         return
     for answer in live.answers:
         if answer.finished and answer.kv is not None and not answer.forgotten and (found := live.cache(answer.index)):
-            answer.forgotten = forgotten(*found, spans)
+            stack, sequence = found
+            answer.forgotten = forgotten(stack.layers, stack.timeline, sequence, spans)
 
 
-def _holders(stack: BatchCache, sequence: int) -> tuple[Tensor, int]:
+def _holders(layers: Sequence[LayerCache], timeline: PositionTracker, sequence: int) -> tuple[Tensor, int]:
     """(seen,) how many heads of all layers hold each token, and how many heads there are."""
-    seen, heads = int(stack.timeline.seen[sequence] + stack.timeline.closed[sequence]), 0
+    seen, heads = int(timeline.seen[sequence] + timeline.closed[sequence]), 0
     holders = torch.zeros(seen, dtype=torch.int32)
-    for layer in stack.layers:
+    for layer in layers:
         if layer.table is None:
             continue
         heads += layer.table.n_kv_heads

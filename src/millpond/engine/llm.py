@@ -21,7 +21,7 @@ from millpond.engine.offload.offload import Offload
 from millpond.engine.offload.open import Placement
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
-from millpond.engine.request import CacheOptions, Request
+from millpond.engine.request import CacheOptions, OnPressure, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import OptionError, unknown
@@ -113,6 +113,7 @@ class LLM:
         forget: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
+        on_pressure: OnPressure | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts.
@@ -126,6 +127,7 @@ class LLM:
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
             breakpoints: see `Request.breakpoints`: of all prompts, or a list for each of them.
+            on_pressure: "refuse" prompts of which anything would be evicted, see `Request`; None: as the LLM does.
             progress: show a bar (needs rich).
 
         Returns:
@@ -136,7 +138,7 @@ class LLM:
         """
         found = self.stream(
             prompts, params, cache=cache, keep=keep, forget=forget, schedule=schedule, breakpoints=breakpoints,
-            progress=progress,
+            on_pressure=on_pressure, progress=progress,
         )  # fmt: skip
         return sorted(found, key=lambda out: int(out.request_id))
 
@@ -150,12 +152,13 @@ class LLM:
         forget: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
+        on_pressure: OnPressure | None = None,
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
-        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget)
+        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget, on_pressure)
         for request in asked:
             self.engine.require_breakpoints(request)
         try:
@@ -312,7 +315,7 @@ def load(
 def requests_of(
     prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
     names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (), keep: Sequence[Span] = (),
-    forget: Sequence[Span] = (),
+    forget: Sequence[Span] = (), on_pressure: OnPressure | None = None,
 ) -> list[Request]:  # fmt: skip
     """A request for each prompt, named by the next numbers.
 
@@ -327,7 +330,7 @@ def requests_of(
     return [
         Request(
             request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
-            keep=tuple(keep), forget=tuple(forget),
+            keep=tuple(keep), forget=tuple(forget), on_pressure=on_pressure,
         )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]

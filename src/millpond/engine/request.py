@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from millpond.budget import Budget
 from millpond.codec import CodecSpec
@@ -13,6 +13,8 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
 from millpond.policy.reuse import Pick, Recompute
 
+#: "refuse" a request of whose prompt something would be evicted, or "evict" as its method does.
+OnPressure = Literal["refuse", "evict"]
 #: Limit of characters of a salt.
 MOST_SALT = 256
 #: Most spans of `Request.tell_forgotten`.
@@ -75,6 +77,8 @@ class Request:
         forget: spans [begin, end) of the prompt, in tokens, before its last one, that no later token sees: they leave
             the cache of the turn that the prompt continues before more is read, and are else read and leave before the
             next token is. Later tokens of a stored turn have seen them. Its prompt shares no pages with others.
+        on_pressure: "refuse" the request, before it is read, where anything of its prompt would be evicted before its
+            answers end, or "evict" as its method does; None: as the engine does.
     """
 
     request_id: str
@@ -91,3 +95,4 @@ class Request:
     breakpoints: tuple[int, ...] = ()
     keep: tuple[tuple[int, int], ...] = ()
     forget: tuple[tuple[int, int], ...] = ()
+    on_pressure: OnPressure | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.engine.age_spread import later_bytes
@@ -20,11 +20,12 @@ from millpond.engine.kept import checked_spans
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import can_share
-from millpond.engine.request import MOST_SALT, Request
+from millpond.engine.pressure import answer_without_loss
+from millpond.engine.request import MOST_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Job, Scheduler
-from millpond.errors import BudgetError, OptionError
+from millpond.errors import BudgetError, OptionError, unknown
 from millpond.policy.reuse import check_pick, check_recompute
 from millpond.runner.packed_model import PackedModel, check_tokens
 
@@ -42,8 +43,9 @@ class RequestValidator:
         tokenizer: Any,
         chunks: ChunkReuse | None = None,
         prefix_cache: bool = False,
+        on_pressure: OnPressure = "evict",
     ) -> None:
-        self._chunks, self._prefix_cache = chunks, prefix_cache
+        self._chunks, self._prefix_cache, self._on_pressure = chunks, prefix_cache, on_pressure
         self._model, self._recipes, self._account = model, recipes, account
         self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
 
@@ -71,6 +73,7 @@ class RequestValidator:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         check_spans(request.tell_forgotten, len(ids))
         group = self._recipes.group(request.cache)
+        most = self._within_budget(request, group, len(ids), most)
         kept = checked_spans(request.keep, group.recipe, self._model.layers, len(ids))
         forget = checked_forgets(request.forget, group.recipe, len(ids), kept, bool(spans))
         if spans and not self._uses_chunks(request, spans, group):
@@ -111,6 +114,20 @@ class RequestValidator:
             return ()
         layers, prompt = self._model.layers, group.recipe.within_reach(n_tokens)
         return later_bytes(lambda new: estimate(group.recipe, layers, prompt, new, n).each, most)
+
+    def _within_budget(self, request: Request, group: DecodeGroup, n_tokens: int, most: int) -> int:
+        """New tokens of an answer where nothing of the prompt may be evicted; else `most`.
+
+        Raises:
+            OptionError, BudgetError: see `answer_without_loss`; or there is no such value of on_pressure.
+        """
+        chosen = self._on_pressure if request.on_pressure is None else request.on_pressure
+        if chosen not in get_args(OnPressure):
+            raise unknown("on_pressure", chosen, get_args(OnPressure))
+        if chosen == "evict":
+            return most
+        asked, context = request.params.max_tokens, self._model.context_length
+        return answer_without_loss(group.recipe, self._model.layers, n_tokens, asked, most, context)
 
     def _stops(self, request: Request, n_tokens: int, chunks: bool, group: DecodeGroup) -> list[int]:
         """The ends of blocks at which sums over a prompt's queries are kept.

@@ -20,11 +20,13 @@ from millpond.errors import (
     OptionError,
     PoolFullError,
     UnsupportedModelError,
+    WouldForgetError,
 )
 
 #: Status and code of Millpond's own errors; the first that fits. What cannot be parsed is 400, what can be parsed and
 #: never done is 422.
 _STATUS: tuple[tuple[type[MillpondError], int, str], ...] = (
+    (WouldForgetError, 422, "would_forget"),
     (BudgetError, 422, "budget_impossible"),
     (PoolFullError, 422, "kv_memory_exceeded"),
     (UnsupportedModelError, 422, "unsupported"),

@@ -76,6 +76,7 @@ def requests(
             request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
             cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
             tell_forgotten=tell_forgotten, breakpoints=breakpoints, keep=keep, forget=forget,
+            on_pressure=fields.on_pressure,
         )
         for place, prompt in enumerate(prompts)
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from millpond.cache.state.kept_spans import MOST_KEPT
-from millpond.engine.request import MOST_SALT
+from millpond.engine.request import MOST_BREAKPOINTS, MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MOST_NAME, MOST_TOOLS, Body, Message, Name, Tool
@@ -39,6 +39,9 @@ class CacheFields(Body):
         keep: [begin, end] of spans of a completion's only prompt that every head keeps, in characters of a text, or in
             tokens. In chats messages and their parts say so themselves.
         forget: names of what no later token of a chat sees: "thoughts", "tool:ID" of a call's answer, "message:N".
+        breakpoints: numbers of characters of a completion's only prompt, or of its tokens, behind which later prompts
+            may go on. In chats messages and their parts have `cache_control`.
+        on_pressure: "refuse" requests of whose prompts anything would be evicted, or "evict" as the method does.
         recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
@@ -55,6 +58,8 @@ class CacheFields(Body):
     forgotten: bool = False
     keep: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
     forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
+    breakpoints: Annotated[list[StrictInt], Field(max_length=MOST_BREAKPOINTS, fail_fast=True)] | None = None
+    on_pressure: OnPressure | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 
 

@@ -254,6 +254,24 @@ class TokenizerWorker:
             raise ApiError(400, message, "unsupported_parameter", field)
         return ids, joined(found)
 
+    async def tokens_before(
+        self, text: str, ids: tuple[int, ...], places: Sequence[int], field: str
+    ) -> tuple[int, ...]:  # fmt: skip
+        """How many of the tokens of a text end at or before places of it, in characters, each before its end.
+
+        Args:
+            ids: of the text. field: of the body, which asks for it.
+
+        Raises:
+            ApiError: the tokenizer tells no characters of tokens.
+        """
+        spans = [(place, len(text)) for place in places]
+        read, found = await self._run(lambda own: token_spans(own, text, True, spans, field), len(text))
+        if tuple(read) != ids:
+            message = "this model's tokenizer does not tell which characters a token stands for"
+            raise ApiError(400, message, "unsupported_parameter", field)
+        return tuple(begin for begin, _ in found)
+
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
         """Ids of the special tokens that are written so."""
         added: dict[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})

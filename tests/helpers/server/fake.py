@@ -16,6 +16,7 @@ from millpond.engine.outputs import (
     Completion,
     EngineStats,
     FinishReason,
+    Forgotten,
     KVStats,
     RequestOutput,
     Times,
@@ -110,7 +111,8 @@ class FakeLLM:
             told = None if params.logprobs is None else tuple(self._logprob(i, params.logprobs) for i in ids)
             seen = len(prompt) + length
             kv = KVStats(seen, seen / 2, seen * TOKEN_BYTES // 2, seen * TOKEN_BYTES, seen // 2, shared_tokens=3)
-            completions.append(Completion(index, self.text(ids), ids, told, reason, None, kv))
+            lost = self.forgotten(request) if reason else ()
+            completions.append(Completion(index, self.text(ids), ids, told, reason, None, kv, lost))
         before = None
         if params.prompt_logprobs is not None:
             before = (None, *(self._logprob(i, params.prompt_logprobs) for i in prompt[1:]))
@@ -118,6 +120,10 @@ class FakeLLM:
         return RequestOutput(
             request.request_id, None, prompt, tuple(completions), times, before, finished=reason is not None
         )
+
+    def forgotten(self, request: Request) -> tuple[Forgotten, ...]:
+        """A quarter of each span, and half of it in most heads."""
+        return tuple(Forgotten(begin, end, 0.25, 0.5) for begin, end in request.tell_forgotten)
 
     def text(self, ids: Sequence[int]) -> str:
         return "".join(f" {WORDS[i]}" for i in ids)

@@ -1,9 +1,10 @@
 // The server's answers: one request out, pieces of text in.
 
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, param) {
     super(message);
     this.status = status;
+    this.param = param; // the field that it is about
   }
 }
 
@@ -13,11 +14,11 @@ function headers(key) {
 
 async function checked(answer) {
   if (answer.ok) return answer;
-  let message = `the server answered ${answer.status}`;
+  let message = `the server answered ${answer.status}`, param = null;
   try {
-    message = (await answer.json()).error.message;
+    ({ message, param } = (await answer.json()).error);
   } catch { /* not ours: the status must do */ }
-  throw new Refused(answer.status, message);
+  throw new Refused(answer.status, message, param);
 }
 
 // null: there is nothing yet.

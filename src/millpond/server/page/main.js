@@ -2,12 +2,14 @@
 
 import { Answer } from "./answer.js";
 import { events, get } from "./chat.js";
+import { cannotTell, mark } from "./forgotten.js";
 import { MemoryView } from "./memory.js";
 
 const $ = (id) => document.getElementById(id);
 const STORED = "millpond-key";
 
-const messages = [];
+const messages = [], boxes = []; // what is said, and where each message is shown
+let tells = true; // the server tells what it has forgotten
 let abort = null;
 let served = null; // what the server said of its model
 
@@ -57,7 +59,7 @@ function showSettings() {
 }
 
 function wanted() {
-  const millpond = { watch: true, ...chosen() };
+  const millpond = { watch: true, ...(tells && { forgotten: true }), ...chosen() };
   const body = { messages, millpond, temperature: Number($("temperature").value) };
   if ($("most").value) body.max_tokens = Number($("most").value);
   return body;
@@ -69,9 +71,20 @@ function pace(began, first, tokens, now) {
   $("pace").textContent = `first token after ${((first - began) / 1000).toFixed(2)} s${rate}`;
 }
 
+// The events of an answer; once more without what a server cannot tell.
+async function* answered(signal) {
+  try {
+    yield* events(wanted(), key(), signal);
+  } catch (error) {
+    if (!tells || !cannotTell(error)) throw error;
+    tells = false;
+    yield* events(wanted(), key(), signal);
+  }
+}
+
 async function send(text) {
   messages.push({ role: "user", content: text });
-  bubble("user", text);
+  boxes.push(bubble("user", text));
   const box = bubble("assistant", "");
   const began = performance.now();
   const answer = new Answer(box, key);
@@ -79,7 +92,7 @@ async function send(text) {
   abort = new AbortController();
   busy(true);
   try {
-    for await (const event of events(wanted(), key(), abort.signal)) {
+    for await (const event of answered(abort.signal)) {
       if (!id) { id = event.id; memory.follow(id); }
       const piece = event.choices[0]?.delta.content;
       if (piece) {
@@ -88,12 +101,13 @@ async function send(text) {
         answer.add(piece);
         $("log").scrollTop = $("log").scrollHeight;
       }
+      mark(event.usage?.millpond?.forgotten, boxes, $("gone-legend"));
       pace(began, first, event.usage?.completion_tokens ?? pieces, performance.now());
     }
   } catch (error) {
     refused(error);
   } finally {
-    if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    if (answer.text) { messages.push({ role: "assistant", content: answer.text }); boxes.push(box); }
     else box.remove();
     await Promise.all([answer.end(), memory.ended(Boolean(answer.text))]);
     abort = null;
@@ -105,7 +119,8 @@ async function send(text) {
 
 function fresh() {
   abort?.abort();
-  messages.length = 0;
+  messages.length = boxes.length = 0;
+  $("gone-legend").hidden = true;
   memory.clear();
   $("log").replaceChildren();
   $("pace").textContent = "";

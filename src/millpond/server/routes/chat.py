@@ -17,6 +17,7 @@ from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
 from millpond.server.forget import FORGET, enclosed_forgets
 from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
+from millpond.server.prompt_breakpoints import refuse_breakpoints
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
@@ -89,6 +90,7 @@ async def _prompt(
     """
     refuse_spans(body.millpond.chunks)
     refuse_keep(body.millpond.keep, 'in a chat mark messages or text parts with "millpond": {"keep": true}')
+    refuse_breakpoints(body.millpond.breakpoints, "in a chat mark messages or text parts with cache_control")
     check_marks(body.messages)
     use_tools, told = body.tool_choice != "none", body.millpond.forgotten
     stays = any(kept_pieces(message) for message in body.messages)

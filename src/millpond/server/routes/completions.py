@@ -16,6 +16,7 @@ from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import KEEP, Span, refuse_forgotten
+from millpond.server.prompt_breakpoints import prompt_breakpoints
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
 from millpond.server.response_format import CompletionVoice
 from millpond.server.schemas import CompletionBody
@@ -58,6 +59,10 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     keep = await _kept(service, body, prompts, texts, body.millpond.keep) if body.millpond.keep else ()
     if body.millpond.chunks:
         read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
+    breakpoints: tuple[int, ...] = ()
+    if body.millpond.breakpoints:
+        alone = not body.millpond.chunks and not (body.echo and body.logprobs is not None)
+        breakpoints = await prompt_breakpoints(service, body.millpond.breakpoints, prompts, texts, alone)
     check_room(read, asked, service.llm.text_limit)
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
@@ -69,7 +74,10 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         token_ids=not service.tokens.exists,
     )  # fmt: skip
     name = f"cmpl-{uuid.uuid4().hex}"
-    made = requests(name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep)
+    made = requests(
+        name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep,
+        breakpoints=breakpoints,
+    )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 

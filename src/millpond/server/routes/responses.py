@@ -16,6 +16,7 @@ from millpond.server.chunk_parts import refuse_spans
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message
+from millpond.server.prompt_breakpoints import refuse_breakpoints
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.responses_format import ResponseJob
 from millpond.server.responses_schemas import NamedSchema, ResponseBody
@@ -50,6 +51,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     refuse_forgotten(body.millpond.forgotten)
     refuse_forget(body.millpond.forget)
     refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
+    refuse_breakpoints(body.millpond.breakpoints, "use /v1/chat/completions, whose messages may have cache_control")
     said = _messages(body)
     breakpoints: tuple[int, ...] = ()
     if service.breakpoints.needed(cache_options(body.millpond)):

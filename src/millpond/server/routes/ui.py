@@ -20,6 +20,7 @@ _FILES = {
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
     "/page/answer.js": ("answer.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/page/forgotten.js": ("forgotten.js", "text/javascript; charset=utf-8"),
     "/page/memory.js": ("memory.js", "text/javascript; charset=utf-8"),
     "/page/main.js": ("main.js", "text/javascript; charset=utf-8"),
 }
