@@ -23,7 +23,8 @@ GROUPS = {
     "Models": ("load_model", "load_tokenizer"),
     "Methods and number formats": ("list_methods", "list_codecs", "Policy"),
     "Errors": (
-        "MillpondError", "OptionError", "BudgetError", "DataError", "UnsupportedModelError", "WouldForgetError", "CacheMismatchError",
+        "MillpondError", "OptionError", "BudgetError", "DataError", "UnsupportedModelError", "WouldForgetError",
+        "CacheMismatchError",
         "NotPicklableError", "PoolFullError", "NumericsError",
     ),
 }  # fmt: skip
