@@ -1,7 +1,7 @@
 #!/bin/sh
 # Perplexity of texts and answers about them under methods, budgets and number formats on a real model; hours, and it
 # goes on where it stopped.
-#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|presets|parts|greedy ...  then: real.sh table
+#   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|presets|presets-judged|parts ...  then: real.sh table
 #   DATA=FOLDER benchmarks/quality/real.sh recall|turns|kvpress|xsum|gsm8k|multi-news ... then: real.sh answers
 #   DATA=FOLDER benchmarks/quality/real.sh quick          ten minutes on two cores: a few windows, the first five rows
 # DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt; for the parts
@@ -81,14 +81,15 @@ compactor,h2o:recent=0.75,h2o:recent=0.25,window"
         --method full,oracle,h2o,snapkv,ems,kvmerger,expected_attention,ada:score=h2o
       evaluate v1 --tasks "text:path=wikitext2_valid.txt:$short" --budget 60%,70% --codec rotated4 --method h2o
       ;;
-    presets)
-      # number formats alone and with most entries, for `light` and `balanced`, on a text that chooses and one that judges
-      for text in valid test; do
-        tasks=text:path=wikitext2_$text.txt:$short
-        evaluate presets --tasks "$tasks" --method full
-        evaluate presets --tasks "$tasks" --codec int8,int4,rotated4 --method full
-        evaluate presets --tasks "$tasks" --budget 70% --codec int8,rotated4 --method h2o
-      done
+    presets | presets-judged)
+      # number formats alone and with most entries, for `light` and `balanced`: on the text that chooses, and on one that
+      # judges
+      text=valid
+      test "$part" = presets || text=test
+      tasks=text:path=wikitext2_$text.txt:$short
+      evaluate "$part" --tasks "$tasks" --method full
+      evaluate "$part" --tasks "$tasks" --codec int8,int4,rotated4 --method full
+      evaluate "$part" --tasks "$tasks" --budget 70% --codec int8,rotated4 --method h2o
       ;;
     parts)
       # the reference and H2O again, so that the folder can be read alone
@@ -155,7 +156,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
         "$out"/w4 "$out"/v1 --out "$results/real-text.json"
       ;;
     *)
-      echo "no part called $part; there are: all others more bits novels long choose presets parts greedy table table-parts \
+      echo "no part called $part; there are: all others more bits novels long choose presets presets-judged parts greedy table table-parts \
 recall turns kvpress xsum gsm8k multi-news answers quick" >&2
       exit 2
       ;;
