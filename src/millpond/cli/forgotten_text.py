@@ -1,4 +1,4 @@
-"""What the lines of `millpond generate` and `chat` say of what a cache has forgotten."""
+"""Words for what a cache has forgotten, in the lines of `millpond generate` and `chat`."""
 
 from __future__ import annotations
 

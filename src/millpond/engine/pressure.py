@@ -14,7 +14,7 @@ WAY_OUT = "or use on_pressure='evict'"
 
 
 def answer_without_loss(
-    recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: int, asked: int | None, most: int,
+    recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: int, wanted: int | None, most: int,
     context: int | None,
 ) -> int:  # fmt: skip
     """New tokens that an answer may have while every head of every layer still holds its whole prompt.
@@ -22,17 +22,17 @@ def answer_without_loss(
     Layers with a sliding window of their own hold what their queries see, as they do without a method.
 
     Args:
-        n_tokens: of the prompt. asked: new tokens that the request names; None: as many as there is room for.
+        n_tokens: of the prompt. wanted: `max_tokens` of the request; None: as many as there is room for.
         most: new tokens that it may have otherwise. context: tokens of prompt and answer together; None: no limit.
 
     Raises:
-        WouldForgetError: the prompt alone is more than its budget, or the new tokens that are asked for would evict
+        WouldForgetError: the prompt alone is more than its budget, or `max_tokens` new ones would evict
             from it; the message says how much.
         OptionError: what the method evicts does not follow from its budget, or prompt and answer exceed the context.
     """
-    if asked is not None and context is not None and n_tokens + asked > context:
+    if wanted is not None and context is not None and n_tokens + wanted > context:
         raise OptionError(
-            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {asked:,} new ones are {n_tokens + asked:,}, and "
+            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {wanted:,} new ones are {n_tokens + wanted:,}, and "
             f"the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
         )
     policy = recipe.policy
@@ -51,13 +51,13 @@ def answer_without_loss(
     if not (policy.every_step or policy.makes_room):
         return most
     free = min(most, held - n_tokens + 1)  # the last token of an answer is not stored
-    if asked is None:
+    if wanted is None:
         return min(most, free)
-    if asked > free:
-        lost = min(asked - free, n_tokens)
+    if wanted > free:
+        lost = min(wanted - free, n_tokens)
         raise WouldForgetError(
             f"on_pressure='refuse': the budget {recipe.budget} holds {held:,} entries per KV head, and {n_tokens:,} "
-            f"tokens of prompt with {asked:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of the prompt; "
+            f"tokens of prompt with {wanted:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of the prompt; "
             f"lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
         )
     return most
