@@ -26,14 +26,14 @@ def answer_without_loss(
         most: new tokens that it may have otherwise. context: tokens of prompt and answer together; None: no limit.
 
     Raises:
-        WouldForgetError: the prompt alone is more than its budget, or `max_tokens` new ones would evict
+        WouldForgetError: the prompt alone is more than its budget, or `max_tokens` new tokens would evict
             from it; the message says how much.
         OptionError: what the method evicts does not follow from its budget, or prompt and answer exceed the context.
     """
     if wanted is not None and context is not None and n_tokens + wanted > context:
         raise OptionError(
-            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {wanted:,} new ones are {n_tokens + wanted:,}, and "
-            f"the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
+            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {wanted:,} new ones are {n_tokens + wanted:,}, "
+            f"and the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
         )
     policy = recipe.policy
     if policy.keeps_all:
