@@ -79,6 +79,7 @@ def test_an_untrained_model_does_not_answer() -> None:
     assert evaluate_task(build_model(0), "recall", length=128, papers=2) < 0.3
 
 
+@pytest.mark.slow
 def test_training_resumes_to_the_same_weights(tmp_path: Path) -> None:
     whole = train_recall(tmp_path / "whole", seed=3, max_steps=2, recipe=TINY, show_progress=False)
     for steps in (1, 2):

@@ -43,6 +43,7 @@ class BenchServer:
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
             env=os.environ | {"MILLPOND_API_KEYS": "", "MILLPOND_OPERATOR_KEY": ""},
         )  # fmt: skip
+        self._reader = threading.Thread(target=self._drain, daemon=True)
         late = threading.Timer(_START_S, self._process.kill)
         late.start()
         try:
@@ -52,7 +53,7 @@ class BenchServer:
             raise
         finally:
             late.cancel()
-        threading.Thread(target=self._drain, daemon=True).start()
+        self._reader.start()
 
     def close(self) -> None:
         """End the server, and the workers that it started."""
@@ -63,6 +64,10 @@ class BenchServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if self._reader.is_alive():
+            self._reader.join(_END_S)
+        if self._process.stderr is not None and not self._reader.is_alive():
+            self._process.stderr.close()
 
     def __enter__(self) -> Self:
         return self
@@ -82,8 +87,5 @@ class BenchServer:
     def _drain(self) -> None:
         """Read what the server writes, so that it never waits for a reader."""
         assert self._process.stderr is not None
-        try:
-            for _ in self._process.stderr:
-                pass
-        except ValueError:  # it was closed
-            return
+        for _ in self._process.stderr:
+            pass
