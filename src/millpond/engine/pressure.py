@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from millpond.cache.pages.page_table import PageTable
 from millpond.errors import OptionError, WouldForgetError
 from millpond.policy.allocation.score_threshold import AboveThreshold
-from millpond.runner.cache_layout import CacheLayout
+from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
 WAY_OUT = "or use on_pressure='evict'"
 
 
 def answer_without_loss(
-    recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: int, wanted: int | None, most: int,
+    recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int, wanted: int | None, most: int,
     context: int | None,
 ) -> int:  # fmt: skip
     """New tokens that an answer may have while every head of every layer still holds its whole prompt.
@@ -63,7 +63,7 @@ def answer_without_loss(
     return most
 
 
-def _unforeseen(recipe: CacheLayout) -> str | None:
+def _unforeseen(recipe: CacheFactory) -> str | None:
     """Why it is not known before a prompt is read how much of it stays; None where the budget says it."""
     policy = recipe.policy
     if policy.heads_may_keep_all or policy.needs.head_rules is not None or isinstance(policy.heads, AboveThreshold):
@@ -71,7 +71,7 @@ def _unforeseen(recipe: CacheLayout) -> str | None:
     return None
 
 
-def _held(recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: int) -> int:
+def _held(recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int) -> int:
     """The fewest entries per KV head that a layer may hold behind a text of `n_tokens`; of those with a window, all."""
     found = [
         recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads))
