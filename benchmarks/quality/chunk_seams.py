@@ -13,7 +13,6 @@ plain prompt, in points, with 95 % intervals by a bootstrap over texts.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import torch
 
 import millpond as mp
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
+from millpond.bench.common.report import markdown_table, write_report
 from millpond.models.pond import words as w
 from millpond.models.pond.text import filler
 
@@ -159,11 +158,10 @@ def write(args: argparse.Namespace, rows: dict[tuple[str, Any], list[list[tuple[
     shown, data = table(rows)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     report = describe_machine().header("chunk-seams") | {"settings": settings, "rows": data}
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     page = f"# Facts over the seams of chunks, pond-recall\n\n{report['hardware']}; {report['software']}.\n\n"
     page += f"{len(rows['', 1])} texts of {args.chunks} x {args.tokens} tokens, a question of each kind; questions "
     page += f"answered, and points from the plain prompt with 95 % intervals over texts.\n\n{shown}\n"
-    args.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    write_report(args.out.parent, args.out.name, report, page)
 
 
 if __name__ == "__main__":

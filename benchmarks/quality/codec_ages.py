@@ -14,7 +14,6 @@ format has no budgets on both sides, nothing is compared.
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from dataclasses import asdict
 from itertools import pairwise
@@ -26,7 +25,7 @@ import torch
 
 import millpond as mp
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
+from millpond.bench.common.report import markdown_table, write_report
 from millpond.evals.fit import fit
 from millpond.evals.intervals import bootstrap
 from millpond.hf.fit import FitRow, load_fit
@@ -123,9 +122,7 @@ def main() -> None:
         )
         + "\n"
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_report(args.out.parent, args.out.name, about, text)
     print(text)
 
 

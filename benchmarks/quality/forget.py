@@ -11,7 +11,6 @@ without the span (with the gap closed), and from the cache that keeps it.
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
+from millpond.bench.common.report import markdown_table, write_report
 
 #: Name in the table, and method, budget.
 CACHES = {"full": ("full", None), "h2o 50%": ("h2o", "50%")}
@@ -114,11 +113,10 @@ def main() -> None:
     said = (
         f"# A span that is forgotten, {args.model}\n\n{args.windows} windows of {args.text.name}: {args.span} of "
         f"{args.context} tokens are forgotten, from the middle. KL of the next {args.next} tokens, nats per token, "
-        f"float32; 95 % of a bootstrap over windows.\n\n{markdown_table(columns, rows)}\n\n{machine}\n"
+        f"float32; 95 % of a bootstrap over windows.\n\n{markdown_table(columns, rows)}\n"
+        f"{machine.hardware}; {machine.software}.\n"
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(said, encoding="utf-8")
+    write_report(args.out.parent, args.out.name, about, said)
     print(said)
 
 

@@ -11,7 +11,6 @@ beginning kept. An answer is right if the token behind the name is the right one
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from dataclasses import asdict
@@ -23,7 +22,7 @@ import torch
 
 import millpond as mp
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
+from millpond.bench.common.report import markdown_table, write_report
 from millpond.models.pond import words as w
 from millpond.models.pond.text import filler
 
@@ -101,9 +100,7 @@ def main() -> None:
         f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. Right answers to a "
         f"later turn:\n\n{table}\n"
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_report(args.out.parent, args.out.name, about, text)
     print(text)
 
 

@@ -15,7 +15,6 @@ setting with its own figure of the table as the bound. Tables stay in --tables, 
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 
 import millpond as mp
 from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
+from millpond.bench.common.report import markdown_table, write_report
 from millpond.errors import OptionError
 from millpond.evals.fit import fit
 from millpond.evals.intervals import share_interval
@@ -134,9 +133,7 @@ def main() -> None:
         + markdown_table(head, [line("own figure", one) for one in each])
         + "\n"
     )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_report(args.out.parent, args.out.name, about, text)
     print(text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from millpond.engine.chunk_reuse import ChunkReuse
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from tests.helpers.engine.helpers import add, greedy, prompt, tokens
+from tests.helpers.engine.read_gate import ReadGate, read_gate
 from tests.helpers.hf.families import shared_model
 
 A, B, C = prompt(23), prompt(17), prompt(31)
@@ -27,28 +28,10 @@ def chunked(*parts: tuple[int, ...]) -> mp.Prompt:
     return mp.Prompt([*(mp.Chunk(part) for part in parts), QUESTION])
 
 
-class Gate:
-    """Files of chunks are read while it is open."""
-
-    def __init__(self) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-
-    def __call__(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(files: ChunkFiles, *args: Any) -> Any:
-            assert threading.current_thread().name == "millpond-chunks", "a step reads no file"
-            self.reached.set()
-            assert self.open.wait(60)
-            return read(files, *args)
-
-        return guarded
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    found = Gate()
-    monkeypatch.setattr(ChunkFiles, "read", found(ChunkFiles.read))
-    yield found
-    found.open.set()
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadGate]:
+    with read_gate(monkeypatch, ChunkFiles, "millpond-chunks") as found:
+        yield found
 
 
 def engine(folder: Path, *, stored: bool = True, **options: Any) -> Engine:
@@ -90,7 +73,7 @@ def rest(of: Engine) -> dict[str, Any]:
     return done
 
 
-def test_others_step_on_while_files_are_read(tmp_path: Path, gate: Gate) -> None:
+def test_others_step_on_while_files_are_read(tmp_path: Path, gate: ReadGate) -> None:
     of = engine(tmp_path)
     add(of, request("chunks", chunked(A, B), recompute=0), request("plain", PLAIN))
     done = steps(of, 12)
@@ -114,13 +97,12 @@ def test_the_same_tokens_as_without_waiting(tmp_path: Path) -> None:
         one, other = (run(each, "x", chunked(*parts), recompute=0.3) for each in (of, memory))
         assert tokens(one) == tokens(other)
         assert one.completions[0].kv.reused_tokens == other.completions[0].kv.reused_tokens > 0
-    assert of._loads is not None
-    assert of._loads.n_bytes == 0
+    assert [loads.n_bytes for loads in of._loads] == [0]
     for each in (of, memory):
         each.close()
 
 
-def test_a_request_that_is_cancelled_while_its_files_are_read(tmp_path: Path, gate: Gate) -> None:
+def test_a_request_that_is_cancelled_while_its_files_are_read(tmp_path: Path, gate: ReadGate) -> None:
     of = engine(tmp_path)
     add(of, request("gone", chunked(A, B)), request("behind", chunked(B, C)))
     steps(of, 1)
@@ -130,14 +112,13 @@ def test_a_request_that_is_cancelled_while_its_files_are_read(tmp_path: Path, ga
     gate.open.set()
     found = rest(of)["behind"]
     assert found.completions[0].kv.reused_tokens > 0
-    assert of._loads is not None
-    assert of._loads.n_bytes == 0
+    assert [loads.n_bytes for loads in of._loads] == [0]
     store = of.config.chunk_store
     assert not store._files._rule._pins, "nothing stays in use"
     of.close()
 
 
-def test_an_engine_is_closed_while_files_are_read(tmp_path: Path, gate: Gate) -> None:
+def test_an_engine_is_closed_while_files_are_read(tmp_path: Path, gate: ReadGate) -> None:
     of = engine(tmp_path)
     add(of, request("x", chunked(A, B)))
     steps(of, 1)
@@ -162,7 +143,7 @@ def test_a_failure_while_loading_fails_no_request(tmp_path: Path, monkeypatch: p
     of.close()
 
 
-def test_a_file_that_breaks_while_its_request_waits(tmp_path: Path, gate: Gate) -> None:
+def test_a_file_that_breaks_while_its_request_waits(tmp_path: Path, gate: ReadGate) -> None:
     of = engine(tmp_path)
     expected = run(of, "plain", A + B + QUESTION)
     add(of, request("x", chunked(A, B)))
@@ -188,8 +169,7 @@ def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
     done = {}
     while of.busy:
         done |= steps(of, 1)
-        assert of._loads is not None
-        assert of._loads.n_bytes <= most, "one request at a time, where each is larger than the bound"
+        assert of._loads[0].n_bytes <= most, "one request at a time, where each is larger than the bound"
     assert set(done) == set(names)
     assert all(one.completions[0].kv.reused_tokens > 0 for one in done.values())
     of.close()
@@ -201,7 +181,7 @@ def test_a_better_priority_takes_the_bytes_of_those_that_wait(tmp_path: Path) ->
     add(of, request("runs", PLAIN, 40))
     steps(of, 4)
     add(of, request("last", chunked(A, B)))
-    while not of._loads._loader.is_loaded("last"):  # type: ignore[union-attr]
+    while not of._loads[0]._loader.is_loaded("last"):
         steps(of, 1)
     add(of, request("first", chunked(C, A), priority=-1))
     order = list(rest(of))

@@ -14,7 +14,8 @@ from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import OptionError
-from tests.helpers.engine.sessions import NEW, model, open_engine, words
+from tests.helpers.engine.sessions import NEW, kv, model, open_engine, said, words
+from tests.helpers.engine.sessions import ask as answer_to
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -23,32 +24,12 @@ SPANS = ((10, 30), (41, 44))
 CLOSE = 1e-5
 
 
-def ask(engine: Engine, ids: list[int], name: str = "turn", **more: Any) -> RequestOutput:
-    params = mp.SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, logprobs=0)
-    engine.add(Request(request_id=name, prompt=tuple(ids), params=params, **more))
-    found: list[RequestOutput] = []
-    while engine.busy:
-        found += [output for output in engine.step() if output.finished]
-        engine.check_integrity()
-    (output,) = found
-    if output.error is not None:
-        raise output.error
-    assert engine.sessions is None or engine.sessions.wait(60)
-    return output
-
-
-def said(output: RequestOutput) -> list[int]:
-    return list(output.completions[0].token_ids)
+def ask(engine: Engine, ids: list[int], **fields: Any) -> RequestOutput:
+    return answer_to(engine, ids, fields=fields, logprobs=0)
 
 
 def logprobs(output: RequestOutput) -> list[float]:
     return [one.logprob for one in output.completions[0].logprobs or ()]
-
-
-def kv(output: RequestOutput) -> mp.KVStats:
-    found = output.completions[0].kv
-    assert found is not None
-    return found
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millpond.cluster.figures import DrainResult
 from millpond.errors import OptionError
+from millpond.server.openapi.cluster import ClusterWorkers, WorkerDrained
+from millpond.server.openapi.info import Health
 from millpond.server.settings import ServerSettings
 from tests.helpers.server.fake import FakeLLM, client_of
 from tests.helpers.server.fake_cluster import FakeCluster
@@ -150,3 +153,17 @@ def test_metrics_of_each_worker() -> None:
     alone = ask("GET", "/metrics", FakeLLM()).text
     assert "millpond_worker" not in alone
     assert "millpond_moved" not in alone
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("one",)}])
+def test_the_document_describes_the_routes_of_a_cluster(settings: dict[str, Any]) -> None:
+    cluster = FakeCluster()
+    document = ask("GET", "/openapi.json", cluster, **settings).json()
+    sent = {"/cluster": ("get", ClusterWorkers), "/cluster/workers/{name}/drain": ("post", WorkerDrained)}
+    for path, (method, kind) in sent.items():
+        assert kind.__name__ in json.dumps(document["paths"][path][method]["responses"]["200"])
+        assert kind.__name__ in document["components"]["schemas"]
+    ClusterWorkers.model_validate(ask("GET", "/cluster", cluster, **KEYED).json())
+    Health.model_validate(ask("GET", "/health", cluster, key=False).json())
+    drained = ask("POST", "/cluster/workers/decode-0/drain", cluster, **KEYED).json()
+    WorkerDrained.model_validate(drained)

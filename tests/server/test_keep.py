@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import millpond as mp
-from millpond.server.message_spans import EnclosedMessages, joined, kept_pieces
+from millpond.cache.state.spans import united
+from millpond.server.message_spans import EnclosedMessages, kept_pieces
 from millpond.server.messages import Message
 from millpond.server.routes.completions import job_of
 from millpond.server.schemas import CacheFields, CompletionBody
@@ -100,4 +101,4 @@ def test_pieces_of_messages() -> None:
     enclosed = EnclosedMessages([message], [kept_pieces(message)])
     text = "<u>ab ab ab ab</u>"
     assert enclosed.spans(f"<u>{str(enclosed.messages[0].content).strip()}</u>", text) == [(6, 8), (12, 14)]
-    assert joined([(4, 6), (0, 0), (1, 5), (6, 7), (9, 10)]) == ((1, 7), (9, 10))
+    assert united([(4, 6), (0, 0), (1, 5), (6, 7), (9, 10)]) == ((1, 7), (9, 10))

@@ -7,7 +7,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Self
 
-from millpond.cache.state.kept_spans import Span
+from millpond.cache.state.spans import Span
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable
 from millpond.engine.llm import Prompts, requests_of

@@ -112,12 +112,15 @@ class Engine:
         self._files: SwapFiles | None = None
         self._prefixes: BlockStore | None = None
         self._chunks: ChunkReuse | None = None
-        self._loads: FileLoads[LoadedChunks] | None = None
         self._sessions: SessionReuse | None = None
+        self._loads: list[FileLoads[Any]] = []  # what requests may wait for
+        chunk_loads: FileLoads[LoadedChunks] | None = None
         try:
             if config.chunk_store is not None and mark is not None:
                 self._chunks = ChunkReuse(config.chunk_store, self._model, mark)
-                self._loads = None if config.chunk_store.folder is None else FileLoads(ChunkLoadSource(self._chunks))
+                if config.chunk_store.folder is not None:
+                    chunk_loads = FileLoads(ChunkLoadSource(self._chunks))
+                    self._loads.append(chunk_loads)
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             self._prefixes = open_prefix_store(config)
             self._sharing = PrefixSharing(
@@ -139,6 +142,7 @@ class Engine:
                 store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
                 sharing = self._sharing
                 self._sessions = SessionReuse(store, self._model, whole_mark, sharing.has, sharing.known_tokens)
+                self._loads.append(self._sessions.loads)
             self.cache = replace(usual, budget=recipe.budget) if usual.budget is None else usual
         except BaseException:
             self._let_go()
@@ -153,7 +157,7 @@ class Engine:
         )  # fmt: skip
         self._turn = StepExecutor(
             self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
-            self._chunks, self._loads, self._sessions,
+            self._chunks, chunk_loads, self._sessions,
         )  # fmt: skip
         self._transfer = RequestTransfer(
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
@@ -301,7 +305,7 @@ class Engine:
         live = self._transfer.take(snapshot, self._live.__contains__)
         self._live[live.request.request_id] = live
         if live.stack is None and not live.job.read:
-            for loads in self._all_loads():
+            for loads in self._loads:
                 loads.add(live)
         self._stats = self._count()
         return live.request.request_id
@@ -354,7 +358,7 @@ class Engine:
             self._sampler.start(answer.key, live.request.params, live.ids, answer.index, grammar, bans, known=known)
         self._live[live.request.request_id] = live
         self._scheduler.add(live.job)
-        for loads in self._all_loads():
+        for loads in self._loads:
             loads.add(live)
 
     def cancel(self, request_id: str) -> None:
@@ -443,7 +447,7 @@ class Engine:
         for job in self._scheduler.expired(time.monotonic()):
             changed.append(live := self._live[job.key])
             self._end(live, "deadline")
-        for loads in self._all_loads():
+        for loads in self._loads:
             loads.advance()
         began = time.perf_counter()
         step = self._scheduler.plan()
@@ -464,7 +468,7 @@ class Engine:
                 if self.watch is not None:
                     self.watch(step, took)
             elif not changed:
-                for loads in self._all_loads():
+                for loads in self._loads:
                     loads.wait()
         except Exception as error:
             changed += self._break_off(groups, reading, error)
@@ -520,15 +524,10 @@ class Engine:
 
     def _release_loaded(self, live: RequestState) -> None:
         """A request needs no more chunks of the store, nor a stored turn."""
-        for loads in self._all_loads():
+        for loads in self._loads:
             loads.forget(live)
         if live.blend is not None:
             live.blend.release()
-
-    def _all_loads(self) -> list[FileLoads[Any]]:
-        """What requests may wait for."""
-        turns = None if self._sessions is None else self._sessions.loads
-        return [loads for loads in (self._loads, turns) if loads is not None]
 
     def _end(self, live: RequestState, reason: FinishReason) -> None:
         """All answers of a request end as they are; a trunk is let go."""
@@ -565,7 +564,7 @@ class Engine:
         return self._model_mark
 
     def _let_go(self) -> None:
-        for loads in self._all_loads():
+        for loads in self._loads:
             loads.close()
         self._model.close()
         if self._sessions is not None:

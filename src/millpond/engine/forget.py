@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.state.kept_spans import Span
+from millpond.cache.state.spans import Span
 from millpond.engine.request_state import RequestState
 from millpond.errors import MillpondError, OptionError
 from millpond.hf.forget import check_apart, forget_refusal, forgotten_spans

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.state.kept_spans import Span, kept_spans, tokens_in
+from millpond.cache.state.kept_spans import kept_spans
+from millpond.cache.state.spans import Span, tokens_in
 from millpond.errors import OptionError
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.state.kept_spans import Span
+from millpond.cache.state.spans import Span
 from millpond.engine.blend import PromptBlend
 from millpond.engine.chunked_prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState

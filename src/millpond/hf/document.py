@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
+from millpond.cache.state.spans import spans_of_tensor
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
@@ -132,11 +133,11 @@ def restore_document(
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
             from_tensors(core, part, n_tokens, model.device)
-        dropped = tensors.pop("dropped", torch.zeros(0, 2)).tolist()
+        dropped = spans_of_tensor(tensors.pop("dropped"), n_tokens) if "dropped" in tensors else ()
         restore_states(cache.states, tensors, model.device)
         cache.restore_position(ids)
         if dropped:
-            cache.timeline.dropped.add([(int(begin), int(end)) for begin, end in dropped], 0)
+            cache.timeline.dropped.add(dropped, 0)
             cache.journal.truncatable = False
     except BaseException:
         cache.close()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from millpond.cache.state.kept_spans import Span
+from millpond.cache.state.spans import Span, ascending
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.protocol import LayerCaches
 from millpond.policy.policy import Policy
@@ -84,21 +83,12 @@ def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tup
         >>> forgotten_spans([(8, 12), (0, 4)], 20, "the text")
         ((0, 4), (8, 12))
     """
-    found: list[Span] = []
-    for span in spans:
-        whole = isinstance(span, Sequence) and not isinstance(span, str | bytes) and len(span) == 2
-        if not whole or not all(isinstance(n, int) and not isinstance(n, bool) for n in span):
-            raise OptionError(f"forget: {str(span)[:80]} is no span: give (begin, end), two whole numbers")
-        begin, end = span
+    found = ascending(spans, "forget")
+    for begin, end in found:
         if not 0 <= begin < end <= most:
             raise OptionError(
                 f"forget: [{begin}, {end}) must hold one token at least, and lie in {text}, tokens 0 to {most - 1}"
             )
-        found.append((int(begin), int(end)))
-    found.sort()
-    for one, then in pairwise(found):
-        if then[0] < one[1]:
-            raise OptionError(f"forget: [{then[0]}, {then[1]}) overlaps [{one[0]}, {one[1]}); give each token once")
     return tuple(found)
 
 

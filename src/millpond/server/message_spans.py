@@ -101,17 +101,6 @@ def kept_pieces(message: Message) -> list[Span]:
     return found
 
 
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans without those that are empty, ascending, and those that share a token as one."""
-    found: list[Span] = []
-    for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return tuple(found)
-
-
 def refuse_keep(wanted: object, way_out: str) -> None:
     """
     Raises:

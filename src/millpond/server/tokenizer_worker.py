@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from millpond.cache.state.spans import united
 from millpond.engine.chunked_prompt import Prompt, with_ids
 from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
-from millpond.server.message_spans import KEEP, EnclosedMessages, Span, joined, kept_pieces, token_spans
+from millpond.server.message_spans import KEEP, EnclosedMessages, Span, kept_pieces, token_spans
 from millpond.server.messages import Message, Tool
 from millpond.server.schemas import ChatFields, TokenFields
 from millpond.server.tools.plain import in_words
@@ -252,7 +253,7 @@ class TokenizerWorker:
         if tuple(read) != ids:
             message = "this model's tokenizer does not tell which characters a token stands for"
             raise ApiError(400, message, "unsupported_parameter", field)
-        return ids, joined(found)
+        return ids, united(found)
 
     async def tokens_before(
         self, text: str, ids: tuple[int, ...], places: Sequence[int], field: str

@@ -13,35 +13,19 @@ import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sessions.folder import SessionFolder
+from millpond.engine.sessions.stats import SessionStats
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.sessions.stored_turn import StoredTurn
+from tests.helpers.engine.read_gate import ReadGate, read_gate
 from tests.helpers.engine.sessions import NEW, ask, kv, open_engine, said, stored, words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-class Gate:
-    """Files of turns are read while it is open, and never in the thread of the steps."""
-
-    def __init__(self) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-
-    def __call__(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(files: SessionFolder, *args: Any) -> Any:
-            assert threading.current_thread().name == "millpond-turns", "a step reads no file"
-            self.reached.set()
-            assert self.open.wait(60)
-            return read(files, *args)
-
-        return guarded
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    found = Gate()
-    monkeypatch.setattr(SessionFolder, "read", found(SessionFolder.read))
-    yield found
-    found.open.set()
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadGate]:
+    with read_gate(monkeypatch, SessionFolder, "millpond-turns") as found:
+        yield found
 
 
 @pytest.fixture
@@ -80,7 +64,7 @@ def in_flight(engine: Engine) -> int:
     return engine._sessions.loads.n_bytes
 
 
-def test_others_step_on_while_a_turn_is_read(begun: tuple[Engine, list[list[int]]], gate: Gate) -> None:
+def test_others_step_on_while_a_turn_is_read(begun: tuple[Engine, list[list[int]]], gate: ReadGate) -> None:
     engine, texts = begun
     engine.add(request("turn", texts[0]))
     engine.step()
@@ -97,7 +81,9 @@ def test_others_step_on_while_a_turn_is_read(begun: tuple[Engine, list[list[int]
     assert in_flight(engine) == 0
 
 
-def test_a_request_that_is_cancelled_while_its_turn_is_read(begun: tuple[Engine, list[list[int]]], gate: Gate) -> None:
+def test_a_request_that_is_cancelled_while_its_turn_is_read(
+    begun: tuple[Engine, list[list[int]]], gate: ReadGate
+) -> None:
     engine, texts = begun
     engine.add(request("gone", texts[0]))
     engine.add(request("behind", texts[1]))
@@ -125,7 +111,7 @@ def test_a_request_that_is_cancelled_before_it_begins(begun: tuple[Engine, list[
 
 
 def test_an_engine_is_closed_while_a_turn_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, gate = open_engine(tmp_path), Gate()
+    engine, gate = open_engine(tmp_path), ReadGate("millpond-turns")
     ids = words(60, 0)
     ids += said(ask(engine, ids)) + words(9, 1)
     monkeypatch.setattr(SessionFolder, "read", gate(SessionFolder.read))
@@ -156,37 +142,37 @@ def test_a_mistake_while_loading_is_a_miss(
     assert kv(ask(engine, [*texts[0], 5])).restored_tokens > 0, "the next is not poisoned"
 
 
-def test_a_file_that_breaks_while_its_request_waits(
-    begun: tuple[Engine, list[list[int]]], gate: Gate, tmp_path: Path
-) -> None:
-    engine, texts = begun
-    engine.add(request("turn", texts[0]))
+def changed_while_waiting(
+    engine: Engine, ids: list[int], gate: ReadGate, folder: Path, change: Callable[[bytes], bytes]
+) -> SessionStats:
+    """The sessions' figures after a request whose files were changed between their count and their reading."""
+    engine.add(request("turn", ids))
     steps(engine, 1)
     assert gate.reached.wait(60)
-    for path in stored(tmp_path):
-        path.write_bytes(path.read_bytes()[:-3])
+    for path in stored(folder):
+        path.write_bytes(change(path.read_bytes()))
     gate.open.set()
     output = rest(engine)["turn"]
     assert (output.error, kv(output).restored_tokens) == (None, 0)
     stats = engine.stats().sessions
     assert stats is not None
+    return stats
+
+
+def test_a_file_that_breaks_while_its_request_waits(
+    begun: tuple[Engine, list[list[int]]], gate: ReadGate, tmp_path: Path
+) -> None:
+    engine, texts = begun
+    stats = changed_while_waiting(engine, texts[0], gate, tmp_path, lambda data: data[:-3])
     assert (stats.torn, stats.misses) == (1, 4)
 
 
 def test_a_file_that_grows_while_its_request_waits_is_not_read(
-    begun: tuple[Engine, list[list[int]]], gate: Gate, tmp_path: Path
+    begun: tuple[Engine, list[list[int]]], gate: ReadGate, tmp_path: Path
 ) -> None:
     """Its bytes were counted before."""
     engine, texts = begun
-    engine.add(request("turn", texts[0]))
-    steps(engine, 1)
-    assert gate.reached.wait(60)
-    for path in stored(tmp_path):
-        path.write_bytes(path.read_bytes() + bytes(1 << 20))
-    gate.open.set()
-    assert kv(rest(engine)["turn"]).restored_tokens == 0
-    stats = engine.stats().sessions
-    assert stats is not None
+    stats = changed_while_waiting(engine, texts[0], gate, tmp_path, lambda data: data + bytes(1 << 20))
     assert stats.torn == 0, "else it was read, and seen to be no turn"
 
 

@@ -133,6 +133,22 @@ def test_turns_are_read_while_they_wait(store: SessionStore, monkeypatch: pytest
     assert found(store, longer(first)) == found(store, longer(second)) == []
 
 
+@pytest.mark.parametrize("n_tensors", [1, 300])
+def test_a_turn_that_is_written_between_its_count_and_its_reading(tmp_path: Path, n_tensors: int) -> None:
+    """Its file has a header, and is read all the same."""
+    store, ids = SessionStore(tmp_path), np.arange(10)
+    tensors = {f"{n}.positions_of_entries_behind": torch.zeros(1, 1, 1) for n in range(n_tensors)}
+    one = StoredTurn(ids, tensors, forgotten=((1, 2), (4, 5)))
+    with store._lock:  # it is not written yet
+        put(store, one, wait=False)
+        (place,) = store.known(None, store.scope("s"), longer(one))
+        counted = store.size_of(place)
+    assert store.wait(60)
+    assert store.read(place, ids, counted) is not None
+    assert store.size_of(place) <= counted
+    store.close()
+
+
 def test_too_many_that_wait_are_dropped_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, true = threading.Event(), folder_module.write_part
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,16 @@ def open_engine(folder: Path | None, method: str = "h2o", codec: str | None = No
 
 def ask(
     engine: Engine, ids: Sequence[int], *, salt: str | None = None, cache_options: CacheOptions | None = None,
-    new: int = NEW, **params: Any,
+    new: int = NEW, fields: Mapping[str, Any] | None = None, **params: Any,
 ) -> RequestOutput:  # fmt: skip
-    """The answer to a prompt; every page is checked, and what ended is on the disk when this returns."""
+    """The answer to a prompt; every page is checked, and what ended is on the disk when this returns.
+
+    fields: more of the request. params: of its sampling.
+    """
     chosen = mp.SamplingParams(**{"max_tokens": new, "temperature": 0, "ignore_eos": True} | params)
     engine.add(
         Request(request_id="turn", prompt=tuple(ids), params=chosen, cache_salt=salt,
-                cache=cache_options or CacheOptions())
+                cache=cache_options or CacheOptions(), **(fields or {}))
     )  # fmt: skip
     found: list[RequestOutput] = []
     while engine.busy:

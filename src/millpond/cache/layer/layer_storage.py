@@ -14,11 +14,11 @@ from millpond.cache.entries.side_numbers import gather
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.head_rules import PromptQueries
-from millpond.cache.state.kept_spans import Span
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.renumbering import consecutive, least_end, positions_of, renumber
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
+from millpond.cache.state.spans import Span
 from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError, DataError
 from millpond.kernels.args import PaddedEntries

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millpond.cache.state.kept_spans import Span, tokens_in
+from millpond.cache.state.spans import Span, tokens_in, united
 
 
 class DroppedSpans:
@@ -54,24 +54,3 @@ class DroppedSpans:
         if other:
             self._spans += [()] * (n_seq - len(self._spans))
             self._spans += other._spans
-
-
-def united(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans ascending, without those that are empty, and those that touch or overlap as one.
-
-    Example:
-        >>> united([(8, 12), (0, 4), (3, 6), (6, 7), (9, 9)])
-        ((0, 7), (8, 12))
-    """
-    found: list[Span] = []
-    for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return tuple(found)
-
-
-def covers(spans: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether all positions of `others` lie in `spans`."""
-    return united([*spans, *others]) == united(spans)

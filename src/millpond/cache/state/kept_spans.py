@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from millpond.cache.state.spans import Span, ascending, tokens_in, united
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.kernels.eviction import in_spans
 
-#: [begin, end) in positions of a text.
-Span = tuple[int, int]
-#: Most spans of one text that do not touch: each decoding step compares every entry with every span.
-MOST_KEPT = 64
 #: A position is an int32.
 _LAST = 2**31 - 1
+#: Most spans of one text that do not touch: each decoding step compares every entry with every span.
+MOST_KEPT = 64
 
 
 def kept_spans(spans: Sequence[Sequence[int]], name: str = "spans") -> tuple[Span, ...]:
@@ -32,31 +31,14 @@ def kept_spans(spans: Sequence[Sequence[int]], name: str = "spans") -> tuple[Spa
         >>> kept_spans([(8, 12), (0, 4), (4, 6)])
         ((0, 6), (8, 12))
     """
-    given_spans: object = spans
-    if isinstance(given_spans, str | bytes) or not isinstance(given_spans, Sequence):
-        raise OptionError(f"{name}={str(spans)[:80]!r}: give a list of spans (begin, end)")
-    given: list[Span] = []
-    for span in spans:
-        whole = isinstance(span, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
-        if not whole or len(span) != 2 or not 0 <= span[0] <= span[1] <= _LAST:
-            raise OptionError(f"{name}: {str(span)[:80]} is no span: give (begin, end) with 0 <= begin <= end")
-        given.append((int(span[0]), int(span[1])))
-    joined: list[Span] = []
-    for begin, end in sorted(span for span in given if span[0] < span[1]):
-        if joined and begin < joined[-1][1]:
-            raise OptionError(f"{name}: [{begin}, {end}) overlaps [{joined[-1][0]}, {joined[-1][1]}); give each once")
-        if joined and begin == joined[-1][1]:
-            joined[-1] = joined[-1][0], end
-        else:
-            joined.append((begin, end))
+    given = ascending(spans, name)
+    for begin, end in given:
+        if not 0 <= begin <= end <= _LAST:
+            raise OptionError(f"{name}: {(begin, end)} is no span: give (begin, end) with 0 <= begin <= end")
+    joined = united(given)
     if len(joined) > MOST_KEPT:
         raise OptionError(f"{name}: {len(joined)} spans that do not touch are more than {MOST_KEPT}; join some of them")
-    return tuple(joined)
-
-
-def tokens_in(spans: Sequence[Span], first: int = 0) -> int:
-    """Positions of disjoint spans, those before `first` left out."""
-    return sum(max(end - max(begin, first), 0) for begin, end in spans)
+    return joined
 
 
 class KeptSpans:

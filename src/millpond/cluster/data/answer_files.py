@@ -64,7 +64,11 @@ class AnswerFiles:
             DataError: a line that is no row.
         """
         for file in sorted(self._folder.glob(f"*{_SUFFIX}")):
-            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                lines = file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError):
+                raise DataError(f"{file} cannot be read as text: move it away, and run again") from None
+            for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)
                 except ValueError:

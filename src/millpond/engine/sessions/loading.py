@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millpond.cache.state.dropped_spans import covers
+from millpond.cache.state.spans import covers
 from millpond.engine.file_loader import LoadOrder
 from millpond.engine.request_state import RequestState
 from millpond.engine.sessions.key import TurnPlace
@@ -63,28 +63,38 @@ class TurnLoadSource:
 
     def order(self, live: RequestState) -> LoadOrder[LoadedTurn]:
         """See `LoadSource`."""
-        store, ids, salt = self._store, live.numbers, live.request.cache_salt
-        scopes, least = self._scopes(live), self._least(live)
-        places: list[TurnPlace] = []
-        most = [0]
-
-        def size() -> int:
-            known = [place for scope in scopes for place in store.known(salt, scope, ids) if place.length > least]
-            places.extend(sorted(known, key=lambda place: place.length, reverse=True))
-            most.append(max(map(store.size_of, places), default=0))
-            return max(most[-1], 1) if places else 0  # an empty file is to be seen, and removed, too
-
-        def load(loaded: LoadedTurn, going: Callable[[], bool]) -> None:
-            for place in places:
-                if not going():
-                    return
-                turn = store.read(place, ids[: place.length], most[-1])
-                if turn is not None and covers(live.forget, turn.forgotten):
-                    loaded.place, loaded.turn = place, turn
-                    return
-
-        return LoadOrder(size, load)
+        find = _TurnFinder(self._store, live, self._scopes(live), self._least(live))
+        return LoadOrder(find.size, find.load)
 
     def failed(self) -> None:
         """See `LoadSource`."""
         self._store.load_failed()
+
+
+class _TurnFinder:
+    """Finds the longest turn that one request continues; both methods run in threads of the loader."""
+
+    def __init__(self, store: SessionStore, live: RequestState, scopes: list[str], least: int) -> None:
+        self._store, self._live, self._scopes, self._least = store, live, scopes, least
+        self._places: list[TurnPlace] = []
+        self._most = 0  # bytes of a file
+
+    def size(self) -> int:
+        """Most bytes of a turn that it may continue; 0: there is none."""
+        ids, salt = self._live.numbers, self._live.request.cache_salt
+        known = [place for scope in self._scopes for place in self._store.known(salt, scope, ids)]
+        self._places = sorted(
+            (place for place in known if place.length > self._least), key=lambda place: place.length, reverse=True
+        )
+        self._most = max(map(self._store.size_of, self._places), default=0)
+        return max(self._most, 1) if self._places else 0  # an empty file is to be seen, and removed, too
+
+    def load(self, loaded: LoadedTurn, going: Callable[[], bool]) -> None:
+        """Read the turns, the longest first, until one is whole and has forgotten no more than the request does."""
+        for place in self._places:
+            if not going():
+                return
+            turn = self._store.read(place, self._live.numbers[: place.length], self._most)
+            if turn is not None and covers(self._live.forget, turn.forgotten):
+                loaded.place, loaded.turn = place, turn
+                return

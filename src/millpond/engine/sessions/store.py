@@ -86,10 +86,10 @@ class SessionStore:
         return [place for place in found if place.key in stored[place.length]][::-1]
 
     def size_of(self, place: TurnPlace) -> int:
-        """Bytes of a stored turn, or of one that waits to be written; 0 where there is none."""
+        """Most bytes of a stored turn's file, or of that which one that waits will have; 0 where there is none."""
         with self._lock:
             waiting = self._waiting.get(place)
-        return self._files.size_of(place) if waiting is None else waiting.turn.nbytes
+        return self._files.size_of(place) if waiting is None else waiting.turn.file_bytes
 
     def read(self, place: TurnPlace, ids: np.ndarray, most: int | None = None) -> StoredTurn | None:
         """A turn that is stored or waits to be written; None where there is none. One that is torn is removed.

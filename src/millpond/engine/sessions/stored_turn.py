@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.state.kept_spans import Span
+from millpond.cache.state.spans import Span, spans_of_tensor
 from millpond.engine.sessions.key import TurnPlace
 from millpond.engine.transfer.container import pack, unpack
 from millpond.errors import CacheMismatchError, DataError
@@ -17,6 +17,8 @@ from millpond.errors import CacheMismatchError, DataError
 #: Names this form of the bytes; another one is refused.
 FORMAT = "millpond-session-1"
 _CACHE = "cache."
+#: Most bytes of a file's header, and of what it says of one tensor.
+_HEADER, _HEADER_PART = 2048, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class StoredTurn:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self.ids.nbytes + sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """Most bytes of its file: with a header of so many tensors, and its spans."""
+        return self.nbytes + 16 * len(self.forgotten) + _HEADER + _HEADER_PART * (len(self.tensors) + 2)
 
     def to_bytes(self, place: TurnPlace) -> bytes:
         """As one safetensors buffer with a checksum, which names its place."""
@@ -63,28 +70,12 @@ class StoredTurn:
         found = tensors.pop("ids", torch.zeros(0))
         if found.dtype != torch.int64 or not np.array_equal(found.numpy(), ids):
             raise CacheMismatchError("the file is of another text; it is read as missing")
-        forgotten = _spans(tensors.pop("forgotten", None), len(ids))
+        spans = tensors.pop("forgotten", None)
+        forgotten = () if spans is None else spans_of_tensor(spans, len(ids))
         if about.get("exact") not in ("True", "False") or not all(name.startswith(_CACHE) for name in tensors):
             raise DataError("the file holds more than a session; it is read as missing")
         own = {name.removeprefix(_CACHE): t for name, t in tensors.items()}
         return cls(ids, own, about["exact"] == "True", forgotten)
-
-
-def _spans(stored: Tensor | None, n_tokens: int) -> tuple[Span, ...]:
-    """Spans of a text of `n_tokens`.
-
-    Raises:
-        DataError: they are none, or not ascending.
-    """
-    if stored is None:
-        return ()
-    if stored.dtype != torch.int64 or stored.ndim != 2 or stored.shape[1] != 2 or len(stored) > n_tokens:
-        raise DataError("the file's forgotten spans are no pairs of numbers; it is read as missing")
-    spans = tuple((int(begin), int(end)) for begin, end in stored.tolist())
-    places = [place for span in spans for place in span]
-    if not all(a < b for a, b in spans) or places != sorted(places) or not 0 <= places[0] <= places[-1] <= n_tokens:
-        raise DataError("the file's forgotten spans do not lie in its text; it is read as missing")
-    return spans
 
 
 def _named(place: TurnPlace) -> str:

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse
 
 from millpond.server.openapi.base import ErrorAnswer
+from millpond.server.openapi.cluster import ClusterWorkers, WorkerDrained
 from millpond.server.openapi.completions import Chat, ChatChunk, Completion, CompletionChunk
 from millpond.server.openapi.info import (
     Detokenized,
@@ -33,9 +34,10 @@ _REF = "#/components/schemas/{model}"
 _REASONS = {
     400: "The request is not as it must be; `param` and `message` say where, and what to do.",
     401: "No API key, or an unknown one.",
-    403: "A better priority than this client may ask for.",
+    403: "A better priority than this client may ask for, or a key that is not the operator's.",
     404: "No such model, or no such request.",
     408: "Time was up: that of the body, or that of the request before its first token.",
+    409: "Another worker is being drained.",
     411: "The length of the body must be known.",
     413: "The body is too long, or has too many values.",
     421: "The request names another host.",
@@ -85,6 +87,8 @@ _SENT = {
     ("/v1/millpond/memory/{request_id}", "get"): _Sent(
         MemoryOfLayer, errors=(400, 404), empty=(204, "The request waits and holds nothing.")
     ),
+    ("/cluster", "get"): _Sent(ClusterWorkers, errors=(403,)),
+    ("/cluster/workers/{name}/drain", "post"): _Sent(WorkerDrained, errors=(400, 403, 404, 409)),
 }
 
 
@@ -115,7 +119,8 @@ def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
     components = document["components"]
     for unsent in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(unsent, None)
-    kinds = list(dict.fromkeys(kind for sent in _SENT.values() for kind in _models(sent)))
+    there = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
+    kinds = list(dict.fromkeys(kind for sent in there for kind in _models(sent)))
     _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     for name, schema in made["$defs"].items():
         had = components["schemas"].setdefault(name, schema)  # of a body, where a response repeats a format

@@ -41,10 +41,12 @@ class ServedModels(Described):
 
 
 class Health(Described):
-    """Whether new requests are admitted; with a reason where the engine does not answer."""
+    """Whether new requests are admitted; with a reason where the engine does not answer, and, of a server over several
+    workers, how many take requests, by role."""
 
     status: Literal["ok", "shutting down", "stalled"]
     reason: str | None = None
+    roles: dict[str, int] | None = None
 
 
 class Tokenized(Described):

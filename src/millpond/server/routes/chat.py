@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -59,8 +60,8 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
-    prompt, spans, breakpoints, keep, forget = await _prompt(service, body)
-    check_room([prompt], asked, service.llm.text_limit)
+    chat = await _read(service, body)
+    check_room([chat.prompt], asked, service.llm.text_limit)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=schema if tag is None else None, structural_tag=tag,
@@ -69,20 +70,31 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
-        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, spans, breakpoints, keep,
-        forget,
+        name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.told,
+        chat.breakpoints, chat.keep, chat.forget,
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 
 
-async def _prompt(
-    service: Service, body: ChatBody
-) -> tuple[tuple[int, ...] | Prompt, tuple[Span, ...], tuple[int, ...], tuple[Span, ...], tuple[Span, ...]]:
-    """What the model reads of a chat; where its messages lie in it, for `millpond.forgotten`; breakpoints; what stays;
-    and what is forgotten.
+class _ReadChat(NamedTuple):
+    """What the model reads of a chat, and spans of it in tokens.
 
+    Attributes:
+        told: where its messages lie, for `millpond.forgotten`. breakpoints: numbers of tokens. keep: what stays.
+        forget: what leaves.
+    """
+
+    prompt: tuple[int, ...] | Prompt
+    told: tuple[Span, ...] = ()
+    breakpoints: tuple[int, ...] = ()
+    keep: tuple[Span, ...] = ()
+    forget: tuple[Span, ...] = ()
+
+
+async def _read(service: Service, body: ChatBody) -> _ReadChat:
+    """
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
             are chunks, and `millpond.forgotten` or `millpond.forget` is set or something stays; or too many marks; or
@@ -102,14 +114,14 @@ async def _prompt(
         if told or stays:
             field, what = (FORGOTTEN, "do not tell what was forgotten") if told else (KEEP, "are not kept by span")
             raise ApiError(400, f"messages with chunks {what}; leave out one of the two", "invalid_value", field)
-        return await service.tokens.chunked_chat(body.messages, body, use_tools), (), (), (), ()
+        return _ReadChat(await service.tokens.chunked_chat(body.messages, body, use_tools))
     stops = service.breakpoints.needed(cache_options(body.millpond))
     found: Sequence[Span] | None = None
     if told:
         prompt, found = await service.tokens.chat_spans(body.messages, body, use_tools)
     elif stops:
         prompt, found = await service.tokens.chat_ends(body.messages, body, use_tools)
-    elif not stays:
+    elif not stays and not enclosed:
         _, prompt = await service.tokens.chat(body.messages, body, use_tools)
     keep: tuple[Span, ...] = ()
     if stays:
@@ -118,4 +130,4 @@ async def _prompt(
     if enclosed:
         prompt, forget = await service.tokens.pieces_in_chat(body.messages, body, use_tools, enclosed, FORGET)
     breakpoints = breakpoints_of(body.messages, found) if stops and found is not None else ()
-    return prompt, tuple(found or ()) if told else (), breakpoints, keep, forget
+    return _ReadChat(prompt, tuple(found or ()) if told else (), breakpoints, keep, forget)
