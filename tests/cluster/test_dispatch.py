@@ -19,7 +19,7 @@ from millpond.cluster.router import Load, choose
 from millpond.cluster.settings import ClusterSettings
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
-from millpond.errors import DataError, MillpondError, OptionError, PoolFullError
+from millpond.errors import DataError, MillpondError, OptionError, PoolFullError, WouldForgetError
 from tests.helpers.cluster.local import LocalCluster, LocalWorker
 from tests.helpers.engine.helpers import budget_of, prompt
 from tests.helpers.hf.families import shared_model
@@ -48,6 +48,21 @@ def start(local: LocalCluster, prompts: list[tuple[int, ...]], **fields: Any) ->
         request = Request(request_id=str(index), prompt=text, params=params(), **fields)
         local.cluster.loop.call(lambda request=request, queue=queue: dispatcher.submit(request, queue.put)).result()
     return queues
+
+
+def test_generate_passes_spans_and_pressure_on() -> None:
+    """Each as what it is: all are spans of tokens."""
+    with LocalCluster(replicas=1) as local:
+        (output,) = local.llm.generate([PROMPTS[1]], params(), keep=((2, 6),), forget=((10, 20), (30, 33)))
+        assert output.error is None
+        (started,) = local.made[0].started
+        assert (started.keep, started.forget) == (((2, 6),), ((10, 20), (30, 33)))
+        assert started.breakpoints == ()
+        kv = output.completions[0].kv
+        assert kv is not None
+        assert kv.forgotten_tokens == 13
+        with pytest.raises(WouldForgetError):
+            local.llm.generate([PROMPTS[1]], params(), on_pressure="refuse", cache=CacheOptions(method="h2o", budget=8))
 
 
 def finished(queues: list[SimpleQueue[RequestOutput]]) -> list[RequestOutput]:
