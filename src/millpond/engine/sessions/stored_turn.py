@@ -43,7 +43,7 @@ class StoredTurn:
 
     @property
     def file_bytes(self) -> int:
-        """Most bytes of its file: with a header of so many tensors, and its spans."""
+        """Most bytes of its file: with a header that names its tensors, and its spans."""
         return self.nbytes + 16 * len(self.forgotten) + _HEADER + _HEADER_PART * (len(self.tensors) + 2)
 
     def to_bytes(self, place: TurnPlace) -> bytes:

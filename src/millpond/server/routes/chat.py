@@ -70,7 +70,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     )  # fmt: skip
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
-        name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.told,
+        name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.messages,
         chat.breakpoints, chat.keep, chat.forget,
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -82,12 +82,12 @@ class _ReadChat(NamedTuple):
     """What the model reads of a chat, and spans of it in tokens.
 
     Attributes:
-        told: where its messages lie, for `millpond.forgotten`. breakpoints: numbers of tokens. keep: what stays.
-        forget: what leaves.
+        messages: where they lie, for `millpond.forgotten`. breakpoints: numbers of tokens. keep: what stays.
+        forget: what is forgotten.
     """
 
     prompt: tuple[int, ...] | Prompt
-    told: tuple[Span, ...] = ()
+    messages: tuple[Span, ...] = ()
     breakpoints: tuple[int, ...] = ()
     keep: tuple[Span, ...] = ()
     forget: tuple[Span, ...] = ()
