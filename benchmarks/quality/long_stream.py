@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=10_000, help="tokens between two lines of the result")
     parser.add_argument("--windows", type=int, default=0, help="the reference instead: how many")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "f32"], help="of the weights and the cache")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -93,12 +94,12 @@ def main() -> None:
         weights.update(path.read_bytes())
     machine = describe_machine()
     head = {
-        "model": Path(args.model).name, "weights_sha256": weights.hexdigest(), "dtype": "bf16",
+        "model": Path(args.model).name, "weights_sha256": weights.hexdigest(), "dtype": args.dtype,
         "texts": [path.name for path in args.texts], "method": args.method, "budget": args.budget, "rows": args.rows,
         "tokens": args.tokens, "threads": args.threads, "hardware": machine.hardware, "software": machine.software,
     }  # fmt: skip
     ids = read(args.model, args.texts, args.tokens)
-    model = load_model(args.model, "bf16")
+    model = load_model(args.model, args.dtype)
     with args.out.open("w", encoding="utf-8") as out:
         out.write(json.dumps(head) + "\n")
         streamed = stream(model, ids, args.method, args.budget, args.rows, args.keep)
