@@ -117,7 +117,6 @@ def test_least_memory_is_the_least_that_runs(recall: ModelSize) -> None:
         search(cost, Limits(memory=least - 1))
 
 
-@pytest.mark.slow
 def test_more_memory_is_never_slower(recall: ModelSize) -> None:
     cost = cost_of(recall)
     least = least_memory(cost)
@@ -199,7 +198,6 @@ def test_the_bottleneck_is_named(recall: ModelSize) -> None:
     assert found.tokens_per_s == pytest.approx(2 * 64 / ((63 + sweeps) * recall.layer_bytes / 1e6))
 
 
-@pytest.mark.slow
 def test_a_latency_bound_gives_smaller_blocks(recall: ModelSize) -> None:
     cost, memory = cost_of(recall), 64 * MiB
     free = search(cost, Limits(memory=memory)).prediction

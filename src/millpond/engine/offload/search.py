@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
+from millpond.engine.offload.bounds import least_seconds
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, Term
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Plan, Schedule, spread
@@ -54,15 +55,19 @@ class Limits:
 def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
     """The plan of the highest throughput; of those that come within 3 % of it, the one whose block ends first.
 
-    Every block size is tried, without the assumption that throughput has one peak.
+    Every block size is tried, without the assumption that throughput has one peak; only those are solved whose lower
+    bound of time leaves them a chance.
 
     Raises:
         BudgetError: nothing fits the memory, with the least that does; or nothing meets the latency, with the least.
         OptionError: scipy is not installed.
     """
-    found: list[tuple[Prediction, Plan]] = []
-    quickest = inf
-    for block in _blocks(cost, limits, can):
+    found: list[tuple[int, Prediction, Plan]] = []
+    quickest, most = inf, 0.0
+    for least, place, block in _promising(cost, limits, can):
+        late = limits.latency_s is not None and least > limits.latency_s and least >= quickest
+        if late or _too_slow(block.sequences * cost.kv.new, least, most):
+            continue
         shares = solve(cost, block, limits, can)
         if shares is None:
             continue
@@ -71,12 +76,29 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
         quickest = min(quickest, plan.prediction.seconds)
         if limits.latency_s is not None and plan.prediction.seconds > limits.latency_s:
             continue
-        found.append((plan.prediction, plan))
+        most = max(most, plan.prediction.tokens_per_s)
+        found.append((place, plan.prediction, plan))
     if not found:
         raise _nothing(cost, limits, can, quickest)
-    most = max(prediction.tokens_per_s for prediction, _ in found)
-    near = [one for one in found if one[0].tokens_per_s >= most * (1 - INDIFFERENT)]
-    return min(near, key=lambda one: one[0].seconds)[1]
+    near = [one for one in found if one[1].tokens_per_s >= most * (1 - INDIFFERENT)]
+    return min(near, key=lambda one: (one[1].seconds, one[0]))[2]
+
+
+def _too_slow(tokens: int, least_s: float, most_per_s: float) -> bool:
+    """Whether a block that takes at least so many seconds for its tokens is out of the race."""
+    return most_per_s > 0 and tokens < most_per_s * (1 - INDIFFERENT) * least_s
+
+
+def _promising(cost: CostModel, limits: Limits, can: Capabilities) -> list[tuple[float, int, BlockShape]]:
+    """Blocks with the least seconds that each may take and its place among them, the highest throughput first."""
+    room = {tier: limits.of(tier) for tier in (DEVICE, HOST)}
+    found = []
+    for place, block in enumerate(_blocks(cost, limits, can)):
+        near = {"weights host", "kv host"}  # without slots nothing is read
+        least = least_seconds(cost, block, room, {one for one in PLACES if _may(one, can)} if block.slots else near)
+        if least < inf:
+            found.append((least, place, block))
+    return sorted(found, key=lambda one: (one[0] / one[2].sequences, one[1]))
 
 
 def least_memory(cost: CostModel, can: Capabilities = ENGINE, prompt_rows: int = PROMPT_ROWS[0]) -> int:
