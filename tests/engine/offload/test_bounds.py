@@ -1,4 +1,4 @@
-"""The lower bound of a block's time: never above what a program finds, and a search with it finds what one without does."""
+"""The lower bound of a block's time: never above what is found, and a search with it finds what one without it does."""
 
 from __future__ import annotations
 
