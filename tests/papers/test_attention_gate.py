@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache as once
 from typing import Any
 
@@ -56,15 +57,19 @@ def times(matrix: Tensor, x: list[float]) -> list[float]:
     return [sum(float(w) * a for w, a in zip(row, x, strict=True)) for row in matrix]
 
 
-def plain_flags(gate: LayerGate, q: Tensor, k: Tensor, v: Tensor) -> list[list[float]]:
-    """[KV head][token], number by number: sigmoid(W2 SiLU(W1 [x; u] + b1) + b2)."""
-    keys: list[list[float]] = []
-    values: list[list[float]] = []
+def plain_flags(gate: LayerGate, q: Tensor, k: Tensor, v: Tensor, prompt: int = 0) -> list[list[float]]:
+    """[KV head][token], number by number: sigmoid(W2 SiLU(W1 [x; u] + b1) + b2).
+
+    prompt: the first tokens of which each looks at all; the others look at those before them.
+    """
+    inputs = [
+        [float(a) for part in (q, k, v) for head in part[0] for a in head[t].float()] for t in range(q.shape[2])
+    ]
+    all_keys = [torch.tensor(times(gate.wk, x)).bfloat16().tolist() for x in inputs]
+    all_values = [torch.tensor(times(gate.wv, x)).bfloat16().tolist() for x in inputs]
     found: list[list[float]] = [[] for _ in gate.b2]
-    for t in range(q.shape[2]):
-        x = [float(a) for part in (q, k, v) for head in part[0] for a in head[t].float()]
-        keys.append(torch.tensor(times(gate.wk, x)).bfloat16().tolist())
-        values.append(torch.tensor(times(gate.wv, x)).bfloat16().tolist())
+    for t, x in enumerate(inputs):
+        keys, values = (rows[: max(t + 1, prompt)] for rows in (all_keys, all_values))
         queries, u = times(gate.wq, x), []
         for begin in range(0, len(queries), gate.width):
             own = queries[begin : begin + gate.width]
@@ -114,6 +119,37 @@ def test_flags_of_a_prefix_stay_when_text_follows() -> None:
         read(cache, parts, 0, n)
         scores.append(cache.read(0).scores[:, :25])
     assert torch.equal(scores[0], scores[1])
+
+
+@pytest.mark.parametrize("passes", [[40], [30, 10], [30, 1, 9]])
+def test_a_global_gate_sees_the_whole_prompt_and_what_follows_looks_back(passes: list[int]) -> None:
+    gates, parts = whole_gates(), text()
+    cache, begin = layer_cache(policy_of(gates, window=40), ALL), 0
+    for n in passes:
+        read(cache, parts, begin, begin + n)
+        begin += n
+    plain = torch.tensor(plain_flags(gates.layers[0], *parts, prompt=passes[0]))
+    assert torch.allclose(cache.read(0).scores, plain, atol=2e-3)
+    assert not torch.allclose(plain, torch.tensor(plain_of(40)), atol=0.05)
+
+
+def test_a_long_prompt_is_one_pass_for_a_global_gate() -> None:
+    """Also where its rotation is undone a part at a time."""
+    gates, parts = whole_gates(), text()
+    cache = layer_cache(policy_of(gates, window=40), ALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("millpond.cache.layer.entry_scores.BLOCK", 7)
+        read(cache, parts, 0, 40)
+    plain = torch.tensor(plain_flags(gates.layers[0], *parts, prompt=40))
+    assert torch.allclose(cache.read(0).scores, plain, atol=2e-3)
+
+
+def test_only_a_global_gate_needs_the_whole_prompt() -> None:
+    assert [policy_of(gates).needs.whole_prompt for gates in (gates_of(), whole_gates())] == [False, True]
+
+
+def whole_gates() -> Gates:
+    return Gates([replace(layer, causal=False) for layer in gates_of().layers], "mark", "random")
 
 
 # ---------------------------------------------------------------------- what stays

@@ -52,6 +52,32 @@ def train(out: Path, settings: GateSettings = TINY, **more: Any) -> TrainedGates
     return train_gate(llama(dtype=torch.float32), Random(), out, settings, show_progress=False, **more)
 
 
+def test_a_global_gate_is_trained_stored_and_used(tmp_path: Path) -> None:
+    """A flag of a prompt depends on what follows in it; the file says so, and where a prompt is cut is not chosen."""
+    file, model = tmp_path / "gate.safetensors", llama(dtype=torch.float32)
+    trained = train(file, replace(TINY, attention="global"))
+    gates = gates_of(file.read_bytes(), "gate")
+    assert not gates.causal
+    assert gates.digest == trained.gates.digest
+    assert train(tmp_path / "causal.safetensors", TINY).gates.causal
+    reader, draw = TextReader(model), torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 90, (30,), generator=draw)
+    features = [reader.read_prompt(ids, n).layers[0].features.float() for n in (20, 29)]
+    for layers, same in ((gates.layers, False), ([replace(one, causal=True) for one in gates.layers], True)):
+        layer = layers[0].to(torch.device("cpu"))
+        short, long = (layer.logits(x, *layer.take(x)) for x in features)
+        assert torch.allclose(short, long[:, :20], atol=1e-5) is same
+    assert "look at the whole prompt" in write_card(trained, file, name="random", hardware="a test").replace("\n", " ")
+    answers = []
+    for options in ({}, {"max_step_tokens": 8}):
+        with mp.LLM(model, method="attention_gate", options={"gate": str(file)}, **options) as llm:
+            params = mp.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+            found = llm.generate([list(range(3, 40)), list(range(5, 30))], params)
+            answers.append([(one.completions[0].token_ids, one.completions[0].kv.evicted) for one in found])
+    assert answers[0] == answers[1]
+    assert all(evicted for _, evicted in answers[0])
+
+
 # ---------------------------------------------------------------------- attention to weighted entries
 
 

@@ -31,9 +31,10 @@ def attention_gate(
     """Let a trained gate say of each token whether a KV head keeps its entry, so that the text says how much is kept.
 
     p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2) for each layer, one number per KV head, where x is the query, key and
-    value of the token before RoPE and u a causal attention of a few narrow heads over those of the text so far. An
-    entry with p > threshold is kept; sinks and the newest `window` positions stay whatever it says. A flag depends on
-    the text before it alone and never changes. Without a budget the cache is as large as the flags make it; a budget
+    value of the token before RoPE and u an attention of a few narrow heads: causal, over those of the text so far, or
+    with a file of `millpond train gate --global` over the whole prompt, which is then read in one pass. An entry with
+    p > threshold is kept; sinks and the newest `window` positions stay whatever it says. A flag never changes; a causal
+    one depends on the text before it alone. Without a budget the cache is as large as the flags make it; a budget
     is the most that it may be: where more is flagged, the highest p of a layer stay. `millpond train gate` trains the
     gate on a frozen model, for a share that is to be kept.
 
@@ -43,7 +44,8 @@ def attention_gate(
     Departs from the paper: it hides what is evicted from the rest of the prompt; here a prompt is read in full, and
     what has no flag leaves when it ends. The gate sees the layer's normed input through the query, key and value that
     are made of it, and a layer of its own between attention and flag; the paper has the input and one linear map. A
-    short later turn, such as a question, stays whole. The paper's gate that looks at the whole prompt is not built.
+    short later turn, such as a question, stays whole. The paper's gate looks at the whole prompt: that is --global; the
+    tokens behind the prompt look back from where they stand.
     """
     if every < 1:
         raise OptionError(f"attention_gate: every={every} must be at least 1 token")

@@ -53,14 +53,16 @@ def gate_scores(
     found = torch.zeros(*k.shape[:3], device=k.device)
     valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)
     read = span.before.copy()
-    for part in _unrotated(rope, q, k, v, span):
-        features = features_of(*part.qkv)
+    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rope, q, k, v, span))
+    if not gates.causal:  # each token of a prompt looks at all of it
+        parts = iter([(slice(None), torch.cat([features for _, features in parts], 1))])
+    for columns, features in parts:
         gate = gates.at(layer, features, k.shape[1])
         for s in range(len(features)):
-            own = slice(None) if valid is None else valid[s, part.columns]
+            own = slice(None) if valid is None else valid[s, columns]
             tokens = features[s, own]
             if len(tokens):
-                found[s, :, part.columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
+                found[s, :, columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
                 read[s] += len(tokens)
     return found
 

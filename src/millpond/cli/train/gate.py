@@ -45,6 +45,9 @@ def gate(
         int | None, optional(min=1, help="Width of the networks. Default: twice the hidden size; from 512 on 1,024.")
     ] = None,
     window: Annotated[int, typer.Option(min=0, help="Newest entries of a prompt that always stay.")] = 16,
+    whole: Annotated[
+        bool, typer.Option("--global", help="Tokens of a prompt look at all of it, so it must be read in one pass.")
+    ] = False,
     lr: Annotated[float | None, optional(help="Highest learning rate. Default: 1e-3; 3e-4 for large models.")] = None,
     length: DataLength = "256,1024",
     without: Without = "",
@@ -64,6 +67,7 @@ def gate(
     settings = replace(
         usual, seed=seed, steps=steps, lr=lr or usual.lr, target=target, alpha=alpha, teacher=chosen,
         hidden=hidden or usual.hidden, window=window, start="" if heads is None else heads.digest,
+        attention="global" if whole else "causal",
     )  # fmt: skip
     result = train_gate(loaded, texts, out, settings, start=heads, max_minutes=max_minutes, threads=threads)
     if card:

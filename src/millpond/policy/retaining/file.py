@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.errors import DataError
-from millpond.policy.retaining.gates import Gates, LayerGate
+from millpond.policy.retaining.gates import ATTENTION, Gates, LayerGate
 from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads
 
 FORMAT = "millpond heads 1"
@@ -102,7 +102,13 @@ def gates_of(content: bytes, name: str) -> Gates:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
     """
     layers, about = _read(content, name, GATE)
-    return Gates([LayerGate(*parts) for parts in layers], **about)
+    attention = about["facts"].get(ATTENTION, "causal")
+    if attention not in ("causal", "global"):
+        raise DataError(
+            f"{name!r} is broken: the attention of its gates is {attention!r:.60}, neither causal nor global; train "
+            f"the gates again with {GATE.command}"
+        )
+    return Gates([LayerGate(*parts, causal=attention == "causal") for parts in layers], **about)
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
@@ -129,6 +135,8 @@ def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tenso
         tensors = load(content)
         layers = [[tensors[f"{i}.{part}"] for part in kind.parts] for i in range(int(about["layers"]))]
         facts = json.loads(about["facts"])
+        if not isinstance(facts, dict):
+            raise ValueError(f"facts are a {type(facts).__name__}")
     except (SafetensorError, KeyError, ValueError) as error:
         raise _broken(name, kind, error) from None
     for index, parts in enumerate(layers):

@@ -18,6 +18,8 @@ from millpond.policy.retaining.networks import TrainedNetworks, rounded
 
 #: Newest positions that stay whatever the gate says, and first ones: in training and by default.
 WINDOW, SINKS = 16, 4
+#: The fact of a file that says how its gates look at a prompt: causal, or global.
+ATTENTION = "attention"
 #: What a gate remembers of the text is stored in this type.
 CONTEXT_DTYPE = torch.bfloat16
 
@@ -32,14 +34,15 @@ class GateInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerGate:
-    """The network of one layer: p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2), u = causal attention of narrow heads over x.
+    """The network of one layer: p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2), u = attention of narrow heads over x.
 
     x = [q; k; v] of a token before RoPE. u_i = softmax_{j <= i}(Wq x_i . Wk x_j / sqrt(width)) Wv x_j for each of the
-    gate's heads, which share their keys and values.
+    gate's heads, which share their keys and values. Where the gate is not causal, the j of a prompt are all its tokens.
 
     Attributes:
         wq: (heads * width, inputs). wk, wv: (width, inputs). w1: (hidden, inputs + heads * width). b1: (hidden,).
         w2: (KV heads, hidden). b2: (KV heads,).
+        causal: a token looks at those before it alone, also while its prompt is read.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "w1", "b1", "w2", "b2")
@@ -51,6 +54,7 @@ class LayerGate:
     b1: Tensor
     w2: Tensor
     b2: Tensor
+    causal: bool = True
 
     @property
     def width(self) -> int:
@@ -71,21 +75,21 @@ class LayerGate:
 
         Args:
             features: (n, inputs), of the newest n of N tokens. queries: (heads, n, width), theirs. keys, values:
-                (N, width), of all tokens so far.
+                (N, width), of all tokens so far. Tokens that nothing stands before (n = N) are a prompt.
         """
         (n_heads, n, _), total = queries.shape, len(keys)
         k, v = (part.to(queries.dtype).expand(n_heads, -1, -1) for part in (keys, values))
-        mask = None
+        mask, causal = None, n > 1 and (self.causal or n < total)
         if 1 < n < total:
             places = torch.arange(total, device=queries.device)
             mask = places <= places[total - n :, None]
-        seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=n > 1 and mask is None)
+        seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=causal and mask is None)
         both = torch.cat([features, seen.transpose(0, 1).flatten(1)], -1)
         return F.silu(F.linear(both, self.w1, self.b1))
 
     def to(self, device: torch.device) -> LayerGate:
         """The same in float32 on a device."""
-        return LayerGate(*(getattr(self, part).to(device, torch.float32) for part in self.PARTS))
+        return LayerGate(*(getattr(self, part).to(device, torch.float32) for part in self.PARTS), self.causal)
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
         """See `LayerNetwork.check`."""
@@ -97,9 +101,14 @@ class LayerGate:
 
 
 class Gates(TrainedNetworks[LayerGate]):
-    """The gates of a model; facts: data, steps, seed, target."""
+    """The gates of a model; facts: data, steps, seed, target, attention (causal or global)."""
 
     __slots__ = ()
+
+    @property
+    def causal(self) -> bool:
+        """Whether a flag depends on the text before it alone, so that it does not matter where a prompt is cut."""
+        return all(layer.causal for layer in self.layers)
 
 
 def kept_probability(logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.allocation.gated_heads import GatedHeads
 from millpond.policy.allocation.layers import EvenLayers
+from millpond.policy.needs.declared import Needs
 from millpond.policy.policy import WAY_OUT, EvictionPlan, Policy, with_rest
 from millpond.policy.retaining.gates import Gates
 from millpond.policy.scores.gated import FindGates, Gated
@@ -36,6 +37,10 @@ class GatePolicy(Policy):
     def gates(self) -> Gates | None:
         """The networks; None until `with_gates` has found those of a model."""
         return self.score.gates if isinstance(self.score, Gated) else None
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(whole_prompt=self.gates is not None and not self.gates.causal)
 
     @property
     def scores_entries(self) -> bool:

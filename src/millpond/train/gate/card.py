@@ -39,10 +39,10 @@ The model is frozen and reads each prompt in full. The tokens behind it are read
 and {alpha:g} times the distance of the mean flag from {target:.0%}, with straight-through gradients; the first {sinks}
 and the newest {window} entries of a prompt stay and count as kept. {start}AdamW at {lr:g}, betas {betas}, {warmup:.0%}
 of the steps to rise, then linearly to zero; the norm of the gradients clipped at {clip:g}. Networks {hidden:,} wide,
-{heads} narrow heads of {width} numbers, {parameters:,} parameters. At the end every bias was moved by {shift:+.3f}, and
-units that decide nothing on those texts (at most {changed:.1%} of the flags) were left out: {units} of the layers stay,
-{size:,} bytes on disk. {minutes:.1f} minutes by the clock on {hardware}, with other programs running, one process,
-torch {torch}, transformers {transformers}.{unfinished}
+{heads} narrow heads of {width} numbers that look at {sees}, {parameters:,} parameters. At the end every bias was moved
+by {shift:+.3f}, and units that decide nothing on those texts (at most {changed:.1%} of the flags) were left out:
+{units} of the layers stay, {size:,} bytes on disk. {minutes:.1f} minutes by the clock on {hardware}, with other
+programs running, one process, torch {torch}, transformers {transformers}.{unfinished}
 
 | step | minutes | loss | of it predictions | kept |
 |---:|---:|---:|---:|---:|
@@ -72,7 +72,9 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
         target=settings.target, sinks=settings.sinks, window=settings.window,
         start="The networks begin as retaining heads of the same model. " if settings.start else "",
         lr=settings.lr, betas=settings.betas, warmup=settings.warmup, clip=settings.clip, hidden=settings.hidden,
-        heads=settings.n_heads, width=settings.width, parameters=sum(p.numel() for p in run.networks.parameters()),
+        heads=settings.n_heads, width=settings.width,
+        sees="the text before a token" if settings.attention == "causal" else "the whole prompt",
+        parameters=sum(p.numel() for p in run.networks.parameters()),
         changed=CHANGED, units=", ".join(str(len(layer.b1)) for layer in result.gates.layers),
         size=out.stat().st_size, shift=result.shift, minutes=run.time_s / 60, hardware=hardware,
         torch=torch.__version__, transformers=transformers.__version__,

@@ -20,8 +20,11 @@ FIRST_BIAS = 2.0
 class TrainedGate(nn.Module):
     """The gate of one layer while it is trained: a `LayerGate` whose parts are parameters."""
 
-    def __init__(self, inputs: int, hidden: int, n_kv_heads: int, n_heads: int, width: int) -> None:
+    def __init__(
+        self, inputs: int, hidden: int, n_kv_heads: int, n_heads: int, width: int, causal: bool = True
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.causal = causal
 
         def drawn(rows: int, columns: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
@@ -33,7 +36,7 @@ class TrainedGate(nn.Module):
     @property
     def gate(self) -> LayerGate:
         """The gate as it is now."""
-        return LayerGate(*(getattr(self, part) for part in LayerGate.PARTS))
+        return LayerGate(*(getattr(self, part) for part in LayerGate.PARTS), self.causal)
 
     def forward(self, features: Tensor) -> Tensor:
         """(KV heads, n) logits of features (n, inputs)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,6 @@ def pruned(gate: LayerGate, hidden: Sequence[Tensor]) -> LayerGate:
         bias = gate.b2 + gate.w2[:, dropped] @ means[dropped]
         found = (units[:, kept] @ gate.w2[:, kept].T + bias) > 0
         if float((found != flags).float().mean()) <= CHANGED:
-            return LayerGate(gate.wq, gate.wk, gate.wv, gate.w1[kept], gate.b1[kept], gate.w2[:, kept], bias)
+            return replace(gate, w1=gate.w1[kept], b1=gate.b1[kept], w2=gate.w2[:, kept], b2=bias)
         count *= 2
     return gate

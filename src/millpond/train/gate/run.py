@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ class GateSettings(RunSettings):
         teacher: see `prediction_loss`. hidden: width of the networks. n_heads, width: of their narrow attention.
         sinks, window: first and newest entries of a prompt that stay. clip: of the norm of all gradients.
         start: digest of the retaining heads that the gates begin with; empty: none.
+        attention: what a token of a prompt looks at: causal, those before it; global, the whole prompt.
     """
 
     target: float = 0.2
@@ -38,12 +39,15 @@ class GateSettings(RunSettings):
     window: int = WINDOW
     clip: float = 1.0
     start: str = ""
+    attention: Literal["causal", "global"] = "causal"
 
     def __post_init__(self) -> None:
         if not 0 < self.target < 1:
             raise OptionError(f"target={self.target} is a share of the entries, between 0 and 1, such as 0.1 or 10%")
         if self.teacher not in ("self", "text"):
             raise OptionError(f"teacher={self.teacher!r} must be self or text")
+        if self.attention not in ("causal", "global"):
+            raise OptionError(f"attention={self.attention!r} must be causal or global")
 
 
 class GateLogLine(NamedTuple):
@@ -78,7 +82,11 @@ def new_run(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         gates = [
-            TrainedGate(s.inputs, settings.hidden, s.n_kv_heads, settings.n_heads, settings.width) for s in sizes
+            TrainedGate(
+                s.inputs, settings.hidden, s.n_kv_heads, settings.n_heads, settings.width,
+                settings.attention == "causal",
+            )
+            for s in sizes
         ]  # fmt: skip
     if start is not None:
         if start.model != mark or len(start.layers) != len(gates):

@@ -19,7 +19,7 @@ from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.offline.later_tokens import read_later
 from millpond.policy.retaining.file import GATE, save_heads
-from millpond.policy.retaining.gates import Gates, LayerGate, default_shape
+from millpond.policy.retaining.gates import ATTENTION, Gates, LayerGate, default_shape
 from millpond.policy.retaining.heads import LARGE, RetainingHeads
 from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.common.network_run import StopLimits, checkpoint_of
@@ -162,9 +162,8 @@ def _as_stored(gate: nn.Module) -> LayerGate:
     assert isinstance(gate, TrainedGate), "one gate per layer"
     found = gate.gate
     parts = {part: getattr(found, part).detach() for part in LayerGate.PARTS}
-    return LayerGate(
-        **{part: value if part in GATE.exact else value.bfloat16().float() for part, value in parts.items()}
-    )
+    numbers = {part: value if part in GATE.exact else value.bfloat16().float() for part, value in parts.items()}
+    return LayerGate(**numbers, causal=found.causal)
 
 
 def defaults_of(model: PreTrainedModel) -> GateSettings:
@@ -180,5 +179,5 @@ def _facts(run: GateRun) -> dict[str, str]:
     return {
         "data": run.data, "steps": str(run.step), "seed": str(settings.seed), "target": f"{settings.target:g}",
         "teacher": settings.teacher, "alpha": f"{settings.alpha:g}", "sinks": str(settings.sinks),
-        "window": str(settings.window), "start": settings.start,
+        "window": str(settings.window), "start": settings.start, ATTENTION: settings.attention,
     }  # fmt: skip
