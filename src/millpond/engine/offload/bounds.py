@@ -15,8 +15,8 @@ def least_seconds(cost: CostModel, block: BlockShape, room: Mapping[str, float],
     """Seconds that a block takes at least, whatever its shares.
 
     Each term of a sweep is made as small as it can be alone: weights and KV each fill the place where they cost it
-    least, as far as that place has room for them beside nothing but what does not move, then the next place. The
-    longest term of a sweep is at least the largest of these.
+    least, as far as that place has room for them alone, then the next place. No sweep is shorter than the largest of
+    these terms.
 
     Args:
         room: bytes of each of `DEVICE` and `HOST`. free: those of `PLACES` that may be more than 0.

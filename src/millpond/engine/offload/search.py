@@ -85,7 +85,7 @@ def search(cost: CostModel, limits: Limits, can: Capabilities = ENGINE) -> Plan:
 
 
 def _too_slow(tokens: int, least_s: float, most_per_s: float) -> bool:
-    """Whether a block that takes at least so many seconds for its tokens is out of the race."""
+    """Whether a block that takes at least `least_s` for its tokens stays clearly below the best throughput."""
     return most_per_s > 0 and tokens < most_per_s * (1 - INDIFFERENT) * least_s
 
 
