@@ -205,14 +205,17 @@ class Simulation:
         until = self._joins[0] if self._joins else float("inf")
         flights = [worker.flights[job.key] for job in step.decodes]
         grows = len(flights) if self._cache.grows else 0
+        seconds = worker.plan.times.seconds
+        first = seconds(load)
+        longer = seconds(replace(load, entries=load.entries + grows)) - first  # by as much after each step
         begins, steps = self._now, 0
         for _ in range(min(flight.request.output - flight.done for flight in flights) - 1):
-            took = worker.plan.times.seconds(load)
+            took = first + steps * longer
             if begins + took >= until:
                 break
             begins, steps = begins + took, steps + 1
-            load = replace(load, entries=load.entries + grows)
             worker.scheduler.took_seconds(step, took)
+        load = replace(load, entries=load.entries + steps * grows)
         for flight, job in zip(flights, step.decodes, strict=True):
             flight.done += steps
             job.account.served += steps * job.width
