@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,17 +177,22 @@ def test_the_page_has_a_heading_for_every_claim() -> None:
         assert f"## {claim.title}\n\n<!-- {claim.name} -->\n" in page
 
 
-def test_the_script_writes_what_was_found(tmp_path: Path) -> None:
+def test_the_script_writes_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(folder: Path, *more: str) -> list[dict[str, Any]]:
+        file = ROOT / "benchmarks" / "quality" / "orderings.py"
+        out = tmp_path / "o.json"
+        monkeypatch.setattr(sys, "argv", [str(file), str(folder), "--out", str(out), *more])
+        runpy.run_path(str(file), run_name="__main__")
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+        return found
+
     folder = made(tmp_path / "run", {"h2o": [1.0, 1.0], "window": [0.0, 0.0]})
-    orderings = ROOT / "benchmarks" / "quality" / "orderings.py"
-    script = [sys.executable, str(orderings), str(folder), "--out", str(tmp_path / "o.json")]
-    done = subprocess.run(script, capture_output=True, text=True, check=True)
-    assert "3 comparisons" in done.stdout
-    assert [item["mean"] for item in json.loads((tmp_path / "o.json").read_text())] == [1.0] * 3
+    assert [item["mean"] for item in script(folder)] == [1.0] * 3
+    assert "3 comparisons" in capsys.readouterr().out
     other = made(tmp_path / "other", {"h2o": [0.0, 0.0], "window": [0.0, 0.0], "h2o:decay=0.9": [1.0, 0.0]})
-    script[2] = str(other)
-    subprocess.run([*script, "--claim", "forget"], check=True)
-    means = {(item["claim"], item["second"]): item["mean"] for item in json.loads((tmp_path / "o.json").read_text())}
+    means = {(item["claim"], item["second"]): item["mean"] for item in script(other, "--claim", "forget")}
     assert means == {("heavy", "window"): 1.0, ("forget", "h2o"): 0.5, ("forget", "window"): 0.5}
 
 
