@@ -62,5 +62,5 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> OptionError:
     """An error for a name that is not in `known`, with the closest known name as a suggestion."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     return OptionError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names) or 'none'}")

@@ -129,7 +129,8 @@ def test_each_message_shows_what_is_gone_of_it(window: Window, server: Live) -> 
     assert marks == ["25 % forgotten", "25 % forgotten", "25 % forgotten", ""], "nothing is known of the last answer"
     first = "document.querySelector('.user')"
     assert window.run(f"{first}.title").startswith("25 % of this message is held by no head, 50 % by fewer than half")
-    assert window.run(f"getComputedStyle({first}).backgroundSize") == "calc(25%) 2px, calc(50%) 2px"
+    widths = window.run(f"getComputedStyle({first}).backgroundSize")
+    assert re.findall(r"\d+%", widths) == ["25%", "50%"]
     assert window.run("document.getElementById('gone-legend').checkVisibility()")
     usual, server.llm.forgotten = server.llm.forgotten, lambda request: tuple(
         Forgotten(begin, end, 0.0, 0.0) for begin, end in request.tell_forgotten
@@ -210,6 +211,7 @@ def test_header_and_placeholders_follow_the_chats_own_settings(window: Window, s
     window.wait("document.querySelector('.assistant')?.textContent.length > 3")
     cache = server.llm.asked[-1].cache
     assert (cache.method, cache.budget, cache.codec) == ("ada", "20%, at least 512", "rotated4")
+    window.wait(answered(1))
 
 
 @in_browser
