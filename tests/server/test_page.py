@@ -341,6 +341,7 @@ def test_what_is_chosen_is_sent_and_refusals_are_shown(window: Window, server: L
     cache = server.llm.asked[-1].cache
     assert (cache.method, cache.budget) == ("snapkv", "64")
     assert window.run("[...document.querySelectorAll('.user')].map((m) => m.textContent)") == ["w5", "w5"]
+    window.wait(answered(1))
 
 
 @in_browser
