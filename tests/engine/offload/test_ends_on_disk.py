@@ -77,14 +77,19 @@ def test_tokens_and_log_probabilities_are_those_in_memory(
 ) -> None:
     folder = saved(name, tied, root)
     with mp.LLM(folder, weights=weights, **SAME) as llm:
+        tokens = [one for one, _ in answers(llm)]
+    assert len(set(tokens)) == len(PROMPTS), "mixed-up requests would be seen"
+    options = {"weights": weights, "memory": "32MiB", **({} if weights is None else {"disk": tmp_path}), **SAME}
+    with mp.LLM(folder, plan=plan(ends="host"), **options) as llm:
         expected = answers(llm)
-    assert len({tokens for tokens, _ in expected}) == len(PROMPTS), "mixed-up requests would be seen"
-    disk = {} if weights is None else {"disk": tmp_path}
-    for shares in ({"disk": 1.0}, {"host": 1.0}):
-        with mp.LLM(folder, memory="32MiB", plan=plan(weights=shares), weights=weights, **disk, **SAME) as llm:
+    for shares in ({"disk": 1.0}, {"host": 0.4, "disk": 0.6}, {"host": 1.0}):
+        with mp.LLM(folder, plan=plan(weights=shares), **options) as llm:
             assert llm.plan is not None
-            assert answers(llm) == expected
-            assert answers(llm) == expected
+            found = [answers(llm), answers(llm)]
+            assert [one for one, _ in found[0]] == tokens
+            assert found == [expected, expected]
+            if "disk" in shares and "host" in shares:
+                continue
             both = llm.plan.bytes["disk"]["embeddings and head"]
             layers = llm.plan.bytes["host"]["weights"] - model_size(folder, weights).far_ends.held_bytes
             assert layers == (model_size(folder, weights).layer_bytes if "host" in shares else 0)
@@ -121,7 +126,7 @@ def test_the_smallest_memory_is_smaller_and_runs(root: Path) -> None:
         assert ("which are read from the disk" in str(refused.value)) == (ends == "disk")
     size = model_size(folder)
     saves = size.end_bytes - size.far_ends.held_bytes - size.far_ends.row_room_bytes
-    assert least["host"] - least["disk"] == saves > 2 * VOCABULARY * 64 * 4 - (1 << 16)
+    assert least["host"] - least["disk"] >= saves > 2 * VOCABULARY * 64 * 4 - (1 << 16)
     limits = {"max_step_tokens": 16, "max_running": 2}
     with pytest.raises(BudgetError, match=f"{least['disk']:,} bytes for one sequence"):
         mp.LLM(folder, memory=least["disk"] - 1, **limits, **asked)
