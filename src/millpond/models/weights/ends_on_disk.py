@@ -68,7 +68,7 @@ class EndsOnDisk:
     @property
     def row_room_bytes(self) -> int:
         """Of the buffer that a row of the embeddings is read into."""
-        return self.tokens.row_room_bytes
+        return self.tokens.room_bytes(1)
 
     @property
     def saved_bytes(self) -> int:
@@ -77,8 +77,8 @@ class EndsOnDisk:
 
     @property
     def least_slot_bytes(self) -> int:
-        """Of a slot that a tile of one row of the head fits in."""
-        return self.head.row_room_bytes
+        """Of a slot that tiles of the head pass through."""
+        return self.head.least_tile_bytes
 
     def check(self, file: Any, room: Tensor) -> int:
         """Compare the part of a packed file with its checksum, read through a buffer; returns the bytes read.
@@ -113,7 +113,7 @@ class TokenRows:
 
     def __init__(self, matrix: MatrixOnDisk, file: Any, count: Callable[[int], None]) -> None:
         self._matrix, self._file, self._count = matrix, file, count
-        self._room = aligned_buffer(matrix.row_room_bytes)
+        self._room = aligned_buffer(matrix.room_bytes(1))
         numbers: Any = self._room.numpy()
         self._view = memoryview(numbers)
 

@@ -57,8 +57,9 @@ class MatrixOnDisk:
 
     def tiles(self, nbytes: int) -> tuple[RowRange, ...]:
         """All rows in ranges of about the same size, each at most `nbytes` where it is read, but of at least a row."""
-        row = sum(row_bytes for _, row_bytes in self.spans)
-        most = max(1, (nbytes - 2 * ALIGNMENT * len(self.spans)) // row)
+        most = max(1, (nbytes - ALIGNMENT * len(self.spans)) // sum(row_bytes for _, row_bytes in self.spans))
+        while most > 1 and self.room_bytes(most) > nbytes:
+            most -= 1
         rows = -(-self.n_rows // -(-self.n_rows // most))
         rows = min(-(-rows // _ROWS) * _ROWS, most // _ROWS * _ROWS) or rows
         return tuple(self.rows(i, min(i + rows, self.n_rows)) for i in range(0, self.n_rows, rows))
@@ -68,10 +69,14 @@ class MatrixOnDisk:
         """Of all rows."""
         return self.n_rows * sum(row_bytes for _, row_bytes in self.spans)
 
+    def room_bytes(self, n: int) -> int:
+        """Of a buffer that any n rows are read into."""
+        return sum(aligned_up(n * row_bytes) + ALIGNMENT for _, row_bytes in self.spans)
+
     @property
-    def row_room_bytes(self) -> int:
-        """Of a buffer that any one row is read into."""
-        return sum(aligned_up(row_bytes) + ALIGNMENT for _, row_bytes in self.spans)
+    def least_tile_bytes(self) -> int:
+        """Of a buffer for the smallest tile that is worth a read."""
+        return self.room_bytes(min(_ROWS, self.n_rows))
 
 
 @dataclass(frozen=True, slots=True)

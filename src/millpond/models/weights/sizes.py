@@ -63,7 +63,7 @@ class WeightSizes:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot, which holds any of the layers, and at least a row of the head."""
+        """Of a slot, which holds any of the layers, and some rows of the head."""
         layers = max(aligned_up(layout.nbytes) for layout in self.layers)
         return max(layers, self.ends_on_disk.least_slot_bytes)
 
