@@ -31,11 +31,13 @@ WEIGHTS = [
 KV = [{"host": 1.0}, {"disk": 1.0}, {"host": 0.4, "disk": 0.6}]
 #: Micro-batches; of nine sequences 16 are all.
 SIZES, SCHEDULES = (1, 4, 16), ("row", "zigzag", "diagonal")
+ENDS = ("host", "disk")
 ORDERS = list(itertools.product(SCHEDULES, SIZES))
 
 
 def cells() -> list[tuple[Any, ...]]:
-    """Every placement for every family, method and number format; orders in turns, so that each meets each placement.
+    """Every placement for every family, method and number format; orders in turns, so that each meets each placement,
+    and embeddings and head on the disk in every second.
 
     Shuffled, so that few of them have every value.
     """
@@ -43,7 +45,7 @@ def cells() -> list[tuple[Any, ...]]:
     placements = list(itertools.product(WEIGHTS, KV))
     for n, (name, method, codec) in enumerate(itertools.product(FAMILIES, METHODS, CODECS)):
         for place, (weights, kv) in enumerate(placements):
-            found.append((name, method, codec, weights, kv, *ORDERS[(n + place) % len(ORDERS)]))
+            found.append((name, method, codec, weights, kv, *ORDERS[(n + place) % len(ORDERS)], ENDS[(n + place) % 2]))
     random.Random(7).shuffle(found)
     return found
 
@@ -52,19 +54,19 @@ CELLS = cells()
 
 
 def test_every_placement_meets_every_order_method_and_codec() -> None:
-    seen = {(str(weights), str(kv), order, size) for _, _, _, weights, kv, order, size in CELLS}
-    assert len(seen) == len(WEIGHTS) * len(KV) * len(ORDERS)
-    seen_methods = {(str(weights), str(kv), method, codec) for _, method, codec, weights, kv, _, _ in CELLS}
+    seen = {(str(weights), str(kv), order, size, ends) for _, _, _, weights, kv, order, size, ends in CELLS}
+    assert len(seen) == len(WEIGHTS) * len(KV) * len(ORDERS) * len(ENDS)
+    seen_methods = {(str(weights), str(kv), method, codec) for _, method, codec, weights, kv, _, _, _ in CELLS}
     assert len(seen_methods) == len(WEIGHTS) * len(KV) * len(METHODS) * len(CODECS)
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("name", "method", "codec", "weights", "kv", "schedule", "size"), CELLS)
+@pytest.mark.parametrize(("name", "method", "codec", "weights", "kv", "schedule", "size", "ends"), CELLS)
 def test_tokens_are_those_of_the_model_in_memory(
     name: str, method: str, codec: str, weights: dict[str, float], kv: dict[str, float], schedule: Any, size: int,
-    folders: dict[str, Path],
+    ends: Any, folders: dict[str, Path],
 ) -> None:  # fmt: skip
-    plan = Plan(weights=weights, kv=kv, schedule=schedule, micro_batch=size, slots=2, prompt_rows=256)
+    plan = Plan(weights=weights, kv=kv, schedule=schedule, micro_batch=size, slots=2, prompt_rows=256, ends=ends)
     device = SimulatedDevice(DEVICE) if "device" in weights else None
     config = EngineConfig(**options(method, codec, name))
     found = open_in_memory(folders[name], MEMORY, plan, None, config, device=device)
@@ -73,7 +75,7 @@ def test_tokens_are_those_of_the_model_in_memory(
     assert tokens == in_memory(name, method, codec)
     assert len(set(tokens)) > 5, "answers differ, so that mixed-up requests would be seen"
     assert found.ledger.peak("host") <= mp.Budget.parse(MEMORY).amount
-    if weights.get("disk"):
+    if weights.get("disk") or ends == "disk":
         assert found.streamed is not None
         assert found.streamed.bytes_read > 0
     if device is not None:

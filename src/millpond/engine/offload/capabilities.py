@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, Plan
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, Ends, Plan
 from millpond.errors import OptionError
 
 
@@ -13,12 +13,14 @@ class Capabilities:
     """What an engine can carry out of what a plan can say.
 
     Attributes:
-        weights, kv: tiers that may hold them. schedules: that it runs.
+        weights, kv: tiers that may hold them. ends: those that may hold embeddings and head, of `weights`.
+        schedules: that it runs.
         micro_batches: whether products of a block may pass a layer in several parts.
     """
 
     weights: tuple[str, ...] = (HOST, DISK)
     kv: tuple[str, ...] = (HOST, DISK)
+    ends: tuple[Ends, ...] = ("host", "disk")
     schedules: tuple[str, ...] = ("row", "zigzag", "diagonal")
     micro_batches: bool = False
 

@@ -16,13 +16,15 @@ from millpond.engine.offload.block_course import BlockCourse, block_course
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Schedule
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Ends, Schedule
 from millpond.engine.offload.step_memory import StepMemory
 
 #: Shares that are chosen: of weights and KV on each tier.
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")
 #: Bytes per second of KV between a slot and its pages: checksum and copies, in the threads that read. An estimate.
 CARRY_PER_S = 1e9
+#: Seconds of a direct read of a row of the embeddings, which the calling thread waits for. An estimate.
+ROW_READ_S = 1e-4
 #: Prompts are read one after another; while the last tokens of one are read the next begins.
 _READ_AT_A_TIME = 1
 
@@ -33,7 +35,7 @@ class BlockShape:
 
     Attributes:
         sequences: that share a sweep. micro_batch: that pass a layer at a time. prompt_rows: prompt tokens in a sweep.
-        slots: layers in memory of those that are read; 0 where none is.
+        slots: layers in memory of those that are read; 0 where none is. ends: where embeddings and head lie.
     """
 
     sequences: int
@@ -41,6 +43,7 @@ class BlockShape:
     prompt_rows: int
     schedule: Schedule = "zigzag"
     slots: int = SLOTS
+    ends: Ends = "host"
 
 
 class Term(NamedTuple):
@@ -110,11 +113,14 @@ class CostModel:
             decoded = batches * calls.layer_s + decoding * calls.sequence_s
             return decoded + pieces * calls.piece_s + planned * calls.prompt_s
 
-        outside = head + machine.calls.step_s
+        far = block.ends == DISK
+        head_read = self.model.far_ends.head_bytes / machine.read_per_s if far else 0.0
+        outside = head + machine.calls.step_s + (decoding + rows) * ROW_READ_S * far
         read = weights / machine.read_per_s
-        ahead = outside - min(block.slots, n_layers) * read / n_layers  # slots are full before all of it has passed
+        idle = machine.calls.step_s if far else outside
+        ahead = idle - min(block.slots, n_layers) * read / n_layers  # slots are full before all of it has passed
         terms = [
-            Term("disk reads", (0, 0, read, 0, 0, moved / machine.read_per_s), max(ahead, 0.0)),
+            Term("disk reads", (0, 0, read, 0, 0, moved / machine.read_per_s), max(ahead, 0.0) + head_read),
             Term("disk writes", (0, 0, 0, 0, 0, write), 0),
         ]
         device = machine.accelerator
@@ -174,8 +180,15 @@ class CostModel:
         beside = float(block.sequences * kv.far_held + far + N_SLOTS * SLOT_BYTES)
         found[HOST].append(Term("kv on its way", (0, 0, 0, 0, 0, beside), 0))
         found[near] += [Term(name, (0, 0, 0, 0, 0, 0), n) for name, n in self.step(block).by_purpose.items()]
-        found[near].append(Term("embeddings and head", (0, 0, 0, 0, 0, 0), model.end_bytes))
-        found[near].append(Term("slots", (0, 0, 0, 0, 0, 0), block.slots * model.slot_bytes))
+        far_ends, slots = model.far_ends, block.slots * model.slot_bytes
+        nowhere = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if block.ends == DISK:
+            found[DISK].append(Term("embeddings and head", nowhere, far_ends.saved_bytes))
+            found[near].append(Term("embeddings and head", nowhere, far_ends.held_bytes))
+            slots += far_ends.row_room_bytes
+        else:
+            found[near].append(Term("embeddings and head", nowhere, model.end_bytes))
+        found[near].append(Term("slots", nowhere, slots))
         return found
 
     def step(self, block: BlockShape) -> StepMemory:

@@ -29,6 +29,8 @@ def fastest_plan(
     machine: MachineConstants | None,
     workload: Workload | None,
     report: Report | None = None,
+    *,
+    verified: bool = False,
 ) -> tuple[Plan, Workload]:
     """The fastest plan inside `memory` bytes, and the workload that it was made for.
 
@@ -37,6 +39,8 @@ def fastest_plan(
 
     Args:
         machine: constants; None: measured once and kept. workload: None for the longest of `usual` that fits.
+        verified: all that is read is compared with its checksum, so embeddings and head, of which parts are read, stay
+            in memory.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: a workload beyond the model's context, or the
@@ -46,6 +50,8 @@ def fastest_plan(
         memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit
     )  # fmt: skip
     can = _capabilities(None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
+    if verified:
+        can = replace(can, ends=("host",))
     if workload is not None:
         workload.check_context(size.context)
         kv = _kv_that_fits(size, config, workload, limits, can)

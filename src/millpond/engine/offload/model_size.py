@@ -44,6 +44,23 @@ class LayerSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FarEnds:
+    """Embeddings and head that are read while the model runs.
+
+    Attributes:
+        held_bytes: of what is in no layer and stays in memory. row_room_bytes: of a buffer for a row. saved_bytes: of
+            both matrices in their file. head_bytes, n_tiles: that a sweep reads of the head, and in how
+            many parts.
+    """
+
+    held_bytes: int
+    row_room_bytes: int
+    saved_bytes: int
+    head_bytes: int
+    n_tiles: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """A model on disk.
 
@@ -51,7 +68,8 @@ class ModelSize:
         folder: where its files are. name: of its class. dtype: of its weights as they were saved. weights: format of
             matrices in codes; None: as they were saved. fingerprint: of shapes and places of all
             tensors.
-        layers: in their order. end_bytes: of embeddings, head and all that is in no layer; always in memory.
+        layers: in their order. end_bytes: of embeddings, head and all that is in no layer, in memory.
+        far_ends: what that is where embeddings and head stay on the disk.
         slot_bytes: of a slot that any layer fits in. widening_bytes: scratch of products in 16 bits.
         vocabulary, head_parameters: of the logits, and numbers of the last matrix. width: of hidden states.
         context: most tokens of a text; None: no limit.
@@ -64,6 +82,7 @@ class ModelSize:
     fingerprint: str
     layers: tuple[LayerSize, ...]
     end_bytes: int
+    far_ends: FarEnds
     slot_bytes: int
     widening_bytes: int
     width: int
@@ -115,6 +134,7 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
     """
     profile = supported(skeleton.model)
     sizes = WeightSizes(skeleton, weights)
+    far = sizes.ends_on_disk
     built: Any = skeleton.model
     head = built.get_output_embeddings()
     item = skeleton.dtype.itemsize
@@ -127,7 +147,12 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
                 zip(skeleton.layers, profile.windows, sizes.layers, strict=True)
             )
         ),
-        end_bytes=sizes.kept_bytes(()), slot_bytes=sizes.slot_bytes,
+        end_bytes=sizes.kept_bytes(()),
+        far_ends=FarEnds(
+            held_bytes=far.held_bytes, row_room_bytes=far.row_room_bytes, saved_bytes=far.saved_bytes,
+            head_bytes=sum(tile.nbytes for tile in sizes.tiles), n_tiles=len(sizes.tiles),
+        ),
+        slot_bytes=sizes.slot_bytes,
         widening_bytes=2 * 4 * BLOCK if item < 4 or weights else 0,
         width=int(profile.config.hidden_size), vocabulary=profile.vocabulary, head_parameters=head.weight.numel(),
         context=profile.position_limit,

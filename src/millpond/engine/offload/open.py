@@ -141,6 +141,7 @@ def open_in_memory(
         if plan.model:
             plan.check_model(fingerprint(skeleton, config.weights))
     size, searched = size_of(folder, skeleton, config.weights), False
+    verified = streaming.get("verify") == "always"
     beside = 0 if config.prefix_disk is None else STORE_BYTES
     if plan is not None:
         config = _with_plan(config, plan)
@@ -148,7 +149,9 @@ def open_in_memory(
         plan, workload = Plan(), None
     else:
         try:
-            plan, workload = fastest_plan(size, config, limit - beside, place, machine, workload, report)
+            plan, workload = fastest_plan(
+                size, config, limit - beside, place, machine, workload, report, verified=verified
+            )  # fmt: skip
         except BudgetError as error:
             if not beside:
                 raise
@@ -160,7 +163,9 @@ def open_in_memory(
     slot_bytes = _kv_slot_bytes(limit) if kv_layers else 0
     on_device = () if device is None else plan.device_layers(len(every))
     kept = [index for index in every if index not in {*streamed_layers, *on_device}]
-    n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None))
+    far = plan.ends == DISK
+    _check_ends(far, in_memory, verified)
+    n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None) + far * size.far_ends.n_tiles)
     if limit is not None and device is None:
         _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes + beside, config, plan)
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
@@ -168,11 +173,11 @@ def open_in_memory(
         ledger.take(HOST, purpose, nbytes)
     sizes = _sizes(skeleton, name, place, config.weights, report)
     streamed: StreamedLayers | None = None
-    if streamed_layers or config.weights is not None or device is not None:
+    if streamed_layers or far or config.weights is not None or device is not None:
         with MemoryPacker(sizes, report) if in_memory else nullcontext() as pack:
             streamed = StreamedLayers(
-                skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device, pack=pack,
-                **streaming,
+                skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device,
+                ends_on_disk=far, pack=pack, **streaming,
             )  # fmt: skip
         model: Any = streamed.model
     else:
@@ -197,8 +202,11 @@ def open_in_memory(
     where = {HOST: ledger.by_purpose(HOST)}
     if device is not None:
         where = {DEVICE: ledger.by_purpose(DEVICE), **where}
-    if streamed_layers:
-        where[DISK] = {"weights": sum(size.layers[index].n_bytes for index in streamed_layers)}
+    on_disk = {"weights": sum(size.layers[index].n_bytes for index in streamed_layers)} if streamed_layers else {}
+    if far:
+        on_disk["embeddings and head"] = size.far_ends.saved_bytes
+    if on_disk:
+        where[DISK] = on_disk
     placement = Placement(plan=plan, bytes=where, memory_bytes=limit, workload=workload)
     return Opened(model, config, streamed, tier, placement, ledger)
 
@@ -249,14 +257,29 @@ def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
         )
 
 
+def _check_ends(far: bool, in_memory: bool, verified: bool) -> None:
+    """
+    Raises:
+        OptionError: embeddings and head on a disk, and checksums of what is read of them compared at each read.
+    """
+    assert not (far and in_memory), "a plan has a file to read from"
+    if far and verified:
+        raise OptionError(
+            "verify='always' compares whole parts with their checksums, and a plan with ends='disk' reads rows of the "
+            "embeddings and tiles of the head; leave verify out, or give a plan with ends='host'"
+        )
+
+
 def _check_memory(
     limit: int, size: ModelSize, step: StepMemory, kept: list[int], n_slots: int, kv_slots: int,
     config: EngineConfig, plan: Plan,
 ) -> None:  # fmt: skip
-    slots, kv = n_slots * size.slot_bytes, step.kv_bytes(LEAST_TOKENS)
+    slots, kv, ends = n_slots * size.slot_bytes, step.kv_bytes(LEAST_TOKENS), size.end_bytes
+    if plan.ends == DISK:
+        slots, ends = slots + size.far_ends.row_room_bytes, size.far_ends.held_bytes
     if plan.prediction is not None:  # a plan for shorter texts, or with a smaller cache
         kv = min(kv, plan.prediction.bytes.get(HOST, {}).get("kv", kv))
-    weights = size.end_bytes + sum(size.layers[index].n_bytes for index in kept)
+    weights = ends + sum(size.layers[index].n_bytes for index in kept)
     smallest = weights + slots + kv_slots + step.nbytes + kv
     if limit < smallest:
         parts = {"weights that stay": weights, f"{n_slots} slots for layers": slots, "slots for KV": kv_slots}
@@ -266,6 +289,7 @@ def _check_memory(
             f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "
             f"max_step_tokens ({config.max_step_tokens}) or max_running ({config.max_running})"
             + (", or keep fewer layers in the plan" if kept else "")
+            + (", or embeddings and head on the disk (ends='disk')" if plan.ends == HOST and n_slots else "")
         )
 
 

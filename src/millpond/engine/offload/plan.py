@@ -13,6 +13,8 @@ from millpond.errors import OptionError, unknown
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 #: Order in which micro-batches and layers run: see `Plan`.
 Schedule = Literal["row", "zigzag", "diagonal"]
+#: Where embeddings and head lie; "host" is the device's memory where there is one.
+Ends = Literal["host", "disk"]
 #: Slots for layers on their way: one in use, two being read.
 SLOTS = 3
 #: Most by which shares may miss 1.
@@ -25,8 +27,9 @@ class Plan:
 
     Attributes:
         weights, kv: shares of the tiers "device", "host" and "disk"; each sums to 1. These are shares of the layers, of
-            all sequences alike: embeddings, the head and the last norm always stay in memory, and so do positions and
-            scores of entries.
+            all sequences alike: the last norm always stays in memory, and so do positions and scores of entries.
+        ends: where embeddings and head lie. On the "disk" the head is read in tiles after the layers of each sweep, and
+            of embeddings the rows of the sweep's tokens.
         schedule: "row" runs one micro-batch in each sweep over the layers; "zigzag" runs all micro-batches of a block
             in one sweep, so that they share one reading of the weights, and begins the next block when it has ended;
             "diagonal" as "zigzag", but sequences begin spread evenly over the length of an answer while many wait, and
@@ -39,7 +42,7 @@ class Plan:
         prediction: what was predicted when it was made; None for a plan written by hand.
 
     Raises:
-        OptionError: shares that do not sum to 1, an unknown tier or schedule, or a number out of range.
+        OptionError: shares that do not sum to 1, an unknown tier, place or schedule, or a number out of range.
 
     Example:
         >>> Plan(weights={"host": 0.5, "disk": 0.5}, micro_batch=32).kept_layers(4)
@@ -48,6 +51,7 @@ class Plan:
 
     weights: Mapping[str, float] = field(default_factory=lambda: {HOST: 1.0})
     kv: Mapping[str, float] = field(default_factory=lambda: {HOST: 1.0})
+    ends: Ends = "host"
     schedule: Schedule = "zigzag"
     micro_batch: int = 32
     block: int | None = None
@@ -61,6 +65,8 @@ class Plan:
             object.__setattr__(self, name, _shares(name, getattr(self, name)))
         if self.schedule not in get_args(Schedule):
             raise unknown("schedule", str(self.schedule), get_args(Schedule))
+        if self.ends not in get_args(Ends):
+            raise unknown("place of the ends", str(self.ends), get_args(Ends))
         for name, least in (("micro_batch", 1), ("prompt_rows", 1), ("slots", 2)):
             _at_least(name, getattr(self, name), least)
         if self.block is not None:

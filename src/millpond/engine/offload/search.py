@@ -10,7 +10,7 @@ from typing import Any
 from millpond.engine.offload.bounds import least_seconds
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, Term
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Plan, Schedule, spread
+from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, TIERS, Ends, Plan, Schedule, spread
 from millpond.engine.offload.prediction import Prediction
 from millpond.errors import BudgetError
 from millpond.optional import require
@@ -20,6 +20,8 @@ PROMPT_ROWS = (16, 64, 128, 256, 512, 1024, 2048)
 MOST_SEQUENCES = 256
 #: Micro-batches that are tried besides the whole block.
 MICRO_BATCHES = (8, 32, 128)
+#: Embeddings and head are tried on the disk where they take more than 1/16 of the memory.
+WORTH = 16
 #: Of plans whose throughput differs by less, the one whose block ends first is chosen.
 INDIFFERENT = 0.03
 Shares = Mapping[str, float]
@@ -103,7 +105,12 @@ def _promising(cost: CostModel, limits: Limits, can: Capabilities) -> list[tuple
 
 def least_memory(cost: CostModel, can: Capabilities = ENGINE, prompt_rows: int = PROMPT_ROWS[0]) -> int:
     """Bytes of the host with which one sequence runs, the smallest there are; `prompt_rows` of a prompt at a time."""
-    block = _smallest(can, prompt_rows)
+    blocks = [_smallest(can, prompt_rows, ends) for ends in _ends(can)]
+    return min(_least_bytes(cost, block, can) for block in blocks)
+
+
+def _least_bytes(cost: CostModel, block: BlockShape, can: Capabilities) -> int:
+    """Of the host, with everything as far away as it may be."""
     return ceil(min(sum(term.at(far) for term in cost.bytes(block)[HOST]) for far in _farthest(block, can)))
 
 
@@ -114,8 +121,14 @@ def _farthest(block: BlockShape, can: Capabilities) -> list[dict[str, float]]:
     return [{weights: 1.0, place: 1.0} for place in places]
 
 
-def _smallest(can: Capabilities, prompt_rows: int) -> BlockShape:
-    return BlockShape(sequences=1, micro_batch=1, prompt_rows=prompt_rows, slots=2 if DISK in can.weights else 0)
+def _smallest(can: Capabilities, prompt_rows: int, ends: Ends = "host") -> BlockShape:
+    slots = 2 if DISK in can.weights else 0
+    return BlockShape(sequences=1, micro_batch=1, prompt_rows=prompt_rows, slots=slots, ends=ends)
+
+
+def _ends(can: Capabilities) -> tuple[Ends, ...]:
+    """Where embeddings and head may lie: on a disk where layers may."""
+    return can.ends if DISK in can.weights else ("host",)
 
 
 def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities = ENGINE) -> Shares | None:
@@ -187,7 +200,7 @@ def predicted(cost: CostModel, block: BlockShape, shares: Shares) -> Plan:
     plan = Plan(
         weights=_of("weights", shares), kv=_of("kv", shares), schedule=block.schedule,
         micro_batch=min(block.micro_batch, block.sequences), block=block.sequences, prompt_rows=block.prompt_rows,
-        slots=block.slots or SLOTS, model=cost.model.fingerprint,
+        slots=block.slots or SLOTS, ends=block.ends, model=cost.model.fingerprint,
     )  # fmt: skip
     prediction = Prediction(
         seconds=seconds, prefill_s=prefill_s, decode_s=decode_s, tokens_per_s=new / seconds,
@@ -269,9 +282,9 @@ def _blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[Bloc
                 for batch in sorted(micro):
                     for slots in (0, 2, SLOTS) if DISK in can.weights else (0,):
                         block = _block(schedule, sequences, batch, rows, slots)
-                        if _may_fit(cost, block, limits, can):
+                        for placed in _placed(cost, block, limits, can):
                             some = True
-                            yield block
+                            yield placed
                 if not some:
                     break
 
@@ -279,6 +292,21 @@ def _blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[Bloc
 def _block(schedule: str, sequences: int, batch: int, rows: int, slots: int) -> BlockShape:
     chosen: Schedule = schedule  # type: ignore[assignment]
     return BlockShape(sequences=sequences, micro_batch=batch, prompt_rows=rows, schedule=chosen, slots=slots)
+
+
+def _placed(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities) -> Iterator[BlockShape]:
+    """A block with embeddings and head wherever they may lie and it may fit.
+
+    They go to the disk where that saves a part of the memory that counts, or where nothing else fits.
+    """
+    fits = "host" in can.ends and _may_fit(cost, block, limits, can)
+    if fits:
+        yield block
+    if not block.slots or DISK not in _ends(can):
+        return
+    far, saved = replace(block, ends="disk"), cost.model.end_bytes - cost.model.far_ends.held_bytes
+    if (not fits or saved * WORTH > limits.memory) and _may_fit(cost, far, limits, can):
+        yield far
 
 
 def _may_fit(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities) -> bool:
@@ -322,11 +350,14 @@ def _nothing(cost: CostModel, limits: Limits, can: Capabilities, quickest: float
             "shorten prompts or answers"
         )
     least = least_memory(cost, can, limits.rows[0])
+    ends = min(_ends(can), key=lambda ends: _least_bytes(cost, _smallest(can, limits.rows[0], ends), can))
+    near = cost.model.far_ends.held_bytes if ends == DISK else cost.model.end_bytes
+    read = f", which are read from the disk, {near:,} in memory" if ends == DISK else f" {near:,}"
     smaller = "shorter prompts, a smaller budget, a codec such as int4" + (
         "" if DISK in can.weights else ", or a disk for the weights (disk=DIR)"
     )
     return BudgetError(
         f"memory={limits.memory:,} bytes is below the smallest that runs, {least:,} bytes for one sequence of "
-        f"{cost.kv.prompt} + {cost.kv.new} tokens (KV {cost.kv.most:,}, embeddings and head {cost.model.end_bytes:,}); "
+        f"{cost.kv.prompt} + {cost.kv.new} tokens (KV {cost.kv.most:,}, embeddings and head{read}); "
         f"{smaller} make it smaller"
     )

@@ -13,9 +13,10 @@ def sentences(plan: Plan) -> Iterator[str]:
     assert found is not None, "a plan that was searched for"
     disk = plan.share("weights", DISK)
     read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
+    ends = ", embeddings and head read from the disk" if plan.ends == DISK else ""
     yield (
         f"block: {plan.block} sequences, micro-batch {plan.micro_batch}, {plan.prompt_rows} prompt tokens a sweep, "
-        f"schedule {plan.schedule}{read}"
+        f"schedule {plan.schedule}{read}{ends}"
     )
     yield (
         f"predicted: prefill {found.prefill_tokens_per_s:,.1f} tok/s (bound by {found.prefill_bound}), decode "

@@ -17,6 +17,7 @@ from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Attend, Block
+from millpond.models.lean.ends import HeadSource, TokenSource
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -33,15 +34,15 @@ class BlockSource(Protocol):
 
 
 class StreamedBlocks(BlockSource, Protocol):
-    """Layers whose weights come and go, and head and embeddings where they are in codes.
+    """Layers whose weights come and go, and head and embeddings where they are in codes or come and go, too.
 
     Attributes:
-        head, tokens: (vocabulary, width) in codes; None where they are weights of the model.
+        head, tokens: (vocabulary, width) in codes, or what reads them; None where they are weights of the model.
         resident: whether the weights of all layers stay in memory.
     """
 
-    head: QuantizedWeight | None
-    tokens: QuantizedWeight | None
+    head: QuantizedWeight | HeadSource | None
+    tokens: QuantizedWeight | TokenSource | None
     resident: bool
 
 
@@ -51,18 +52,18 @@ class Decoder:
 
     Attributes:
         blocks: the layers, first to last; only a tuple of them runs in one call.
-        tokens: (vocabulary, width), embeddings, plain or quantized.
+        tokens: (vocabulary, width), embeddings, plain, quantized or read row by row.
         positions: (n, width), learned ones, the first `offset` unused.
         rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
         project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
-        head: weight (vocabulary, width) and bias.
+        head: weight (vocabulary, width), in memory or read in tiles, and bias.
         fixed_order: a row has the same bits, however many others a pass has.
     """
 
-    tokens: Weight
+    tokens: Weight | TokenSource
     blocks: BlockSource
     norm: Norm | None
-    head: tuple[Weight, Tensor | None]
+    head: tuple[Weight | HeadSource, Tensor | None]
     rotary: Rotary | None = None
     positions: Tensor | None = None
     offset: int = 0
@@ -90,9 +91,10 @@ class Decoder:
     def ops(self, n: int) -> DecoderOps:
         """Who computes n rows."""
         tokens = self.tokens
-        if isinstance(tokens, QuantizedWeight):
-            return self._ops(tokens.codes.new_empty((n, 1), dtype=tokens.dtype))
-        return self._ops(tokens[:1].expand(n, -1))
+        if isinstance(tokens, Tensor):
+            return self._ops(tokens[:1].expand(n, -1))
+        device = tokens.codes.device if isinstance(tokens, QuantizedWeight) else None
+        return self._ops(torch.empty((n, 1), dtype=tokens.dtype, device=device))
 
     def _ops(self, x: Tensor) -> DecoderOps:
         return choose(x, fixed_order=self.fixed_order)
@@ -132,7 +134,7 @@ class Decoder:
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """(N, width): what the first layer reads."""
         tokens = self.tokens
-        x = tokens.take(ids) if isinstance(tokens, QuantizedWeight) else functional.embedding(ids, tokens)
+        x = functional.embedding(ids, tokens) if isinstance(tokens, Tensor) else tokens.take(ids)
         if self.project_in is not None:
             x = self._linear(x, self.project_in)
         return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)
@@ -149,4 +151,7 @@ class Decoder:
         x = x if self.norm is None else self._ops(x).norm(x, self.norm)
         if self.project_out is not None:
             x = self._linear(x, self.project_out)
-        return self._linear(x, *self.head)
+        head, bias = self.head
+        if isinstance(head, Tensor | QuantizedWeight):
+            return self._linear(x, head, bias)
+        return head.product(x, bias, self._linear)

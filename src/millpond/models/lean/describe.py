@@ -14,6 +14,7 @@ from millpond.errors import UnsupportedModelError
 from millpond.kernels.quantized_weight import Weight
 from millpond.models.lean.block import Block
 from millpond.models.lean.decoder import BlockSource, Decoder, StreamedBlocks
+from millpond.models.lean.ends import HeadSource
 from millpond.models.lean.fuse import fusable, own, together
 from millpond.models.lean.layers import block_of, norm_of
 from millpond.models.lean.mapped import Mapped
@@ -65,7 +66,7 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None) -> 
         blocks: BlockSource = _fused(model, base.layers, found)
     else:
         blocks = tuple(streamed) if streamed.resident else streamed
-    matrix: Weight = head.weight
+    matrix: Weight | HeadSource = head.weight
     if streamed is not None:
         matrix = matrix if streamed.head is None else streamed.head
         ends["tokens"] = ends["tokens"] if streamed.tokens is None else streamed.tokens

@@ -67,8 +67,11 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorPlace]) -> Layout:
+    def of(cls, tensors: Mapping[str, TensorPlace], gap: int = _GAP) -> Layout:
         """
+        Args:
+            gap: bytes between two tensors that are read rather than skipped.
+
         Raises:
             DataError: a tensor begins inside of a number, so that its memory cannot be used as it was read.
         """
@@ -82,7 +85,7 @@ class Layout:
                 )
             end = tensor.offset + tensor.nbytes
             last = runs[-1] if runs else None
-            if last is not None and last.path == tensor.path and tensor.offset <= last.offset + last.nbytes + _GAP:
+            if last is not None and last.path == tensor.path and tensor.offset <= last.offset + last.nbytes + gap:
                 end = max(end, last.offset + last.needed)
                 runs[-1] = FileRun(last.path, last.offset, aligned_up(end) - last.offset, end - last.offset, last.place)
             else:

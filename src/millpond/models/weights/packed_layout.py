@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,9 +160,7 @@ def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
 
     Embeddings of their own are looked up and not multiplied: they stay as they are, unless a GGUF file has codes.
     """
-    model: Any = skeleton.model
-    tokens = _name_of(model, model.get_input_embeddings())
-    head = tokens if skeleton.tied else _name_of(model, model.get_output_embeddings())
+    tokens, head = skeleton.tokens_name, skeleton.head_name
     taken = skeleton.blocks.get(skeleton.ends[tokens].name)
     groups = [[head]]
     if tokens != head and taken is not None and taken.raw is not None:
@@ -183,11 +180,6 @@ def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
     biases = [name_of[id(bias)] for taken in projections for _, bias in taken.parts if bias is not None]
     ordered = {name: tensors[name] for name in biases} | tensors
     return CodedLayout.of(ordered, groups, FORMATS[weights], skeleton.dtype, skeleton.blocks)
-
-
-def _name_of(model: nn.Module, module: Any) -> str:
-    """Of the weight of a module."""
-    return next(name for name, weight in model.named_parameters(remove_duplicate=False) if weight is module.weight)
 
 
 def _held(tensor: TensorPlace, dtype: torch.dtype) -> TensorPlace:

@@ -7,8 +7,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from millpond.models.weights.ends_on_disk import EndsOnDisk
 from millpond.models.weights.layout import Codes, FileRun, Layout
-from millpond.models.weights.packed_layout import packed_ends, packed_layer
+from millpond.models.weights.matrix_on_disk import RowRange
+from millpond.models.weights.packed_layout import CodedLayout, packed_ends, packed_layer
 from millpond.models.weights.skeleton import Skeleton
 from millpond.tiers.aligned import aligned_up
 
@@ -42,14 +44,15 @@ class WeightSizes:
         weights: "int8" or "int4" for matrices in codes; None: as they were saved.
 
     Attributes:
-        ends: layout of what lies outside the layers, all of which stays. layers: that of each layer.
+        ends: layout of what lies outside the layers. layers: that of each layer.
 
     Raises:
         UnsupportedModelError: a matrix that cannot be quantized.
     """
 
     def __init__(self, skeleton: Skeleton, weights: str | None = None) -> None:
-        self.ends: PartLayout
+        self._skeleton = skeleton
+        self.ends: Layout | CodedLayout
         self.layers: tuple[PartLayout, ...]
         if weights is None:
             self.ends = Layout.of(skeleton.ends)
@@ -60,9 +63,21 @@ class WeightSizes:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot, which holds any of the layers."""
-        return max(aligned_up(layout.nbytes) for layout in self.layers)
+        """Of a slot, which holds any of the layers, and some rows of the head."""
+        layers = max(aligned_up(layout.nbytes) for layout in self.layers)
+        return max(layers, self.ends_on_disk.least_slot_bytes)
 
-    def kept_bytes(self, kept: Iterable[int]) -> int:
-        """Of the ends and of layers that stay in memory."""
-        return aligned_up(self.ends.nbytes) + sum(aligned_up(self.layers[index].nbytes) for index in kept)
+    @property
+    def ends_on_disk(self) -> EndsOnDisk:
+        """Where embeddings and head are read that do not stay in memory."""
+        return EndsOnDisk.of(self._skeleton, self.ends)
+
+    @property
+    def tiles(self) -> tuple[RowRange, ...]:
+        """The head in parts that a slot holds."""
+        return self.ends_on_disk.head.tiles(self.slot_bytes)
+
+    def kept_bytes(self, kept: Iterable[int], *, ends_on_disk: bool = False) -> int:
+        """Of what stays in memory of the ends, and of layers that do."""
+        ends = self.ends_on_disk.held_bytes if ends_on_disk else aligned_up(self.ends.nbytes)
+        return ends + sum(aligned_up(self.layers[index].nbytes) for index in kept)

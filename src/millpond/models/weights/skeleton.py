@@ -43,6 +43,21 @@ class Skeleton:
     tied: bool
 
     @cached_property
+    def tokens_name(self) -> str:
+        """Name of the parameter with the embeddings."""
+        return self._name_of(self.model.get_input_embeddings())
+
+    @cached_property
+    def head_name(self) -> str:
+        """Name of the parameter with the last matrix: where it is tied that with the embeddings."""
+        return self.tokens_name if self.tied else self._name_of(self.model.get_output_embeddings())
+
+    def _name_of(self, module: Any) -> str:
+        """Of the weight of a module."""
+        weights = self.model.named_parameters(remove_duplicate=False)
+        return next(name for name, weight in weights if weight is module.weight)
+
+    @cached_property
     def blocks(self) -> dict[str, GGUFBlocks]:
         """Matrices of the GGUF file that the folder was converted from, by the names of the folder's tensors.
 

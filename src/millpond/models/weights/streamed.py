@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from millpond.errors import unknown
-from millpond.kernels.many_rows import BLOCK
-from millpond.kernels.quantized_weight import QuantizedWeight
+from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Block
+from millpond.models.lean.ends import EndMatrix, HeadSource, TokenSource
 from millpond.models.lean.fuse import in_place
 from millpond.models.lean.layers import block_of
 from millpond.models.lean.quantize import take_codes
+from millpond.models.weights.ends_on_disk import EndsOnDisk, TiledHead, TokenRows
+from millpond.models.weights.in_modules import computing_with
+from millpond.models.weights.layout import FileRun
+from millpond.models.weights.matrix_on_disk import RowRange
 from millpond.models.weights.sizes import PartLayout, WeightSizes
 from millpond.models.weights.skeleton import Skeleton, with_parameters
 from millpond.tiers.aligned import aligned_buffer
@@ -49,13 +51,16 @@ class StreamedLayers:
         backend: who reads; None: one thread. overlap: read the layers ahead while one is computed.
         open_file: opens a file of weights. verify: compare packed parts with their checksums when they are read for the
             "first" time, or "always".
+        ends_on_disk: the head is read in tiles after the layers of a sweep, and of embeddings the rows that are looked
+            up; else both stay in memory.
         pack: fills the buffer of what stays in memory, where that is in no file: the ends and all layers.
 
     Attributes:
         model: its parameters outside the layers are in memory, those of the layers on "meta".
-        bytes_read: of files, since it was made. nbytes: of weights in memory, with the slots.
-        head, tokens: embeddings and the last matrix in codes, of packed weights; None where they are parameters of the
-            model.
+        bytes_read: of files, since it was made. row_bytes_read: those of them for embeddings that were looked up.
+        nbytes: of weights in memory, with the slots.
+        head, tokens: the last matrix and the embeddings in codes or read from a file; None where they are parameters of
+            the model.
         resident: whether all layers stay in memory.
 
     Raises:
@@ -76,24 +81,30 @@ class StreamedLayers:
         verify: Verify = "first",
         device: SimulatedDevice | None = None,
         on_device: Iterable[int] = (),
+        ends_on_disk: bool = False,
         pack: Callable[[PartLayout, Tensor], None] | None = None,
     ) -> None:
         check_verify(verify)
         self.model: PreTrainedModel = skeleton.model
-        self.bytes_read = 0
-        self.head: QuantizedWeight | None = None
-        self.tokens: QuantizedWeight | None = None
+        self.bytes_read = self.row_bytes_read = 0
+        self.head: QuantizedWeight | HeadSource | None = None
+        self.tokens: QuantizedWeight | TokenSource | None = None
         self._pack = pack
         self._always, self._verified = verify == "always", set[int]()
-        self._ends: list[tuple[Any, QuantizedWeight]] = []  # modules outside the layers, with their matrices
+        self._ends: list[tuple[Any, EndMatrix]] = []  # modules outside the layers, with their matrices
         self._modules, self._layouts = skeleton.layers, sizes.layers
+        far = sizes.ends_on_disk if ends_on_disk else None
+        self._tiles = sizes.tiles if ends_on_disk else ()
         kept, on_device = sorted(kept), sorted(on_device)
         stays = kept if device is None else on_device
         self._streamed = [index for index in range(len(sizes.layers)) if index not in stays]
         self.resident = not self._streamed
+        self._streamed += range(len(sizes.layers), len(sizes.layers) + len(self._tiles))  # tiles are read as layers are
         n_slots = min(n_slots, len(self._streamed))
         near = "host" if device is None else device.tier.name
-        self._holdings = [ledger.take(near, "weights", sizes.kept_bytes(stays))]
+        self._holdings = [ledger.take(near, "weights", sizes.kept_bytes(stays, ends_on_disk=ends_on_disk))]
+        if far is not None:
+            self._holdings.append(ledger.take("host", "slots", far.row_room_bytes))
         if n_slots:
             self._holdings.append(ledger.take(near, "slots", n_slots * sizes.slot_bytes))
         if device is not None:
@@ -112,10 +123,13 @@ class StreamedLayers:
         self._sources: dict[int, Slot] = {}
         self._device, self._to_device = device, None
         if device is not None:
-            through = [Slot(aligned_buffer(_THROUGH_BYTES)) for _ in range(_N_THROUGH)]
-            self._to_device = DeviceLoader(self._loader, device, through)
+            self._through = [Slot(aligned_buffer(_THROUGH_BYTES)) for _ in range(_N_THROUGH)]
+            self._to_device = DeviceLoader(self._loader, device, self._through)
         try:
-            self._read_ends(skeleton, sizes.ends)
+            if far is None:
+                self._read_ends(skeleton, sizes.ends)
+            else:
+                self._open_ends(skeleton, far)
             for index in stays:
                 self._kept[index] = self._read_now(self._layouts[index])
             for index in kept if device is not None else ():
@@ -146,7 +160,8 @@ class StreamedLayers:
                 within.append(ExitStack())
                 layer = within[-1].enter_context(self._here(index))
                 within[-1].enter_context(with_parameters(module, layer.parameters))
-                within[-1].enter_context(_widening((module.get_submodule(name), own) for name, own in layer.matrices))
+                matrices = [(module.get_submodule(name), own) for name, own in layer.matrices]
+                within[-1].enter_context(computing_with(matrices))
 
             return enter
 
@@ -157,7 +172,7 @@ class StreamedLayers:
         hooks = [module.register_forward_pre_hook(before(index)) for index, module in enumerate(self._modules)]
         hooks += [module.register_forward_hook(leave) for module in self._modules]
         try:
-            with _widening(self._ends):
+            with computing_with(self._ends):
                 yield
         finally:
             leave()
@@ -190,10 +205,23 @@ class StreamedLayers:
         if slot is not None:
             yield self._block(index, slot)
             return
+        with self._read(index) as slot:
+            yield self._block(index, slot)
+
+    def _head_tiles(self) -> Iterator[tuple[RowRange, Weight]]:
+        """Each tile of the head in turn; its rows are in memory until the iterator is advanced."""
+        for index, tile in enumerate(self._tiles, len(self)):
+            self._release(self._in_use)
+            with self._read(index) as slot:
+                yield tile, tile.weight(slot.data)
+
+    @contextmanager
+    def _read(self, index: int) -> Iterator[Slot]:
+        """The slot with what is read as number `index` of a sweep; what comes after it is read meanwhile."""
         slot = self._in_use = self._wait_for(index)
         self._read_ahead(index)
         try:
-            yield self._block(index, slot)
+            yield slot
         finally:
             self._release(slot)
             self._read_ahead(index)
@@ -239,26 +267,25 @@ class StreamedLayers:
             self._submit(self._streamed[(self._streamed.index(last) + 1) % len(self._streamed)])
 
     def _submit(self, index: int) -> None:
-        layout, slot = self._layouts[index], self._free.pop(0)
+        slot = self._free.pop(0)
         if self._to_device is not None and index in self._sources:
             self._pending.append((index, self._to_device.copy(self._sources[index].data, slot)))
             return
         check = self._always or index not in self._verified
-        extents = self._extents(layout, check)
-        self._pending.append((index, (self._to_device or self._loader).read(extents, slot)))
-        self.bytes_read += sum(run.nbytes for run in layout.runs)
+        n = len(self)
+        runs = self._layouts[index].runs if index < n else self._tiles[index - n].runs
+        self._pending.append((index, (self._to_device or self._loader).read(self._extents(runs, check), slot)))
+        self.bytes_read += sum(run.nbytes for run in runs)
 
     # ------------------------------------------------------------------ what stays
 
     def _read_ends(self, skeleton: Skeleton, layout: PartLayout) -> None:
         data, model = self._read_now(layout).data, cast(Any, skeleton.model)
-        for name, parameter in layout.parameters(data).items():
-            owner, _, field = name.rpartition(".")
-            model.get_submodule(owner)._parameters[field] = parameter
+        self._set_parameters(layout, data)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         weights = dict(model.named_parameters(remove_duplicate=False))
         for name, codes in (one for found in layout.codes(data) for one in found.apart()):
-            shape_only = nn.Parameter(torch.zeros(1, 1, dtype=codes.dtype).expand(codes.shape), requires_grad=False)
+            shape_only = _shape_only(codes)
             if skeleton.tied or head.weight is weights[name]:
                 self.head, head.weight = codes, shape_only
                 self._ends.append((head, codes))
@@ -268,6 +295,31 @@ class StreamedLayers:
         if skeleton.tied:
             head.weight = embeddings.weight
 
+    def _open_ends(self, skeleton: Skeleton, far: EndsOnDisk) -> None:
+        """Read what stays of the ends, and make embeddings and head readers of their files."""
+        room = self._free[0] if self._to_device is None else self._through[0]
+        if far.whole is not None:
+            self.bytes_read += far.check(self._file(far.whole.path), room.data)
+        self._set_parameters(far.rest, self._read_now(far.rest).data)
+        model: Any = skeleton.model
+        embeddings, last = model.get_input_embeddings(), model.get_output_embeddings()
+        tokens = TokenRows(far.tokens, self._file(far.tokens.path), self._count_rows)
+        head = TiledHead(far.head, self._head_tiles)
+        embeddings.weight = _shape_only(tokens)
+        last.weight = embeddings.weight if skeleton.tied else _shape_only(head)
+        self.tokens, self.head = tokens, head
+        self._ends += [(embeddings, tokens), (last, head)]
+
+    def _count_rows(self, nbytes: int) -> None:
+        self.row_bytes_read += nbytes
+        self.bytes_read += nbytes
+
+    def _set_parameters(self, layout: PartLayout, data: Tensor) -> None:
+        """Parameters outside the layers, as views of a buffer."""
+        for name, parameter in layout.parameters(data).items():
+            owner, _, field = name.rpartition(".")
+            self.model.get_submodule(owner)._parameters[field] = parameter
+
     def _read_now(self, layout: PartLayout, loader: Loader | None = None) -> Slot:
         """What stays, read to where layers are computed, or by another loader."""
         slot = Slot(aligned_buffer(layout.nbytes))
@@ -275,14 +327,14 @@ class StreamedLayers:
             self._pack(layout, slot.data)
             return slot
         self.bytes_read += sum(run.nbytes for run in layout.runs)
-        return (loader or self._to_device or self._loader).read(self._extents(layout), slot).wait()
+        return (loader or self._to_device or self._loader).read(self._extents(layout.runs), slot).wait()
 
-    def _extents(self, layout: PartLayout, check: bool = True) -> list[Extent]:
+    def _extents(self, runs: Iterable[FileRun], check: bool = True) -> list[Extent]:
         return [
             Extent(
                 self._file(run.path), run.offset, run.nbytes, run.needed, run.place, run.checksum if check else None
             )
-            for run in layout.runs
+            for run in runs
         ]  # fmt: skip
 
     def _file(self, path: Path) -> Any:
@@ -298,6 +350,11 @@ def check_verify(verify: str) -> None:
     """
     if verify not in get_args(Verify):
         raise unknown("verify", str(verify), get_args(Verify))
+
+
+def _shape_only(matrix: QuantizedWeight | TokenRows | TiledHead) -> nn.Parameter:
+    """In place of a matrix that is not a parameter: its shape and dtype, and no memory."""
+    return nn.Parameter(torch.zeros(1, 1, dtype=matrix.dtype).expand(matrix.shape), requires_grad=False)
 
 
 class _Layer(NamedTuple):
@@ -317,32 +374,3 @@ def _layer_in(module: nn.Module, layout: PartLayout, data: Tensor) -> _Layer:
         block = block_of(module, take)
     matrices = [(name.removesuffix(".weight"), own) for one in codes for name, own in one.apart()]
     return _Layer(block, parameters, matrices)
-
-
-@contextmanager
-def _widening(matrices: Iterable[tuple[Any, QuantizedWeight]]) -> Iterator[None]:
-    """Linear layers and embeddings compute with numbers that codes stand for."""
-    changed = []
-    try:
-        for module, codes in matrices:
-            changed.append(module)
-            if isinstance(module, nn.Embedding):
-                module.forward = partial(_embedding, codes)  # type: ignore[method-assign]
-            else:
-                module.forward = partial(_product, codes, module)
-        yield
-    finally:
-        for module in changed:
-            del module.forward
-
-
-def _product(codes: QuantizedWeight, module: nn.Linear, x: Tensor) -> Tensor:
-    """The outcome of a linear layer by torch in float32, some rows of its matrix at a time."""
-    step, wide = max(1, BLOCK // codes.shape[1]), x.float()
-    matrices = (codes.rows(begin, begin + step).widen(torch.float32) for begin in range(0, len(codes), step))
-    found = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
-    return (found if module.bias is None else found + module.bias).to(x.dtype)
-
-
-def _embedding(codes: QuantizedWeight, ids: Tensor) -> Tensor:
-    return codes.take(ids.flatten()).view(*ids.shape, -1)
