@@ -54,7 +54,7 @@ def expected(folder: None) -> list[tuple[int, ...]]:
 
 def test_more_memory_keeps_more_layers_and_all_of_it_opens(expected: list[tuple[int, ...]]) -> None:
     least, kept = smallest(), []
-    for memory in (least, least + 2 * MiB, least + 5 * MiB, least + 9 * MiB, 64 * MiB):
+    for memory in (least, least + 2 * MiB, least + 5 * MiB, least + 10 * MiB, 64 * MiB):
         with opened(memory) as llm:
             assert llm.plan is not None
             counted = llm.plan.bytes["host"]

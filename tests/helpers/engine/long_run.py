@@ -26,9 +26,9 @@ def prompt(n: int) -> tuple[int, ...]:
 
 def run(folder: Path, disk: Path, memory: int, n_requests: int) -> dict[str, Any]:
     """Run them, and tell the most bytes that were held."""
-    plan = Plan(weights={"disk": 1.0}, kv={"disk": 1.0}, ends="disk", slots=2, micro_batch=4, prompt_rows=64)
+    plan = Plan(weights={"disk": 1.0}, kv={"disk": 1.0}, ends="disk", slots=2, micro_batch=16, prompt_rows=128)
     save_plan(plan, disk / "plan.json")
-    config = EngineConfig(method="full", page_slots=4, max_running=32)
+    config = EngineConfig(method="full", page_slots=4, max_running=40)
     found = open_in_memory(folder, memory, plan, None, config, disk=disk)
     assert found.tier is not None
     assert found.streamed is not None

@@ -63,7 +63,9 @@ def _check(decoder: Decoder) -> None:
 
 
 def _matrices(decoder: Decoder) -> Iterable[tuple[str, Tensor | QuantizedWeight]]:
-    yield "the head", decoder.head[0]
+    head, _ = decoder.head
+    assert isinstance(head, Tensor | QuantizedWeight), "a model in memory"
+    yield "the head", head
     for block in decoder.blocks:
         for projection in (block.qkv, block.out, block.up, block.down):
             for weight, _ in projection.parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,24 +23,25 @@ def computing_with(matrices: Iterable[tuple[Any, EndMatrix]]) -> Iterator[None]:
     Args:
         matrices: modules, each with its matrix.
     """
-    changed = []
+    changed: list[Any] = []
     try:
         for module, matrix in matrices:
+            forward: Callable[..., Tensor] = _embedding if isinstance(module, nn.Embedding) else _linear
             changed.append(module)
-            module.forward = partial(_embedding if isinstance(module, nn.Embedding) else _linear, matrix, module)
+            module.forward = partial(forward, module, matrix)
         yield
     finally:
         for module in changed:
             del module.forward
 
 
-def _linear(matrix: QuantizedWeight | HeadSource, module: nn.Linear, x: Tensor) -> Tensor:
+def _linear(module: nn.Linear, matrix: QuantizedWeight | HeadSource, x: Tensor) -> Tensor:
     if isinstance(matrix, QuantizedWeight):
         return _multiply(x, matrix, module.bias)
-    return matrix.product(x.flatten(0, -2), module.bias, _multiply).unflatten(0, x.shape[:-1])
+    return matrix.product(x.flatten(0, -2), module.bias, _multiply).view(*x.shape[:-1], -1)
 
 
-def _embedding(matrix: QuantizedWeight | TokenSource, module: nn.Embedding, ids: Tensor) -> Tensor:
+def _embedding(module: nn.Embedding, matrix: QuantizedWeight | TokenSource, ids: Tensor) -> Tensor:
     return matrix.take(ids.flatten()).view(*ids.shape, -1)
 
 

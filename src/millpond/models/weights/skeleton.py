@@ -50,7 +50,8 @@ class Skeleton:
     @cached_property
     def head_name(self) -> str:
         """Name of the parameter with the last matrix: where it is tied that with the embeddings."""
-        return self.tokens_name if self.tied else self._name_of(self.model.get_output_embeddings())
+        whole: Any = self.model
+        return self.tokens_name if self.tied else self._name_of(whole.get_output_embeddings())
 
     def _name_of(self, module: Any) -> str:
         """Of the weight of a module."""
