@@ -14,7 +14,8 @@ from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOu
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError, OptionError
 
-#: Where a request is: with no worker; with none until others have had their last try; at one; at one that is being drained; offered by one; on its way to another.
+#: Where a request is: with no worker; with none until others have had their last try; at one; at one that is being
+#: drained; offered by one; on its way to another.
 Place = Literal["nowhere", "held", "running", "leaving", "offered", "moving"]
 
 

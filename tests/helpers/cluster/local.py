@@ -194,7 +194,11 @@ class LocalCluster:
         await asyncio.sleep(0.005)
         alive = [one.engine for one in self.made if not one.dead.is_set() and one.engine._opened is not None]
         return all(
-            not one._handoff.size and not one._tasks and not one._newest and not one._reported
-            and not one._llm._engine._live and not one._llm._engine.busy
+            not one._handoff.size
+            and not one._tasks
+            and not one._newest
+            and not one._reported
+            and not one._llm._engine._live
+            and not one._llm._engine.busy
             for one in alive
         )
