@@ -19,7 +19,7 @@ import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
-from tests.helpers.cluster.chaos import Kind, Stream, Striker, in_loop, read, runs, settled, stored_bytes
+from tests.helpers.cluster.chaos import Kind, Stream, Striker, in_loop, read, runs, settled, spilled, stored_bytes
 from tests.helpers.server.live import Live
 
 pytest.importorskip("ray")
@@ -51,7 +51,7 @@ def body_of(number: int) -> dict[str, Any]:
         "prompt": f"{words}<ask> anna{number} <is>", "max_tokens": TOKENS, "ignore_eos": True, "seed": number,
         "temperature": 0.8 * (number % 2), "n": 2 if number % 12 == 11 else 1,
     }  # fmt: skip
-    return body | ({"deadline_s": 3.0} if KINDS.get(number % 12) == "deadline" else {})
+    return body | ({"millpond": {"deadline_s": 3.0}} if KINDS.get(number % 12) == "deadline" else {})
 
 
 def expected(bodies: list[dict[str, Any]]) -> list[list[str]]:
@@ -104,9 +104,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 async def check_nothing_is_left(served: Served) -> None:
     await settled(served.llm)
     served.note()
-    while stored_bytes()[0]:
+    while stored_bytes():
         await asyncio.sleep(0.1)
-    assert stored_bytes()[1] == 0, "the store went to the disk"
+    assert not spilled(), "the store was full"
 
 
 def test_every_stream_ends_with_the_text_of_an_undisturbed_run(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 import os
 import signal
@@ -152,14 +153,20 @@ async def settled(llm: AsyncClusterLLM) -> None:
         await asyncio.sleep(0.05)
 
 
-def stored_bytes() -> tuple[int, int]:
-    """Bytes in the object store of the Ray of this process, and bytes that it ever wrote to its disk."""
+def stored_bytes() -> int:
+    """Bytes in the object store of the Ray of this process."""
     import ray
-    from ray._private.internal_api import node_stats
 
-    node = ray.nodes()[0]
-    found = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
-    return found.object_store_bytes_used, found.spilled_bytes_total
+    name = "object_store_memory"
+    return int(ray.cluster_resources()[name] - ray.available_resources()[name])
+
+
+def spilled() -> list[str]:
+    """Files that the object store of the private Ray of this process wrote since it was full."""
+    import ray
+
+    folder = ray._private.worker._global_node.get_session_dir_path()
+    return glob.glob(f"{folder}/**/ray_spilled_objects*/*", recursive=True)
 
 
 def runs(pid: int) -> bool:
