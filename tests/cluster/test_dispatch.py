@@ -237,7 +237,7 @@ def test_what_cannot_move_is_begun_again_and_costs_no_token() -> None:
 
 def test_a_request_that_is_not_fetched_within_its_lease_is_begun_again() -> None:
     """The worker that was chosen never answers; when it does after all, it has nothing of the request."""
-    with LocalCluster(prefill=1, decode=2, lease_s=0.3) as local:
+    with LocalCluster(prefill=1, decode=2, lease_s=1.5) as local:
         stuck = local.made[1]
         stuck.answers = False
         assert answers(local.llm.generate(PROMPTS[:1], params())) == expected()[:1]

@@ -101,7 +101,12 @@ class AsyncClusterLLM(ClusterClient):
             if not box.put(output):
                 dispatcher.cancel(request.request_id)
 
-        await asyncio.wrap_future(loop.call(lambda: dispatcher.submit(request, deliver)))
+        submitted = loop.call(lambda: dispatcher.submit(request, deliver))
+        try:
+            await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:  # it may have been submitted all the same
+            loop.call(lambda: dispatcher.cancel(request.request_id))
+            raise
         try:
             while not box.finished:
                 output = await box.next()

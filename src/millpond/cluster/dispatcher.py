@@ -12,9 +12,11 @@ from dataclasses import replace
 
 from millpond.cluster.background_tasks import BackgroundTasks, quietly
 from millpond.cluster.checkpoints import Checkpoints
+from millpond.cluster.deadlines import Deadlines
 from millpond.cluster.draining import Drain
 from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, together
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
+from millpond.cluster.last_tries import LastTries
 from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.messages import RequestUpdate, WorkerReport, error_of
 from millpond.cluster.moves import Mover
@@ -55,6 +57,8 @@ class Dispatcher:
         self._by_name: dict[str, LedgerEntry] = {}
         self._watched: OrderedDict[str, tuple[str, str]] = OrderedDict()  # worker and name of those that ended
         self._prefixes, self._recent = PrefixLedger(block), RecentWork()
+        self._last_tries, self._deadlines = LastTries(settings.max_replays), Deadlines(self._expired)
+        self._without: dict[Role, MillpondError] = {}  # roles of which no worker is left or starts, and why
         self._closed = False
 
     async def open(self) -> None:
@@ -119,14 +123,17 @@ class Dispatcher:
         """Take a request in; `deliver` is called with each of its outputs, the last one finished.
 
         Raises:
-            OptionError: its name is in use. MillpondError: the cluster was closed.
+            OptionError: its name is in use. MillpondError: the cluster was closed, or a role has no worker any more.
         """
         if self._closed:
             raise MillpondError("the cluster was closed and takes no requests any more")
+        for error in self._without.values():
+            raise MillpondError(str(error))
         if request.request_id in self._entries:
             raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
         entry = LedgerEntry(request, deliver)
         self._entries[request.request_id] = entry
+        self._deadlines.watch(entry)
         self._route(entry)
 
     def cancel(self, request_id: str) -> None:
@@ -160,19 +167,37 @@ class Dispatcher:
         """See `RequestBook`."""
         return choose([one for one in self._loads() if one.worker not in without], roles, n_bytes)
 
+    def may_move(self, entry: LedgerEntry) -> bool:
+        """See `RequestBook`."""
+        return self._last_tries.may_begin(entry, wait=False)
+
     def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
         """See `RequestBook`."""
         self._by_name.pop(entry.name, None)
         entry.epoch += 1
-        entry.replays += lost
-        if entry.replays > self._settings.max_replays:
-            error = MillpondError(
-                f"the request was lost {entry.replays} times with its worker and had no new token in between; "
-                f"max_replays={self._settings.max_replays} allows no more: it may be what ends them"
-            )
-            self.end(entry, error)
+        entry.targets.clear()
+        if lost and not self._may_lose(entry):
             return
         self._by_name[entry.name] = entry
+        if self._last_tries.may_begin(entry, wait=True):
+            self._continue(entry)
+        else:
+            entry.worker, entry.place = None, "held"
+
+    def _may_lose(self, entry: LedgerEntry) -> bool:
+        """Count a loss of a request with a worker; False: it was one too many, and has ended the request."""
+        entry.replays += 1
+        if entry.replays <= self._settings.max_replays:
+            return True
+        error = MillpondError(
+            f"the request was lost {entry.replays} times with its worker and had no new token in between; "
+            f"max_replays={self._settings.max_replays} allows no more: it may be what ends them"
+        )
+        self.end(entry, error)
+        return False
+
+    def _continue(self, entry: LedgerEntry) -> None:
+        """Send a request that was begun before to a worker."""
         if not self.checkpoints.resume(entry):
             self.figures.replayed += 1
             self._route(entry)
@@ -215,12 +240,24 @@ class Dispatcher:
 
     def _forget(self, entry: LedgerEntry) -> None:
         self._entries.pop(entry.request.request_id, None)
+        self._deadlines.forget(entry)
         self.checkpoints.forget(entry)
         self._by_name.pop(entry.name, None)
         if entry.request.watch and entry.worker is not None:
             self._watched[entry.request.request_id] = entry.worker, entry.name
             while len(self._watched) > _WATCHED:
                 self._watched.popitem(last=False)
+        self._tried(entry)
+
+    def _tried(self, entry: LedgerEntry) -> None:
+        """A request has a new token, or has ended: another one may have its last try."""
+        following = self._last_tries.over(entry)
+        if following is not None and not self._closed:
+            self._continue(following)
+
+    def _expired(self, entry: LedgerEntry) -> None:
+        entry.end("deadline")
+        self.end(entry)
 
     def _loads(self) -> list[Load]:
         mine: dict[str, list[LedgerEntry]] = {handle.name: [] for handle in self._pool.able()}
@@ -259,18 +296,24 @@ class Dispatcher:
         """See `PoolListener`: its requests go to others."""
         self.figures.deaths += 1
         self._prefixes.keep_workers(self._pool.serving)
-        for entry in self.at(handle.name):
-            self.begin_again(entry)
+        for entry in list(self._entries.values()):
+            if entry.worker == handle.name:
+                self.begin_again(entry)
+            elif handle.name in entry.targets:  # its bytes wait elsewhere, for another one
+                entry.targets.discard(handle.name)
+                self._may_lose(entry)
 
     def joined(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: requests without a worker have one."""
+        self._without.pop(handle.role, None)
         for entry in [entry for entry in self._entries.values() if entry.place == "nowhere"]:
             self._route(entry)
 
     def gave_up(self, role: Role, error: MillpondError | None) -> None:
-        """See `PoolListener`: no request can be answered."""
+        """See `PoolListener`: no request can be answered, nor any that comes later."""
+        self._without[role] = MillpondError(f"no {role} worker is left, and none starts: {error}")
         for entry in list(self._entries.values()):
-            self.end(entry, MillpondError(f"no {role} worker is left, and none starts: {error}"))
+            self.end(entry, self._without[role])
 
     def _update(self, handle: WorkerHandle, entry: LedgerEntry, update: RequestUpdate, now: float) -> None:
         error = error_of(update)
@@ -279,6 +322,8 @@ class Dispatcher:
             self._forget(entry)
             if error is not None:
                 entry.end("error")
+        elif changed:
+            self._tried(entry)
         if changed:
             entry.deliver(entry.output(finished=update.finished, error=error))
         if update.dropped:

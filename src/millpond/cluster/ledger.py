@@ -14,8 +14,9 @@ from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOu
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError, OptionError
 
-#: Where a request is: with no worker; at one; at one that is being drained; offered by one; on its way to another.
-Place = Literal["nowhere", "running", "leaving", "offered", "moving"]
+#: Where a request is: with no worker; with none until others have had their last try; at one; at one that is being
+#: drained; offered by one; on its way to another.
+Place = Literal["nowhere", "held", "running", "leaving", "offered", "moving"]
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class LedgerEntry:
     Attributes:
         epoch: how often it was begun; updates of earlier ones change nothing. replays: how often in a row it was begun
             again without a new token since. worker: name of the one that has it. place: see `Place`.
+        targets: names of workers that fetched it from that one, or tried to, since it was begun.
         keys: of its prompt's blocks, see `PrefixLedger`. spared: tokens that its worker is thought to hold already.
     """
 
@@ -72,6 +74,7 @@ class LedgerEntry:
     place: Place = "nowhere"
     keys: tuple[bytes, ...] = ()
     spared: int = 0
+    targets: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         params = self.request.params

@@ -34,6 +34,10 @@ class RequestBook(Protocol):
         """A worker of one of these roles for a request of `n_bytes` bytes; None: there is none."""
         ...
 
+    def may_move(self, entry: LedgerEntry) -> bool:
+        """Whether a request may go to another worker now; see `LastTries`."""
+        ...
+
     def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
         """Begin a request on another worker, with the tokens that were sent; lost: count it towards `max_replays`."""
         ...
@@ -70,17 +74,22 @@ class Mover:
         roles = REPLICAS if source.role == "replica" else DECODES
         entry.place = "offered"
         while self._book.current(name, entry):
-            chosen = self._book.choose_to_continue(roles, n_bytes, frozenset(self._silent | {source.name}))
+            chosen = None
+            if self._book.may_move(entry):
+                chosen = self._book.choose_to_continue(roles, n_bytes, frozenset(self._silent | {source.name}))
             if chosen is None:
                 await asyncio.sleep(RETRY_S)
                 continue
             entry.place = "moving"
+            entry.targets.add(chosen)
             target = self._pool.serving[chosen]
             try:
                 await self.within_lease(target.take(name, source.offered(name)), target, name)
-            except (PoolFullError, WorkerLostError):
+            except (PoolFullError, WorkerLostError) as error:
                 if self._book.current(name, entry):  # else it has begun again, and is in another place
                     entry.place = "offered"
+                    if isinstance(error, PoolFullError):  # the loss of a worker is counted when it is noticed
+                        entry.targets.discard(chosen)
                 await asyncio.sleep(RETRY_S)
                 continue
             except (HandoffGoneError, TimeoutError):
@@ -123,6 +132,7 @@ class Mover:
 
     def _arrived(self, entry: LedgerEntry, worker: str, n_bytes: int, seconds: float) -> None:
         entry.worker, entry.place = worker, "running"
+        entry.targets.clear()
         self._figures.moved += 1
         self._figures.moved_bytes += n_bytes
         self._figures.full_bytes += entry.full_bytes

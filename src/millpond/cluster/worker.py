@@ -86,16 +86,24 @@ class EngineWorker:
             for name, one in newest.items()
         ]
         for update in updates:
-            if update.name not in self._tasks or update.offered is not None:  # nothing more comes of it here
+            if update.finished or update.dropped or update.offered is not None:  # nothing more comes of it here
                 self._reported.pop(update.name, None)
         trouble = self._llm.trouble(self._step_limit_s)
         return WorkerReport(tuple(updates), self._llm.stats(), trouble, self._handoff.size)
 
     async def cancel(self, name: str) -> None:
-        """End a request with what it has, or forget one that waits for another worker; no other is an error."""
-        if name in self._tasks:
+        """End a request, or forget one that waits for another worker; nothing is reported of it any more.
+
+        One that is not there is no error.
+        """
+        task = self._tasks.get(name)
+        if task is not None:
             self._cancelled.add(name)  # it may be on its way out of the engine
+            task.cancel()  # or on its way into it
+            await asyncio.wait({task})
         self._handoff.drop(name)
+        self._newest.pop(name, None)
+        self._reported.pop(name, None)
         await self._llm.cancel(name)
 
     async def offer(self, name: str) -> int | None:

@@ -199,10 +199,11 @@ class WorkerPool:
                 self._listener.reported(handle, report)
                 if report.trouble is not None:
                     raise WorkerLostError(f"worker {handle.name}: {report.trouble}")
-        except WorkerLostError as error:
+        except Exception as error:  # whatever it is, its requests must go on elsewhere
             if self._closed or not self._remove(handle):
                 return
-            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error)
+            shown = None if isinstance(error, WorkerLostError) else error
+            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error, exc_info=shown)
             handle.kill()
             self.replace(handle.role)
             self._listener.lost(handle)
@@ -233,7 +234,8 @@ class WorkerPool:
             except MillpondError as failed:
                 error = failed
         _log.error("no %s worker starts any more: %s", role, error)
-        if not self.able(role):
+        starting = any(one.role == role for one in self._starting.values())
+        if not self.able(role) and not starting:
             self._listener.gave_up(role, error)
 
 

@@ -52,7 +52,8 @@ class LocalWorker:
         self.go.set()
         if not self.dead.is_set():
             self.dead.set()
-            self._ended = asyncio.get_running_loop().create_task(self.engine.close())
+            if self.engine._opened is not None:
+                self._ended = asyncio.get_running_loop().create_task(self.engine.close())
 
     def answer_now(self) -> None:
         """Answer the calls of `take` that wait."""
@@ -191,8 +192,13 @@ class LocalCluster:
 
     async def _is_empty(self) -> bool:
         await asyncio.sleep(0.005)
-        alive = [one.engine for one in self.made if not one.dead.is_set()]
+        alive = [one.engine for one in self.made if not one.dead.is_set() and one.engine._opened is not None]
         return all(
-            not one._handoff.size and not one._tasks and not one._llm._engine._live and not one._llm._engine.busy
+            not one._handoff.size
+            and not one._tasks
+            and not one._newest
+            and not one._reported
+            and not one._llm._engine._live
+            and not one._llm._engine.busy
             for one in alive
         )
