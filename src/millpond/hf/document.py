@@ -71,6 +71,9 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     tensors["ids"] = ids.cpu().int()
     if timeline.kept.of(0):
         tensors["kept"] = torch.tensor(timeline.kept.of(0), dtype=torch.int32)
+    if timeline.fair:
+        tensors["fair.spans"] = torch.tensor([one[:2] for one in timeline.fair.of(0)], dtype=torch.int32)
+        tensors["fair.shares"] = torch.tensor([one[2] for one in timeline.fair.of(0)], dtype=torch.float64)
     if timeline.dropped:
         tensors["dropped"] = torch.tensor(timeline.dropped.of(0), dtype=torch.int32)
     model = cache.model()
