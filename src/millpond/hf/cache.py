@@ -46,7 +46,6 @@ from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.policy.policy import Policy
 
-
 AnySpan = TypeVar("AnySpan", Span, FairShare)
 
 
@@ -182,8 +181,10 @@ class MillpondCache(Cache):
         They count in the budget. With a `share`, a span of n of the text's P tokens keeps at least
         floor(n * share * B / P) of the B entries of each head, its best by the method's score, as far as what the
         method protects leaves room (`millpond.policy.fair_shares`): give every message of a chat as a span, and none
-        is lost whole. Before a prompt they are spans of that prompt, in place of those that were given
-        before. Later they are added to what is kept, and lie in tokens that are still to be read.
+        is lost whole.
+
+        Before a prompt they are spans of that prompt, in place of those that were given before. Later they are added,
+        and lie in tokens that are still to be read. Spans that stay whole and spans with a share are counted apart.
 
         Args:
             spans: [begin, end) in tokens of the sequence's own text, without pads; empty before a prompt: none.
@@ -192,7 +193,8 @@ class MillpondCache(Cache):
 
         Raises:
             OptionError: no spans, spans that overlap, no share, or a method that cannot keep them (the message says
-                why). Where whole spans leave less of the budget than the method protects, the pass that reads them raises `BudgetError`.
+                why). Where whole spans leave less of the budget than the method protects, the pass that reads them
+                raises `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
         if share is not None:
@@ -215,7 +217,7 @@ class MillpondCache(Cache):
         self._mark(self.timeline.fair, shares, sequence)
 
     def _mark(self, marks: TextMarks[AnySpan], found: Sequence[AnySpan], sequence: int | None) -> None:
-        """Add spans, which begin with their first and last token, to those of the prompt or of what follows it."""
+        """Add spans, whose tuples begin with their places, to those of the prompt or of what follows it."""
         timeline = self.timeline
         if not timeline.n_seq:
             marks.expect(found, sequence)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
+from millpond.cache.state.fair_shares import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
@@ -132,6 +133,9 @@ def restore_document(
     try:
         if "kept" in tensors:
             cache.protect(tensors.pop("kept").tolist())
+        if "fair.spans" in tensors and "fair.shares" in tensors:
+            fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
+            cache.timeline.fair.expect(fair)
         for core in cache.layer_caches:
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}

@@ -17,6 +17,8 @@ from millpond.kernels.eviction import MOST_LEAST
 from millpond.policy.fair_shares import BEHIND, FairSpans, Floats, Ints, fewest
 from millpond.policy.policy import Policy
 
+#: Most spans of one text.
+MOST_SHARES = MOST_LEAST
 #: [begin, end) in positions of a text, and its share of the budget, above 0 and at most 1.
 FairShare = tuple[int, int, float]
 
@@ -29,7 +31,7 @@ def fair_shares(spans: Sequence[Sequence[int]], share: object, name: str = "span
 
     Raises:
         OptionError: no share; something else than pairs of whole numbers, a span that ends before it begins, spans
-            that overlap, or more than `MOST_LEAST`.
+            that overlap, or more than `MOST_SHARES`.
 
     Example:
         >>> fair_shares([(8, 12), (0, 4), (4, 4)], 0.5)
@@ -70,19 +72,19 @@ def in_order(shares: Iterable[Sequence[float]], name: str) -> tuple[FairShare, .
             if (int(begin), int(end)) in found:
                 raise OptionError(f"{name}: [{begin}, {end}) is there twice; give each token once")
             found[int(begin), int(end)] = checked
-    if len(found) > MOST_LEAST:
-        raise OptionError(f"{name}: {len(found)} spans are more than {MOST_LEAST}; join some of them")
+    if len(found) > MOST_SHARES:
+        raise OptionError(f"{name}: {len(found)} spans are more than {MOST_SHARES}; join some of them")
     return tuple((begin, end, found[begin, end]) for begin, end in ascending(list(found), name))
 
 
-def shares_of_tensors(spans: Tensor, shares: Tensor, n_tokens: int) -> tuple[FairShare, ...]:
-    """Spans with shares out of a file: spans (m, 2) of a text of `n_tokens`, shares (m,).
+def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[FairShare, ...]:
+    """Spans with shares out of a file: spans (m, 2), shares (m,) float64.
 
     Raises:
         DataError: they are none.
     """
     whole = spans.dtype in (torch.int32, torch.int64) and spans.ndim == 2 and spans.shape[1] == 2
-    if not whole or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MOST_LEAST:
+    if not whole or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MOST_SHARES:
         raise DataError("a file has no spans with shares where it should; it is read as missing")
     rows = [(begin, end, share) for (begin, end), share in zip(spans.tolist(), shares.tolist(), strict=True)]
     try:
