@@ -46,7 +46,8 @@ def test_a_span_that_holds_no_more_than_it_must_loses_nothing(evict: Evict, shar
 @needs_native
 def test_others_have_the_same_bits() -> None:
     call = full_call(Evict.ACC)
-    call.kept, free = None, call.clone()
+    call.kept = None
+    free = call.clone()
     call.least = torch.tensor([[(0, 83, 0)]] * 3, dtype=torch.int32)
     with_spans, without = call.run(native), free.run(native)
     assert torch.equal(with_spans.out, without.out)

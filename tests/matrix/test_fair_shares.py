@@ -81,8 +81,8 @@ def test_what_stays_is_what_a_plain_rule_says(
             assert cache.positions(layer, b)[h] == head.kept
 
 
-def shares_hold(cache: Any, share: float, before: list[list[list[int]]] | None = None) -> list[list[list[int]]]:
-    """Each head holds of each span its part of what the layer holds, or what it held `before`; the counts."""
+def shares_hold(cache: Any, share: float, before: Any = None) -> list[list[list[int]]]:
+    """Each head holds its part of each span, or what it held `before`; the counts."""
     found = []
     for layer in range(len(cache.layers)):
         for b in range(cache.timeline.n_seq):
@@ -90,12 +90,9 @@ def shares_hold(cache: Any, share: float, before: list[list[list[int]]] | None =
             budget = cache.layer_caches[layer].table.budgets()[b].mean()
             budget = min(budget, sum(map(len, rows)) / len(rows))
             least = [math.floor((min(e, seen) - min(a, seen)) * share * int(budget) / seen) for a, e in SPANS]
-            if before is not None:
-                own = before[len(found)]
-                assert all(n >= min(w, o) for row, was in zip(rows, own, strict=True)
-                           for n, w, o in zip(counts(row), least, was, strict=True)), (layer, b, rows, least)  # fmt: skip
-            else:
-                assert all(n >= w for row in rows for n, w in zip(counts(row), least, strict=True)), (layer, b, least)
+            held = [[math.inf] * len(SPANS) for _ in rows] if before is None else before[len(found)]
+            for row, was in zip(rows, held, strict=True):
+                assert all(n >= min(w, o) for n, w, o in zip(counts(row), least, was, strict=True)), (layer, b, least)
             found.append([counts(row) for row in rows])
     return found
 
@@ -123,7 +120,8 @@ def test_shares_hold_in_prompts_steps_and_turns(method: str) -> None:
 @pytest.mark.parametrize("every", [0, 3])
 def test_heads_compete_for_what_the_shares_leave(every: int) -> None:
     model, (ids, _) = llama(), prompts(2)
-    with torch.no_grad(), mp.compress(model, "ada", 16, page_slots=4, score="tova", alpha=0.1, every=every) as cache:
+    options = {"score": "h2o/recent=0.1", "alpha": 0.1, "every": every}
+    with torch.no_grad(), mp.compress(model, "ada", 16, page_slots=4, **options) as cache:
         cache.protect(SPANS, share=0.7)
         model(ids, cache=cache)
         held = shares_hold(cache, 0.7)
@@ -228,7 +226,8 @@ def test_what_has_no_share_is_refused(spans: Any, share: Any, match: str) -> Non
 
 @pytest.mark.parametrize(
     ("method", "options", "why"),
-    [("streaming", {}, "absolute"), ("infllm", {}, "looks up"), ("fastgen", {"special": "1", "punctuation": "5"}, "rules"),
+    [("streaming", {}, "absolute"), ("infllm", {}, "looks up"),
+     ("fastgen", {"special": "1", "punctuation": "5"}, "rules"),
      ("duo_attention", {"recent": 4}, "rules"), ("elastic", {}, "rules")],
 )  # fmt: skip
 def test_methods_that_cannot_say_why(method: str, options: dict[str, Any], why: str) -> None:

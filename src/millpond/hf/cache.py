@@ -180,8 +180,8 @@ class MillpondCache(Cache):
 
         They count in the budget. With a `share`, a span of n of the text's P tokens keeps at least
         floor(n * share * B / P) of the B entries of each head, its best by the method's score, as far as what the
-        method protects leaves room (`millpond.policy.fair_shares`): give every message of a chat as a span, and none
-        is lost whole.
+        method protects leaves room (`millpond.policy.fair_shares`): give every message of a chat as a span, and no long
+        one is lost whole.
 
         Before a prompt they are spans of that prompt, in place of those that were given before. Later they are added,
         and lie in tokens that are still to be read. Spans that stay whole and spans with a share are counted apart.

@@ -7,8 +7,9 @@ Under a budget of B entries per head, of a text of P tokens, a span of n tokens 
 entries, its best by the method's score, or all that the head still holds where that is fewer. The rest of the budget
 goes by score. B is the layer's budget per head: where heads have budgets of their own, their mean. F is what sinks, the
 newest entries that the method protects and kept spans leave of B, so that the shares of all spans always fit. Entries
-that are protected or kept count towards the share of the span in which they lie. P and n count the tokens that the layer sees: with a sliding window those inside of it. While a text is decoded P
-grows, and with it the part of the budget that belongs to no span.
+that are protected or kept count towards the share of the span in which they lie. P and n count the tokens that the
+layer sees: with a sliding window those inside of it. While a text is decoded P grows, and with it the part of the
+budget that belongs to no span.
 """
 
 from __future__ import annotations

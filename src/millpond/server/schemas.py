@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
 from millpond.cache.state.fair_shares import MOST_SHARES
 from millpond.cache.state.kept_spans import MOST_KEPT
@@ -25,7 +25,13 @@ StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 MOST_FORGETS = 256
 Forgettable = Annotated[str, Field(min_length=1, max_length=MOST_NAME + len("tool:"))]
 #: Of the budget.
-Share = Annotated[StrictInt | StrictFloat, Field(gt=0, le=1)]
+Share = Annotated[StrictFloat, Field(gt=0, le=1)]
+SpanShares = Annotated[list[tuple[StrictInt, StrictInt, Share]], Field(max_length=MOST_SHARES, fail_fast=True)]
+#: A number for all messages, or spans: an error speaks of the one that was meant.
+FairShareField = Annotated[
+    Annotated[Share, Tag("share")] | Annotated[SpanShares, Tag("spans")],
+    Discriminator(lambda given: "spans" if isinstance(given, list) else "share"),
+]
 #: A name or a note of a client's own; OpenAI's have 512 characters at most.
 Label = Annotated[str, Field(max_length=512)]
 
@@ -62,9 +68,7 @@ class CacheFields(Body):
     chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
     forgotten: bool = False
     keep: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
-    fair_shares: (
-        Share | Annotated[list[tuple[StrictInt, StrictInt, Share]], Field(max_length=MOST_SHARES, fail_fast=True)] | None
-    ) = None
+    fair_shares: FairShareField | None = None
     forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
     breakpoints: Annotated[list[StrictInt], Field(max_length=MOST_BREAKPOINTS, fail_fast=True)] | None = None
     on_pressure: OnPressure | None = None
