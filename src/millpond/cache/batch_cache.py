@@ -15,6 +15,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.fair_shares import FairShare
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
@@ -97,12 +98,17 @@ class BatchCache:
             lost, core.lost = {**core.lost, **lost}, {}
         return lost
 
-    def keep(self, spans: Sequence[Span]) -> None:
-        """Let every head of every layer keep spans of the one text that is read, or begins with the next pass."""
+    def keep(self, spans: Sequence[Span], fair: Sequence[FairShare] = ()) -> None:
+        """Let every head of every layer keep spans of the one text that is read, or begins with the next pass.
+
+        fair: spans of which it keeps a share.
+        """
         if self.n_seq:
             self.timeline.kept.add(spans, 0)
+            self.timeline.fair.add(fair, 0)
         else:
             self.timeline.kept.expect(spans)
+            self.timeline.fair.expect(fair)
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
         """Let the entries in spans of the text of a sequence leave every head of every layer; later ones stay.

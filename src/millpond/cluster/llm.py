@@ -7,6 +7,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Self
 
+from millpond.cache.state.fair_shares import FairShare
 from millpond.cache.state.spans import Span
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable
@@ -44,6 +45,7 @@ class ClusterLLM(ClusterClient):
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        fair_shares: Sequence[FairShare] = (),
         forget: Sequence[Span] = (),
         on_pressure: OnPressure | None = None,
     ) -> list[RequestOutput]:
@@ -53,7 +55,9 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        found = self.stream(prompts, params, cache=cache, keep=keep, forget=forget, on_pressure=on_pressure)
+        found = self.stream(
+            prompts, params, cache=cache, keep=keep, fair_shares=fair_shares, forget=forget, on_pressure=on_pressure
+        )
         return sorted(found, key=lambda output: int(output.request_id))
 
     def stream(
@@ -63,11 +67,15 @@ class ClusterLLM(ClusterClient):
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        fair_shares: Sequence[FairShare] = (),
         forget: Sequence[Span] = (),
         on_pressure: OnPressure | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        asked = requests_of(prompts, params, cache, self._names, keep=keep, forget=forget, on_pressure=on_pressure)
+        asked = requests_of(
+            prompts, params, cache, self._names, keep=keep, fair_shares=fair_shares, forget=forget,
+            on_pressure=on_pressure,
+        )  # fmt: skip
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

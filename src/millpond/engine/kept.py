@@ -1,10 +1,11 @@
-"""Kept spans of a request's prompt, checked before anything is read."""
+"""Spans of a request's prompt that stay, or keep a share of the budget, checked before anything is read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.fair_shares import FairShare, fair_refusal, in_order
 from millpond.cache.state.kept_spans import kept_spans
 from millpond.cache.state.spans import Span, tokens_in
 from millpond.errors import OptionError
@@ -38,4 +39,24 @@ def checked_spans(
     n_kept = tokens_in(found, recipe.policy.protect.sinks)
     for index, layer in enumerate(layers if n_kept and not recipe.policy.keeps_all else ()):
         recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads), n_kept)
+    return found
+
+
+def checked_shares(shares: Sequence[FairShare], recipe: CacheFactory, n_tokens: int) -> tuple[FairShare, ...]:
+    """Spans of a prompt of `n_tokens` that keep a share of the budget, ascending.
+
+    Raises:
+        OptionError: no spans of this prompt, no shares, or a method that cannot; the message says why.
+    """
+    if not shares:
+        return ()
+    refusal = fair_refusal(recipe.policy, recipe.pools.codecs, rolling=recipe.reach is not None)
+    if refusal is not None:
+        raise OptionError(f"spans cannot have a share of the budget: {refusal}")
+    found = in_order(shares, "fair_shares")
+    if found and found[-1][1] > n_tokens:
+        raise OptionError(
+            f"fair_shares: span [{found[-1][0]}, {found[-1][1]}) must lie in the prompt, whose tokens are 0 to "
+            f"{n_tokens - 1}"
+        )
     return found

@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack, get_args
 
 import torch
 
+from millpond.cache.state.fair_shares import FairShare
 from millpond.cache.state.spans import Span
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.chunked_prompt import Chunk, Prompt
@@ -110,6 +111,7 @@ class LLM:
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        fair_shares: Sequence[FairShare] = (),
         forget: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
@@ -123,6 +125,8 @@ class LLM:
             params: for all of them, or one for each.
             cache: method, budget and codec of these requests; None: those of the LLM.
             keep: spans [begin, end) in tokens of each prompt that every head of every layer keeps, see `Request.keep`.
+            fair_shares: (begin, end, share) of spans of each prompt of which every head keeps at least a share, see
+                `Request.fair_shares`.
             forget: spans [begin, end) in tokens of each prompt that no later token sees, see `Request.forget`.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
@@ -138,7 +142,7 @@ class LLM:
         """
         found = self.stream(
             prompts, params, cache=cache, keep=keep, forget=forget, schedule=schedule, breakpoints=breakpoints,
-            on_pressure=on_pressure, progress=progress,
+            on_pressure=on_pressure, progress=progress, fair_shares=fair_shares,
         )  # fmt: skip
         return sorted(found, key=lambda out: int(out.request_id))
 
@@ -149,6 +153,7 @@ class LLM:
         *,
         cache: CacheOptions | None = None,
         keep: Sequence[Span] = (),
+        fair_shares: Sequence[FairShare] = (),
         forget: Sequence[Span] = (),
         schedule: Schedule = "arrival",
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
@@ -158,7 +163,7 @@ class LLM:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
-        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget, on_pressure)
+        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget, on_pressure, fair_shares)
         for request in asked:
             self.engine.require_breakpoints(request)
         try:
@@ -315,7 +320,7 @@ def load(
 def requests_of(
     prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
     names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (), keep: Sequence[Span] = (),
-    forget: Sequence[Span] = (), on_pressure: OnPressure | None = None,
+    forget: Sequence[Span] = (), on_pressure: OnPressure | None = None, fair_shares: Sequence[FairShare] = (),
 ) -> list[Request]:  # fmt: skip
     """A request for each prompt, named by the next numbers.
 
@@ -330,7 +335,7 @@ def requests_of(
     return [
         Request(
             request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
-            keep=tuple(keep), forget=tuple(forget), on_pressure=on_pressure,
+            keep=tuple(keep), fair_shares=tuple(fair_shares), forget=tuple(forget), on_pressure=on_pressure,
         )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]

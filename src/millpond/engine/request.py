@@ -74,6 +74,8 @@ class Request:
             before. Other methods share every block and need none; where nothing is shared they change nothing.
         keep: spans [begin, end) of the prompt, in tokens, that every head of every layer keeps, whatever the method;
             they count in the budget. See `kept_spans`.
+        fair_shares: (begin, end, share) of spans of the prompt, in tokens, such as its messages, of which every head
+            of every layer keeps at least that share of an even cut of its budget, see `millpond.policy.fair_shares`.
         forget: spans [begin, end) of the prompt, in tokens, before its last one, that no later token sees: they leave
             the cache of the turn that the prompt continues before more is read, and are else read and leave before the
             next token is. Later tokens of a stored turn have seen them. Its prompt shares no pages with others.
@@ -94,5 +96,6 @@ class Request:
     tell_forgotten: tuple[tuple[int, int], ...] = ()
     breakpoints: tuple[int, ...] = ()
     keep: tuple[tuple[int, int], ...] = ()
+    fair_shares: tuple[tuple[int, int, float], ...] = ()
     forget: tuple[tuple[int, int], ...] = ()
     on_pressure: OnPressure | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
+from millpond.cache.state.fair_shares import FairShare
 from millpond.cache.state.spans import Span
 from millpond.engine.blend import PromptBlend
 from millpond.engine.chunked_prompt import Prompt, PromptSpan
@@ -30,7 +31,8 @@ class RequestState:
             would give them.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
-        kept: spans of the prompt that stay. forget: those that leave, ascending.
+        kept: spans of the prompt that stay. fair: those that keep a share of the budget. forget: those that leave. All
+            ascend.
         waited: steps in which it waited for others to read what it begins with.
         access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
         stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
@@ -51,6 +53,7 @@ class RequestState:
     trunk: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
     kept: tuple[Span, ...] = ()
+    fair: tuple[FairShare, ...] = ()
     forget: tuple[Span, ...] = ()
     waited: int = 0
     access: int | None = None

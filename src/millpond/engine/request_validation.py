@@ -16,7 +16,7 @@ from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.forget import checked_forgets
 from millpond.engine.forgotten import check_spans
 from millpond.engine.group_registry import GroupRegistry
-from millpond.engine.kept import checked_spans
+from millpond.engine.kept import checked_shares, checked_spans
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import can_share
@@ -75,6 +75,7 @@ class RequestValidator:
         group = self._recipes.group(request.cache)
         most = self._within_budget(request, group, len(ids), most)
         kept = checked_spans(request.keep, group.recipe, self._model.layers, len(ids))
+        fair = checked_shares(request.fair_shares, group.recipe, len(ids))
         forget = checked_forgets(request.forget, group.recipe, len(ids), kept, bool(spans))
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
@@ -104,7 +105,7 @@ class RequestValidator:
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         return RequestState(
             request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans, kept=kept,
-            forget=forget,
+            fair=fair, forget=forget,
             stops=self._stops(request, len(ids), bool(spans), group),
         )  # fmt: skip
 

@@ -220,8 +220,9 @@ class StepExecutor:
             live.times = replace(live.times, started=time.monotonic())
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
-        if live.kept and not live.stack.timeline.kept.of(0):
-            live.stack.keep(live.kept)
+        timeline = live.stack.timeline
+        if (live.kept and not timeline.kept.of(0)) or (live.fair and not timeline.fair.of(0)):
+            live.stack.keep(live.kept, live.fair)
         start = live.job.read
         ends = start + n == len(live.ids) and not live.job.trunk
         span = None if live.blend is None else live.blend.span(start, start + n)

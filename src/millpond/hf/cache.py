@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.state.fair_shares import FairShare, fair_refusal, fair_shares
 from millpond.cache.state.kept_spans import kept_spans
 from millpond.cache.state.positions import PositionTracker
+from millpond.cache.state.spans import Span
+from millpond.cache.state.text_marks import TextMarks
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError, NotPicklableError, OptionError, UnsupportedModelError
 from millpond.hf.forget import check_forgets, check_not_kept, spans_in
@@ -42,6 +45,8 @@ from millpond.hf.state_layers import build_layers
 from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.policy.policy import Policy
+
+AnySpan = TypeVar("AnySpan", Span, FairShare)
 
 
 class MillpondCache(Cache):
@@ -168,41 +173,67 @@ class MillpondCache(Cache):
         """
         return image_tokens(self, self._image_ids)
 
-    def protect(self, spans: Sequence[Sequence[int]], *, sequence: int | None = None) -> None:
-        """Keep spans of a text in every head of every layer, whatever the method, until `reset`.
+    def protect(
+        self, spans: Sequence[Sequence[int]], *, share: float | None = None, sequence: int | None = None
+    ) -> None:
+        """Keep spans of a text, or a share of each, in every head of every layer, whatever the method, until `reset`.
 
-        They count in the budget. Before a prompt they are spans of that prompt, in place of those that were given
-        before. Later they are added to what is kept, and lie in tokens that are still to be read.
+        They count in the budget. With a `share`, a span of n of the text's P tokens keeps at least
+        floor(n * share * B / P) of the B entries of each head, its best by the method's score, as far as what the
+        method protects leaves room (`millpond.policy.fair_shares`): give every message of a chat as a span, and no long
+        one is lost whole.
+
+        Before a prompt they are spans of that prompt, in place of those that were given before. Later they are added,
+        and lie in tokens that are still to be read. Spans that stay whole and spans with a share are counted apart.
 
         Args:
             spans: [begin, end) in tokens of the sequence's own text, without pads; empty before a prompt: none.
+            share: of an even cut of the budget, above 0 and at most 1; None: the spans stay whole.
             sequence: of this sequence of the batch alone; None: of each.
 
         Raises:
-            OptionError: no spans, spans that overlap, or a method that cannot keep them (the message says why). Where
-                they leave less of the budget than the method protects, the pass that reads them raises `BudgetError`.
+            OptionError: no spans, spans that overlap, no share, or a method that cannot keep them (the message says
+                why). Where whole spans leave less of the budget than the method protects, the pass that reads them
+                raises `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
+        if share is not None:
+            return self._share_out(fair_shares(spans, share), sequence)
         refusal = self.policy.kept_refusal()
         if refusal is not None:
             raise OptionError(f"spans cannot be kept: {refusal}")
         if any(codec.ages for codec in self._pools.codecs):
             raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
-        found, timeline = kept_spans(spans), self.timeline
+        self._mark(self.timeline.kept, kept_spans(spans), sequence)
+
+    def _share_out(self, shares: Sequence[FairShare], sequence: int | None) -> None:
+        """
+        Raises:
+            OptionError, CacheMismatchError: see `protect`.
+        """
+        refusal = fair_refusal(self.policy, self._pools.codecs)
+        if refusal is not None:
+            raise OptionError(f"spans cannot have a share of the budget: {refusal}")
+        self._mark(self.timeline.fair, shares, sequence)
+
+    def _mark(self, marks: TextMarks[AnySpan], found: Sequence[AnySpan], sequence: int | None) -> None:
+        """Add spans, whose tuples begin with their places, to those of the prompt or of what follows it."""
+        timeline = self.timeline
         if not timeline.n_seq:
-            timeline.kept.expect(found, sequence)
+            marks.expect(found, sequence)
             return
         if sequence is not None and not 0 <= sequence < timeline.n_seq:
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {timeline.n_seq}")
         chosen = range(timeline.n_seq) if sequence is None else [sequence]
         for s in chosen:
-            if found and found[0][0] < timeline.seen[s]:
+            first = found[0][:2] if found else (timeline.seen[s], 0)
+            if first[0] < timeline.seen[s]:
                 raise CacheMismatchError(
-                    f"span [{found[0][0]}, {found[0][1]}): sequence {s} has read {timeline.seen[s]} tokens, of which "
+                    f"span [{first[0]}, {first[1]}): sequence {s} has read {timeline.seen[s]} tokens, of which "
                     "some may have left; keep spans of what is read next, or protect() before the prompt"
                 )
         for s in chosen:
-            timeline.kept.add(found, s)
+            marks.add(found, s)
 
     @no_autograd
     def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:

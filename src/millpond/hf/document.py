@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
+from millpond.cache.state.fair_shares import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
@@ -71,6 +72,9 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     tensors["ids"] = ids.cpu().int()
     if timeline.kept.of(0):
         tensors["kept"] = torch.tensor(timeline.kept.of(0), dtype=torch.int32)
+    if timeline.fair:
+        tensors["fair.spans"] = torch.tensor([one[:2] for one in timeline.fair.of(0)], dtype=torch.int32)
+        tensors["fair.shares"] = torch.tensor([one[2] for one in timeline.fair.of(0)], dtype=torch.float64)
     if timeline.dropped:
         tensors["dropped"] = torch.tensor(timeline.dropped.of(0), dtype=torch.int32)
     model = cache.model()
@@ -129,6 +133,9 @@ def restore_document(
     try:
         if "kept" in tensors:
             cache.protect(tensors.pop("kept").tolist())
+        if "fair.spans" in tensors and "fair.shares" in tensors:
+            fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
+            cache.timeline.fair.expect(fair)
         for core in cache.layer_caches:
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}

@@ -8,6 +8,8 @@ from torch import Tensor
 from millpond.kernels.decode_rules import DecodeRule, Evict, Spacing
 
 INF = float("inf")
+#: Most spans of one text of which a step keeps some entries; see csrc/common/args.hpp.
+MOST_LEAST = 256
 
 
 def hash_priority(seed: int, head: Tensor, position: Tensor) -> Tensor:
@@ -53,15 +55,30 @@ def in_spans(positions: Tensor, spans: Tensor) -> Tensor:
     return ((positions[:, None] >= begin) & (positions[:, None] < end)).any(1)
 
 
+def in_full_spans(positions: Tensor, least: Tensor) -> Tensor:
+    """(R, n) bool: which positions (R, n) lie in a span of which their row holds no more than must stay.
+
+    least: (R, m, 3), [begin, end) and the fewest entries that stay.
+    """
+    begin, end, fewest = least[..., None].unbind(2)
+    inside = (positions[:, None] >= begin) & (positions[:, None] < end)
+    return (inside & (inside.sum(2, keepdim=True) <= fewest)).any(1)
+
+
 def choose_evicted(
     rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, recent: Tensor, window: int, n_kv_heads: int,
-    kept: Tensor | None = None,
+    kept: Tensor | None = None, least: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first. kept: `StepRegions`."""
+    """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first.
+
+    kept, least: `StepRegions`.
+    """
     value = eviction_value(rule, scores, positions, q_pos, n_kv_heads).double()
     protected = (positions < rule.sinks) | (q_pos - positions < recent[:, None])
     if kept is not None:
         protected |= in_spans(positions, kept.repeat_interleave(n_kv_heads, 0))
+    if least is not None:
+        protected |= in_full_spans(positions, least.repeat_interleave(n_kv_heads, 0))
     value = value.masked_fill(protected, INF)
     if window:
         value = value.masked_fill(q_pos + 1 - positions >= window, -INF)

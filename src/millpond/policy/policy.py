@@ -385,6 +385,18 @@ class Policy:
             )
         return None
 
+    def fair_refusal(self) -> str | None:
+        """Why spans of a text cannot have a share of the budget, and what to do instead; None where they can."""
+        if self.keeps_all:
+            return self.kept_refusal()
+        if self.heads_may_keep_all or type(self).plan is not Policy.plan:
+            return "this method's heads keep what rules of their own say; keep the spans whole, or use another method"
+        if self.positions == "cache_relative":
+            return "this method moves positions; give positions='absolute'"
+        if self.prefill == "greedy":
+            return "prefill='greedy' evicts before the length of a text is known; give prefill='once'"
+        return None
+
     def layer_seed(self, layer: int) -> int:
         """The seed of one layer."""
         return (self.seed * 1_000_003 + layer * 7919 + 1) & 0x7FFFFFFF
@@ -448,6 +460,9 @@ class Policy:
             raise NumericsError(
                 f"layer {view.layer}: the attention scores are NaN; check the model's weights and inputs"
             )
+        if view.fair is not None:
+            pinned = view.fair.pinned(value, view.valid, pinned, view.positions, budget)
+            view = replace(view, pinned=pinned)
         decided = self.heads.decide(view) if isinstance(self.heads, PromptHeadAllocation) else None
         heads = decided if decided is not None else self.decode_allocation
         counts = heads.keep_counts(value, view.valid, pinned, budget)

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from millpond.policy.fair_shares import FairSpans
+
 Part = Literal["keys", "values"]
 PARTS: tuple[Part, Part] = ("keys", "values")
 #: Reads the stored keys (H, N, key_dim) or values (H, N, value_dim) of a view, at the cost of a copy.
@@ -44,6 +46,7 @@ class View:
         recent_attention: the attention of the last queries, see `window_signal`; None where no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
         memory: what the last merge of this sequence left for the next; None for nothing.
+        fair: spans that keep a share of the budget; None for none.
     """
 
     positions: Tensor
@@ -61,6 +64,7 @@ class View:
     recent_attention: Callable[[], Tensor] | None = None
     log_masses: Tensor | None = None
     memory: Tensor | None = None
+    fair: FairSpans | None = None
 
     @property
     def keys(self) -> Tensor:

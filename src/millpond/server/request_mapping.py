@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from millpond.cache.state.fair_shares import FairShare
 from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
@@ -68,6 +69,7 @@ def requests(
     breakpoints: tuple[int, ...] = (),
     keep: tuple[Span, ...] = (),
     forget: tuple[Span, ...] = (),
+    fair_shares: tuple[FairShare, ...] = (),
 ) -> list[Request]:
     """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
@@ -76,7 +78,7 @@ def requests(
             request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
             cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
             tell_forgotten=tell_forgotten, breakpoints=breakpoints, keep=keep, forget=forget,
-            on_pressure=fields.on_pressure,
+            fair_shares=fair_shares, on_pressure=fields.on_pressure,
         )
         for place, prompt in enumerate(prompts)
     ]  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
+from millpond.cache.state.fair_shares import MOST_SHARES
 from millpond.cache.state.kept_spans import MOST_KEPT
 from millpond.engine.request import MOST_BREAKPOINTS, MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
@@ -23,6 +24,14 @@ StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 #: Names in `millpond.forget` at most, and one of them: a call's id has `MOST_NAME` characters at most.
 MOST_FORGETS = 256
 Forgettable = Annotated[str, Field(min_length=1, max_length=MOST_NAME + len("tool:"))]
+#: Of the budget.
+Share = Annotated[StrictFloat, Field(gt=0, le=1)]
+SpanShares = Annotated[list[tuple[StrictInt, StrictInt, Share]], Field(max_length=MOST_SHARES, fail_fast=True)]
+#: A number for all messages, or spans: an error speaks of the one that was meant.
+FairShareField = Annotated[
+    Annotated[Share, Tag("share")] | Annotated[SpanShares, Tag("spans")],
+    Discriminator(lambda given: "spans" if isinstance(given, list) else "share"),
+]
 #: A name or a note of a client's own; OpenAI's have 512 characters at most.
 Label = Annotated[str, Field(max_length=512)]
 
@@ -38,6 +47,8 @@ class CacheFields(Body):
         forgotten: tell in `usage.millpond` how much of each message of a chat the cache does not hold any more.
         keep: [begin, end] of spans of a completion's only prompt that every head keeps, in characters of a text, or in
             tokens. In chats messages and their parts say so themselves.
+        fair_shares: of every message of a chat at least this share of an even cut of the budget stays in every head;
+            or [begin, end, share] of spans of a completion's only prompt, in characters of a text, or in tokens.
         forget: names of what no later token of a chat sees: "thoughts", "tool:ID" of a call's answer, "message:N".
         breakpoints: numbers of characters of a completion's only prompt, or of its tokens, behind which later prompts
             may go on. In chats messages and their parts have `cache_control`.
@@ -57,6 +68,7 @@ class CacheFields(Body):
     chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
     forgotten: bool = False
     keep: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
+    fair_shares: FairShareField | None = None
     forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
     breakpoints: Annotated[list[StrictInt], Field(max_length=MOST_BREAKPOINTS, fail_fast=True)] | None = None
     on_pressure: OnPressure | None = None

@@ -244,16 +244,28 @@ class TokenizerWorker:
         Raises:
             ApiError: spans that leave the text; or the tokenizer tells no characters of tokens.
         """
+        ids, found = await self.spans_in_text(text, spans, special, field)
+        return ids, united(found)
+
+    async def spans_in_text(
+        self, text: str, spans: Sequence[Span], special: bool, field: str
+    ) -> tuple[tuple[int, ...], list[Span]]:
+        """The ids of a text, and where each span of its characters lies among them.
+
+        Raises:
+            ApiError: spans that leave the text; or the tokenizer tells no characters of tokens.
+        """
         for begin, end in spans:
             if not 0 <= begin <= end <= len(text):
-                message = f"keep: [{begin}, {end}] must lie in the prompt of {len(text)} characters"
-                raise ApiError(400, message, "invalid_value", KEEP)
+                name = field.partition(".")[2]
+                message = f"{name}: [{begin}, {end}] must lie in the prompt of {len(text)} characters"
+                raise ApiError(400, message, "invalid_value", field)
         ids = await self.encode(text, special)
         read, found = await self._run(lambda own: token_spans(own, text, special, spans, field), len(text))
         if tuple(read) != ids:
             message = "this model's tokenizer does not tell which characters a token stands for"
             raise ApiError(400, message, "unsupported_parameter", field)
-        return ids, united(found)
+        return ids, found
 
     async def tokens_before(
         self, text: str, ids: tuple[int, ...], places: Sequence[int], field: str

@@ -79,6 +79,7 @@ class Call:
         self.table = order.view(n_regions, n_table).int()
         self.lens = torch.tensor(case.lens, dtype=torch.int32)
         self.kept: Tensor | None = None  # spans that never leave
+        self.least: Tensor | None = None  # spans of which some entries stay
         self.caps = torch.tensor(case.caps or [UNBOUNDED] * n_regions, dtype=torch.int32)
         self.recent = torch.tensor(case.recent or [0] * n_regions, dtype=torch.int32)
         heads = case.n_kv_heads * case.group
@@ -122,7 +123,8 @@ class Call:
         settings |= {"sink_logits": self.sink_logits, **changes}
         rule = settings.pop("rule", case.rule)
         shape = AttentionShape(**settings)
-        regions = StepRegions(self.regions, self.caps, self.recent, self.q_pos, rule, shape, packed, self.kept)
+        spans = (self.kept, self.least)
+        regions = StepRegions(self.regions, self.caps, self.recent, self.q_pos, rule, shape, packed, *spans)
         return DecodeArgs(self.q, self.k_new, self.v_new, regions)
 
     @property

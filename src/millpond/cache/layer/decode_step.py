@@ -170,6 +170,7 @@ class DecodeStep:
         if q_pos is None:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
         table.kept = self._timeline.kept.tensor(device)
+        table.least = self._planner.least(table, positions, device)
         quantize.quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
         table.copy_on_write(whole=moves or rule.signal is not Signal.NONE)  # a signal goes into every slot

@@ -38,13 +38,14 @@ class PageTable:
         recent: (R,) int32 how many newest positions are protected.
         head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
         sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
-        kept: of the step that follows, see `StepRegions`.
+        kept, least: of the step that follows, see `StepRegions`.
     """
 
     def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: PackedPart | None = None) -> None:
         self.pool = pool
         self.sealed = sealed
         self.kept: Tensor | None = None
+        self.least: Tensor | None = None
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self._rows = PageLists(pool, n)
@@ -103,6 +104,10 @@ class PageTable:
         tiered = self.sealed is not None and self.sealed.codec.tiered
         return self.lengths() if tiered else self.entries()
 
+    def newest_protected(self) -> npt.NDArray[np.int32]:
+        """(n_seq, n_kv_heads) of the newest positions that are protected, on the host."""
+        return self._budgets.recent.reshape(self.n_seq, self.n_kv_heads).copy()
+
     def rows(self, sequence: int) -> slice:
         """The regions of one sequence."""
         return slice(sequence * self.n_kv_heads, (sequence + 1) * self.n_kv_heads)
@@ -123,7 +128,8 @@ class PageTable:
     def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
         """All regions at a decoding step of tokens at q_pos (S,)."""
         packed = None if self.sealed is None else self.sealed.regions()
-        return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, self.kept)
+        spans = (self.kept, self.least)
+        return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, *spans)
 
     @property
     def page_lists(self) -> PageLists:

@@ -15,6 +15,7 @@ from millpond.errors import PoolFullError
 from millpond.kernels.decode_rules import DecodeRule
 from millpond.kernels.eviction import INF, eviction_value, in_spans
 from millpond.policy.allocation.heads import HeadAllocation, lowest_scored
+from millpond.policy.fair_shares import best_of_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class HeadCompetition:
         recent = table.recent[torch.from_numpy(rows).to(q_pos.device)][:, None]
         pinned = valid & ((positions < rule.sinks) | (query - positions < recent))
         aside = self._aside(positions, kept, rule.sinks)
+        if table.least is not None:
+            of_spans = table.least[torch.from_numpy(self.sequences).to(table.least.device)]
+            least = of_spans.repeat_interleave(n_heads, 0)
+            whole = pinned if aside is None else pinned | (valid & aside)
+            pinned = pinned | best_of_spans(value, valid, whole, positions, least)
         if aside is not None:
             pinned &= ~aside
         caps = table.budgets()

@@ -86,6 +86,18 @@ class Planner:
         window = self._attention.shape.window
         return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
 
+    def least(self, table: PageTable, positions: np.ndarray, device: torch.device) -> Tensor | None:
+        """Entries of spans that a decoding step at positions (S,) keeps, see `FairShares.least`."""
+        fair, window = self._timeline.fair, self._attention.shape.window
+        if not fair:
+            return None
+        caps, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
+        budgets = caps.sum(1) // table.n_kv_heads
+        # heads of which each has a protection of its own: the least that one of them leaves
+        free = (caps - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
+        aside = np.array([self._n_kept(s) for s in range(table.n_seq)])
+        return fair.least(positions + 1, budgets, free - self._policy.protect.sinks - aside, window, device)
+
     # ------------------------------------------------------------------ what comes before a plan
 
     def add_chunk(
@@ -182,10 +194,11 @@ class Planner:
         caps = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:
-            apart = due & np.array([self._timeline.kept.count(s) > 0 for s in range(table.n_seq)])
+            own = (bool(self._timeline.kept.of(s) or self._timeline.fair.of(s)) for s in range(table.n_seq))
+            apart = due & np.fromiter(own, dtype=bool, count=table.n_seq)
             if (due & ~apart).any():
                 merger.merge(table, q_pos, due & ~apart)
-            due = apart  # the kernel knows nothing of kept spans
+            due = apart  # the kernel knows nothing of spans
         for s in np.flatnonzero(due).tolist():
             budget = self._companions.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
@@ -251,6 +264,11 @@ class Planner:
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, found, positions, order, seen)
+        if self._timeline.fair:
+            window = self._attention.shape.window
+            visible = min(seen, window) if window else seen
+            fair = self._timeline.fair.view(sequence, seen, visible, budget, aside, found.positions)
+            view = replace(view, fair=fair)
         plan = self._policy.plan(view, budget - n_kept, between=between)
         if plan.standing is not None:
             found = found._replace(scores=torch.zeros_like(found.scores).scatter_(1, order, plan.standing))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.state.dropped_spans import DroppedSpans
+from millpond.cache.state.fair_shares import FairShares
 from millpond.cache.state.kept_spans import KeptSpans
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError
@@ -86,6 +87,7 @@ class PositionTracker:
         seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
             away: `seen + closed` tokens were read.
         kept: spans of positions that stay in every head of every layer. dropped: those that no head holds any more.
+        fair: spans that keep a share of the budget in every head of every layer.
     """
 
     def __init__(self) -> None:
@@ -94,6 +96,7 @@ class PositionTracker:
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
         self.kept = KeptSpans()
+        self.fair = FairShares()
         self.dropped = DroppedSpans()
         self.tokens: TokenIds | None = None  # set where a policy reads them
         self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be processed in parts
@@ -132,6 +135,7 @@ class PositionTracker:
             )
         if self.n_seq == 0:
             self.kept.begin(n_seq)
+            self.fair.begin(n_seq)
             self.seen, self.closed = np.zeros(n_seq, dtype=np.int64), np.zeros(n_seq, dtype=np.int64)
             self.origin = np.arange(n_seq)
         if self.n_seq != n_seq:
@@ -193,6 +197,7 @@ class PositionTracker:
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self.closed = self.closed[sequences]
         self.kept.select(sequences)
+        self.fair.select(sequences)
         self.dropped.select(sequences)
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         if self.tokens is not None:
@@ -202,6 +207,7 @@ class PositionTracker:
     def begin_with(self, columns: int) -> None:
         """One sequence, with the number of tokens seen before."""
         self.kept.begin(1)
+        self.fair.begin(1)
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.closed = np.zeros(1, dtype=np.int64)
         self.columns = columns
@@ -219,6 +225,7 @@ class PositionTracker:
         self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
         self.closed = other.closed.copy()
         self.kept = other.kept.copy(range(other.n_seq))
+        self.fair = other.fair.copy(range(other.n_seq))
         self.dropped = other.dropped.copy(range(other.n_seq))
         if other.tokens is not None:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
@@ -229,6 +236,7 @@ class PositionTracker:
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]
         other.kept = self.kept.copy(sequences)
+        other.fair = self.fair.copy(sequences)
         other.dropped = self.dropped.copy(sequences)
         if self.tokens is not None:
             other.tokens = self.tokens.copy(sequences)
@@ -240,6 +248,7 @@ class PositionTracker:
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
         self.closed = np.concatenate([self.closed, other.closed])
         self.kept.join(other.kept)
+        self.fair.join(other.fair)
         if self.tokens is not None:
             assert other.tokens is not None, "batches that are joined keep the same things"
             self.tokens.join(other.tokens)
@@ -256,6 +265,7 @@ class PositionTracker:
         self.rewind(0, np.zeros(0, dtype=np.int64))
         self.closed = self.seen.copy()
         self.kept.reset()
+        self.fair.reset()
         self.dropped.reset()
         if self.tokens is not None:
             self.tokens.reset()

@@ -86,7 +86,7 @@ class SessionReuse:
         Turns that have forgotten spans lie apart: only a request that forgets these too may continue them.
         """
         recipe = live.group.recipe
-        own = live.spans or live.kept or live.prompt_logprobs is not None
+        own = live.spans or live.kept or live.fair or live.prompt_logprobs is not None
         if not live.answers or own or why_not(recipe) is not None:
             return []
         return [self._scope(recipe, forgets) for forgets in ([True, False] if live.forget else [False])]
@@ -114,7 +114,7 @@ class SessionReuse:
 
     def keep(self, live: RequestState) -> None:
         """Store the caches behind the answers of a request that have just come to their ends."""
-        if why_not(live.group.recipe) is not None or live.kept:
+        if why_not(live.group.recipe) is not None or live.kept or live.fair:
             return
         for answer in live.answers:
             if answer.finish_reason in ("stop", "length"):

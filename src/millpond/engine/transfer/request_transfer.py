@@ -224,8 +224,7 @@ class RequestTransfer:
     ) -> None:  # fmt: skip
         """Add one sequence to a stack."""
         one = recipe.stack()
-        if live.kept:
-            one.keep(live.kept)
+        one.keep(live.kept, live.fair)
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
             fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)

@@ -52,6 +52,8 @@ class StepRegions:
         shape: of the attention.
         packed: what lies in packed pages; None: nothing. Its side arrays and `dead` are written; codes never.
         kept: (S, n, 2) int32, spans [begin, end) of positions that never leave, empty ones at the end; None: none.
+        least: (S, m, 3) int32, disjoint spans [begin, end) of positions and the fewest entries of each that stay in
+            every region, at most `MOST_LEAST`; where a region holds no more, none of them leaves. None: none.
     """
 
     plain: PageRegions
@@ -62,3 +64,4 @@ class StepRegions:
     shape: AttentionShape
     packed: PackedRegions | None = None
     kept: Tensor | None = None
+    least: Tensor | None = None

@@ -60,7 +60,8 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     # the new entry: append, or take the victim's slot
     grows = active[:, 0] & ((lens < regions.caps) | (rule.evict is Evict.NEVER))
     full = active[:, 0] & ~grows
-    victim = choose_evicted(rule, scores, positions, pos_r, regions.recent, shape.window, n_kv_heads, regions.kept)
+    spans = (regions.kept, regions.least)
+    victim = choose_evicted(rule, scores, positions, pos_r, regions.recent, shape.window, n_kv_heads, *spans)
     slot = torch.where(grows, lens.long(), victim)
     stores = grows | (full & (victim < stored))
     evicted = torch.where(full, positions.gather(1, victim[:, None])[:, 0], -1)

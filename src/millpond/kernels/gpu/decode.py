@@ -82,8 +82,8 @@ def _parts(
 
 @on_its_device
 def decode(args: DecodeArgs) -> DecodeOutput:
-    """Over two parts where there are two: one softmax, one victim. With kept spans in plain torch."""
-    if args.regions.kept is not None:
+    """Over two parts where there are two: one softmax, one victim. With spans of which some stay in plain torch."""
+    if args.regions.kept is not None or args.regions.least is not None:
         return eager(args)
     q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
     (pages, table, lens), packed, rule = regions.plain.parts, regions.packed, regions.rule

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.eviction import MOST_LEAST
 from millpond.kernels.native import library
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.thread_count import thread_count
@@ -19,7 +20,7 @@ from millpond.kernels.thread_count import thread_count
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/common/args.hpp
-DECODE = Struct("=46q3d").pack
+DECODE = Struct("=48q3d").pack
 COLUMNS_OF_TOKENS = Struct("=4q").pack
 ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
@@ -77,12 +78,13 @@ def rule_numbers(rule: DecodeRule) -> list[int]:
 def decode(
     q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
     q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, kept: Tensor | None = None, packed: bytes = b"",
+    scale: float, softcap: float, decay: float, kept: Tensor | None = None, least: Tensor | None = None,
+    packed: bytes = b"",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A decoding step.
 
     Args:
-        kept: see `StepRegions`.
+        kept, least: see `StepRegions`.
         packed: the struct of the regions' packed parts, see native/packed.py; empty where there are none.
     """
     q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
@@ -96,7 +98,7 @@ def decode(
     )
     struct = decode_struct(
         q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks, pool, rule, window,
-        scale, softcap, decay, *result, None if kept is None else kept.contiguous(),
+        scale, softcap, decay, *result, *(None if spans is None else spans.contiguous() for spans in (kept, least)),
     )  # fmt: skip
     if entry_point("mp_decode_packed" if packed else "mp_decode")(struct + packed):
         raise MemoryError("no memory for the work space of the decode kernel")
@@ -107,10 +109,15 @@ def decode_struct(
     q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
     q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
     scale: float, softcap: float, decay: float, out: Tensor, lse: Tensor, evicted: Tensor, kept: Tensor | None = None,
+    least: Tensor | None = None,
 ) -> bytes:  # fmt: skip
     """The C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
     if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
         raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
+    if least is not None and (least.shape[0] != q.shape[0] or not 0 < least.shape[1] <= MOST_LEAST):
+        raise OptionError(f"fewest entries of {tuple(least.shape)} spans must be (sequences, 1 to {MOST_LEAST}, 3)")
+    if least is not None and (least.dtype is not INT32 or not least.is_contiguous()):
+        raise OptionError("fewest entries of spans must be a contiguous int32 tensor (sequences, spans, 3)")
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
     n_seq, n_heads, _ = q.shape
@@ -125,7 +132,8 @@ def decode_struct(
         0 if sink_logits is None else sink_logits.data_ptr(),
         out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
         n_seq, n_heads, k_new.shape[1], window, *rule, thread_count(),
-        *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[1])), scale, softcap, decay,
+        *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[1])),
+        *((0, 0) if least is None else (least.data_ptr(), least.shape[1])), scale, softcap, decay,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Layers:
             decoding = decode_struct(
                 q, k, v, plain.pages.bases, plain.table, plain.lens, r.caps, r.recent, r.q_pos, sinks,
                 pool_numbers(plain.pages), rule_numbers(r.rule), shape.window, shape.scale, shape.softcap,
-                r.rule.decay, seen, sums, evicted, r.kept,
+                r.rule.decay, seen, sums, evicted, r.kept, r.least,
             )  # fmt: skip
             packed = NOT_PACKED if r.packed is None else regions_struct(r.packed)
             structs += (before, into.same, turn, decoding, packed, behind, rest.same)

@@ -32,7 +32,7 @@ LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(
     "decode(Tensor q, Tensor k_new, Tensor v_new, Tensor(a!) bases, Tensor table, Tensor(b!) lens, Tensor caps, "
     "Tensor recent, Tensor q_pos, Tensor? sink_logits, int[] pool, int[] rule, int window, float scale, "
-    "float softcap, float decay, Tensor? kept=None) -> (Tensor, Tensor, Tensor)"
+    "float softcap, float decay, Tensor? kept=None, Tensor? least=None) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "prefill(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor? past_pos, Tensor? past_log_masses, "
@@ -57,7 +57,7 @@ LIBRARY.impl("linear", decoder_rows.linear, "CPU")
 def _decode_shapes(
     q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
     q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, kept: Tensor | None = None,
+    scale: float, softcap: float, decay: float, kept: Tensor | None = None, least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n_seq, n_heads, _ = q.shape
     out = q.new_empty((n_seq, n_heads, pool[3]))
@@ -109,7 +109,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     given = (
         args.q, args.k_new, args.v_new, plain.pages.bases, plain.table, plain.lens, regions.caps, regions.recent,
         regions.q_pos, shape.sink_logits, pool_numbers(plain.pages), rule_numbers(rule), shape.window, shape.scale,
-        shape.softcap, rule.decay, regions.kept,
+        shape.softcap, rule.decay, regions.kept, regions.least,
     )  # fmt: skip
     if regions.packed is not None:
         return DecodeOutput(*abi.decode(*given, regions_struct(regions.packed)))

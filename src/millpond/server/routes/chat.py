@@ -10,12 +10,14 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from millpond.cache.state.fair_shares import FairShare
 from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of, check_marks
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
+from millpond.server.fair_shares import FAIR, share_of_chat, with_shares
 from millpond.server.forget import FORGET, enclosed_forgets
 from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.prompt_breakpoints import refuse_breakpoints
@@ -71,7 +73,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
         name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.messages,
-        chat.breakpoints, chat.keep, chat.forget,
+        chat.breakpoints, chat.keep, chat.forget, chat.fair,
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
@@ -83,7 +85,7 @@ class _ReadChat(NamedTuple):
 
     Attributes:
         messages: where they lie, for `millpond.forgotten`. breakpoints: numbers of tokens. keep: what stays.
-        forget: what is forgotten.
+        forget: what is forgotten. fair: messages with their share of the budget.
     """
 
     prompt: tuple[int, ...] | Prompt
@@ -91,19 +93,21 @@ class _ReadChat(NamedTuple):
     breakpoints: tuple[int, ...] = ()
     keep: tuple[Span, ...] = ()
     forget: tuple[Span, ...] = ()
+    fair: tuple[FairShare, ...] = ()
 
 
 async def _read(service: Service, body: ChatBody) -> _ReadChat:
     """
     Raises:
         ApiError: see `TokenizerWorker.chat`, `TokenizerWorker.chunked_chat` and `TokenizerWorker.chat_spans`; or there
-            are chunks, and `millpond.forgotten` or `millpond.forget` is set or something stays; or too many marks; or
-            `millpond.forget` names what is not there.
+            are chunks, and `millpond.forgotten`, `millpond.forget` or `millpond.fair_shares` is set or something
+            stays; or too many marks or messages with a share; or `millpond.forget` names what is not there.
     """
     refuse_spans(body.millpond.chunks)
     refuse_keep(body.millpond.keep, 'in a chat mark messages or text parts with "millpond": {"keep": true}')
     refuse_breakpoints(body.millpond.breakpoints, "in a chat mark messages or text parts with cache_control")
     check_marks(body.messages)
+    share = share_of_chat(body.millpond)
     use_tools, told = body.tool_choice != "none", body.millpond.forgotten
     stays = any(kept_pieces(message) for message in body.messages)
     enclosed = enclosed_forgets(body.millpond.forget or (), body.messages)
@@ -111,13 +115,16 @@ async def _read(service: Service, body: ChatBody) -> _ReadChat:
         if enclosed:
             message = "messages with chunks cannot forget parts of a chat; leave out one of the two"
             raise ApiError(400, message, "invalid_value", FORGET)
+        if share is not None:
+            message = "messages with chunks have no shares of the budget; leave out one of the two"
+            raise ApiError(400, message, "invalid_value", FAIR)
         if told or stays:
             field, what = (FORGOTTEN, "do not tell what was forgotten") if told else (KEEP, "are not kept by span")
             raise ApiError(400, f"messages with chunks {what}; leave out one of the two", "invalid_value", field)
         return _ReadChat(await service.tokens.chunked_chat(body.messages, body, use_tools))
     stops = service.breakpoints.needed(cache_options(body.millpond))
     found: Sequence[Span] | None = None
-    if told:
+    if told or share is not None:
         prompt, found = await service.tokens.chat_spans(body.messages, body, use_tools)
     elif stops:
         prompt, found = await service.tokens.chat_ends(body.messages, body, use_tools)
@@ -130,4 +137,5 @@ async def _read(service: Service, body: ChatBody) -> _ReadChat:
     if enclosed:
         prompt, forget = await service.tokens.pieces_in_chat(body.messages, body, use_tools, enclosed, FORGET)
     breakpoints = breakpoints_of(body.messages, found) if stops and found is not None else ()
-    return _ReadChat(prompt, tuple(found or ()) if told else (), breakpoints, keep, forget)
+    fair = () if share is None or found is None else with_shares(found, [share] * len(found))
+    return _ReadChat(prompt, tuple(found or ()) if told else (), breakpoints, keep, forget, fair)

@@ -9,11 +9,13 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from millpond.cache.state.fair_shares import FairShare
 from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
+from millpond.server.fair_shares import FAIR, spans_of_prompt, with_shares
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import KEEP, Span, refuse_forgotten
 from millpond.server.prompt_breakpoints import prompt_breakpoints
@@ -57,6 +59,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     prompts, texts = await _prompts(service, body.prompt)
     read: Sequence[tuple[int, ...] | Prompt] = prompts
     keep = await _kept(service, body, prompts, texts, body.millpond.keep) if body.millpond.keep else ()
+    fair = await _fair(service, body, prompts, texts, spans_of_prompt(body.millpond))
     if body.millpond.chunks:
         read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
     breakpoints: tuple[int, ...] = ()
@@ -76,7 +79,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     name = f"cmpl-{uuid.uuid4().hex}"
     made = requests(
         name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep,
-        breakpoints=breakpoints,
+        breakpoints=breakpoints, fair_shares=fair,
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
@@ -100,6 +103,29 @@ async def _kept(
     if texts[0] is None:
         return tuple(spans)
     return (await service.tokens.kept_in_text(texts[0], spans))[1]
+
+
+async def _fair(
+    service: Service,
+    body: CompletionBody,
+    prompts: list[tuple[int, ...]],
+    texts: list[str | None],
+    shares: list[tuple[int, int, float]],
+) -> tuple[FairShare, ...]:
+    """The spans of the only prompt of a body that keep a share of the budget, in tokens.
+
+    Raises:
+        ApiError: several prompts, or chunks; or spans that leave the prompt.
+    """
+    if not shares:
+        return ()
+    if len(prompts) != 1 or body.millpond.chunks:
+        message = f"{FAIR} goes with one prompt without chunks; send a request for each"
+        raise ApiError(400, message, "invalid_value", FAIR)
+    if texts[0] is None:
+        return tuple(shares)
+    _, found = await service.tokens.spans_in_text(texts[0], [(b, e) for b, e, _ in shares], True, FAIR)
+    return with_shares(found, [share for _, _, share in shares])
 
 
 async def _chunked(

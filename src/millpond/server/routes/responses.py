@@ -13,6 +13,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of
 from millpond.server.chunk_parts import refuse_spans
+from millpond.server.fair_shares import refuse_fair_shares
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message
@@ -51,6 +52,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     refuse_forgotten(body.millpond.forgotten)
     refuse_forget(body.millpond.forget)
     refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
+    refuse_fair_shares(body.millpond, "use /v1/chat/completions, whose messages can have a share")
     refuse_breakpoints(body.millpond.breakpoints, "use /v1/chat/completions, whose messages may have cache_control")
     said = _messages(body)
     breakpoints: tuple[int, ...] = ()

@@ -12,6 +12,8 @@ enum Reduce : int64_t { MEAN = 0, MAX = 1, ADD = 2 };
 enum Gate : int64_t { NO_GATE = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4 };
 enum Evict : int64_t { NEVER = 0, ACC = 1, ACC_MEAN = 2, OLDEST = 3, RANDOM = 4, HEAVIEST = 5, SPACED = 6 };
 
+constexpr int MOST_LEAST = 256;  // spans of which some entries stay, see DecodeArgs
+
 enum Weigh : int64_t { BY_NORMS = 0, BY_EXP = 1, BY_COUNT = 2, BY_SCORE = 3, BY_CHANCE = 4 };
 enum Over : int64_t { OVER_TARGETS = 0, OVER_RECENT = 1, OVER_MAX = 2 };
 
@@ -44,6 +46,8 @@ struct DecodeArgs {
   int64_t n_threads;
   const int32_t* kept;  // (S, n_kept, 2): spans [begin, end) of positions that never leave; null without any
   int64_t n_kept;
+  const int32_t* least;  // (S, n_least, 3): spans [begin, end) and the fewest entries of each that stay; null without any
+  int64_t n_least;       // at most MOST_LEAST
   double scale, softcap, decay;
 };
 

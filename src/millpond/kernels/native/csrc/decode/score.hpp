@@ -42,18 +42,41 @@ MP_INLINE vf spaced_value(vi position, int32_t width, int32_t shift, int32_t str
 
 inline bool by_score(int64_t evict) { return evict == ACC || evict == ACC_MEAN || evict == HEAVIEST; }
 
+// Entries of region r in [begin, end), the new one among them.
+inline int held_in(const Call& c, int r, int32_t begin, int32_t end) {
+  int held = c.position(r) >= begin && c.position(r) < end;
+  const Part parts[2] = {c.plain_part(r), c.packed != nullptr ? c.packed_part(r) : Part{}};
+  for (int i = 0; i < (c.packed != nullptr ? 2 : 1); ++i) {
+    for (int at = 0; at < parts[i].lens;) {
+      const int run = parts[i].pool->run(at, parts[i].lens, SPLIT);
+      const int32_t* positions = parts[i].pool->position(parts[i].pages, at);
+      for (int j = 0; j < run; ++j) held += (positions[j] >= begin) & (positions[j] < end);
+      at += run;
+    }
+  }
+  return held;
+}
+
 // The value by which entries of region r leave, lowest first.
 struct Valuation {
-  int64_t evict, window, n_kept;
+  int64_t evict, window, n_kept, n_whole = 0;
   int32_t q_pos, sinks, recent, unit_width, unit_shift, stride;
   uint32_t seed, head;
   const int32_t* kept;
+  int32_t whole[2 * MOST_LEAST];  // n_whole spans that hold no more than must stay
 
   Valuation(const Call& c, int r)
       : evict(c.a.evict), window(c.a.window), n_kept(c.a.n_kept), q_pos(c.position(r)), sinks(int32_t(c.a.sinks)),
         recent(c.a.recent[r]), unit_width(int32_t(c.a.unit_width)), unit_shift(int32_t(c.a.unit_shift)), stride(int32_t(c.a.stride)),
         seed(uint32_t(c.a.seed)), head(c.a.shared ? 0u : uint32_t(c.head(r))),
-        kept(c.a.n_kept > 0 ? c.a.kept + 2 * c.a.n_kept * c.seq(r) : nullptr) {}
+        kept(c.a.n_kept > 0 ? c.a.kept + 2 * c.a.n_kept * c.seq(r) : nullptr) {
+    const int32_t* least = c.a.least + 3 * c.a.n_least * c.seq(r);
+    for (int64_t n = 0; n < (c.full(r) ? c.a.n_least : 0); ++n, least += 3) {
+      if (least[2] <= 0 || held_in(c, r, least[0], least[1]) > least[2]) continue;
+      whole[2 * n_whole] = least[0];
+      whole[2 * n_whole++ + 1] = least[1];
+    }
+  }
 
   // What the score and position say, before protection.
   MP_INLINE vf raw(vf score, vi position) const {
@@ -74,6 +97,8 @@ struct Valuation {
     value = select((position < sinks) | (age < recent), splat(__builtin_inff()), value);
     for (int64_t n = 0; n < n_kept; ++n)
       value = select((position >= kept[2 * n]) & (position < kept[2 * n + 1]), splat(__builtin_inff()), value);
+    for (int64_t n = 0; n < n_whole; ++n)
+      value = select((position >= whole[2 * n]) & (position < whole[2 * n + 1]), splat(__builtin_inff()), value);
     if (window > 0) value = select(age >= int32_t(window - 1), splat(-__builtin_inff()), value);
     return value;
   }
