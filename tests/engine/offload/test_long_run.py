@@ -1,4 +1,4 @@
-"""Three hundred requests, weights and KV each four times the memory: what the process and the page cache hold."""
+"""Three hundred requests, weights four times the memory and KV more than it: what process and page cache hold."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tests.helpers.hf.families import family
 from tests.helpers.tiers.page_cache import cached_bytes, drop
 
 MEMORY, N_REQUESTS = 16 << 20, 300
-#: Bytes of the interpreter with its libraries, and all that the ledger does not count.
-BESIDE = 400 << 20
+#: Bytes that the ledger does not count: objects of Python, what libraries allocate at their first call, threads. What
+#: the imports take is measured: 391 MB with torch 2.11 and transformers 5.
+BESIDE = 64 << 20
 
 
 @pytest.mark.slow
@@ -38,9 +39,10 @@ def test_the_process_stays_small_over_three_hundred_requests(tmp_path: Path) -> 
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["errors"] == []
     assert (found["ended"], found["lengths"]) == (N_REQUESTS, [NEW])
-    assert found["kv"] >= 4 * MEMORY
+    assert found["kv"] > MEMORY
     assert found["ledger"] <= MEMORY
-    assert found["resident"] <= MEMORY + BESIDE
+    assert found["resident"] - found["imported"] <= MEMORY + BESIDE
+    assert found["resident"] - found["third"] <= 8 << 20, "two hundred more requests take no more"
     assert found["during"] == ["plan.json"], "files of KV have no names"
     assert [path.name for path in disk.iterdir()] == ["plan.json"]
     if not found["direct"]:
