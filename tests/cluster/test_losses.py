@@ -162,12 +162,12 @@ def test_where_no_worker_starts_any_more_later_requests_are_refused(
 def test_a_deadline_ends_a_request_whose_worker_does_not(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that stays in a step, or none that serves."""
     with LocalCluster(replicas=1) as local:
-        local.made[0].hold = 4
+        local.made[0].hold = 1
         if not workers:
             monkeypatch.setattr(LocalWorker, "open", lambda self: asyncio.Event().wait())
             local.cluster.loop.call(local.made[0].die).result()
             local.wait_until(lambda: not local.cluster.dispatcher.live()["replica"])
-        (last,) = finished(start(local, PROMPTS[:1], deadline=0.2))
+        (last,) = finished(start(local, PROMPTS[:1], deadline=0.5))
         assert last.completions[0].finish_reason == "deadline"
         tokens = last.completions[0].token_ids
         assert tokens == expected()[0][0][: len(tokens)]
@@ -202,11 +202,12 @@ def test_a_client_that_leaves_while_its_request_is_submitted_leaves_nothing() ->
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
+        while local.cluster.dispatcher.busy:  # as in a server, whose loop lives on
+            await asyncio.sleep(0.01)
 
     with LocalCluster(replicas=1) as local:
         local.made[0].hold = 1
         asyncio.run(leave(AsyncClusterLLM.of(local.cluster, "tiny", None), local))
-        local.wait_until(lambda: not local.cluster.dispatcher.busy)
         local.made[0].go.set()
         local.settle()
 
