@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.matrix.oracle import Oracle, Rule
 from tests.helpers.random_heads import random_heads_where_none_are
 from tests.matrix.test_kept_spans import OPTIONS, wide
+from tests.server.test_forgotten import RULES, STORY
 
 SPANS = ((0, 9), (9, 24), (26, 38))
 #: One of each way in which a method holds its budget: by the kernel, a plan at each step, merging.
@@ -131,6 +133,31 @@ def test_heads_compete_for_what_the_shares_leave(every: int) -> None:
             for layer in range(2):
                 assert sum(map(len, cache.positions(layer))) == 32
         cache.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("method", ["h2o", "tova"])
+def test_an_instruction_that_heads_lose_whole_keeps_its_share_in_each(method: str) -> None:
+    """A message between a long text and the newest entries, at 10 %, when the prompt was read and after an answer."""
+    model, tokenizer = mp.load_model("pond-recall", "f32"), mp.load_tokenizer("pond-recall")
+    parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (STORY * 3, RULES * 4, STORY * 2)]
+    ends = [0, *accumulate(map(len, parts))]
+    spans, ids = list(pairwise(ends)), torch.tensor([sum(parts, [])])
+    n, total = len(parts[1]), ends[-1]
+    held = {}
+    for share in (None, 0.4):
+        with torch.no_grad(), mp.compress(model, method, "10%") as cache:
+            if share is not None:
+                cache.protect(spans, share=share)
+            model(ids, cache=cache)
+            for step in ids[:, :8].split(1, 1):
+                model(step, cache=cache)
+            rows = [row for layer in range(len(cache.layers)) for row in cache.positions(layer)]
+            held[share] = [counts(row, spans)[1] for row in rows]
+    assert min(held[None]) == 0
+    least = math.floor(n * 0.4 * round(total * 0.1) / (total + 8))
+    assert least == 1
+    assert min(held[0.4]) >= least
 
 
 def test_kept_spans_count_towards_their_share() -> None:
