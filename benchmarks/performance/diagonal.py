@@ -20,6 +20,7 @@ from typing import Any
 from script import begin, interval, keep
 
 from millpond.bench.generate.candidates import ModelShape
+from millpond.engine.age_spread import FILLINGS
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import open_in_memory
@@ -77,14 +78,17 @@ def main() -> None:
     rounds = []
     for n in range(args.rounds):
         found = {one: run(folder, args, shape, one) for one in (SCHEDULES if n % 2 else SCHEDULES[::-1])}
+        most = found["zigzag"]["most_running"]
+        if FILLINGS * most > args.requests:
+            raise SystemExit(f"{most} run together: give at least {FILLINGS * most} --requests, or less --memory")
         rounds.append(found)
         for one in SCHEDULES:
             print(f"round {n}, {one}: " + ", ".join(f"{k} {v:.4g}" for k, v in found[one].items() if k != "schedule"))
     ratios = [found["diagonal"]["tokens_per_s"] / found["zigzag"]["tokens_per_s"] for found in rounds]
     ends = [found["diagonal"]["mean_end_s"] / found["zigzag"]["mean_end_s"] for found in rounds]
     low, high = interval(ratios)
-    print(f"diagonal by zigzag: tokens per second {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}), mean time")
-    print(f"to an answer's end {statistics.median(ends):.3f}")
+    print(f"diagonal by zigzag: tokens per second {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+    print(f"mean time to an answer's end: {statistics.median(ends):.3f}")
     args.folder = args.folder.name
     keep(args, rounds, ratio=statistics.median(ratios), interval=(low, high), mean_end=statistics.median(ends))
 

@@ -107,9 +107,12 @@ def test_few_requests_begin_at_once() -> None:
     assert begun == [0, 8, 16, 24], "one in every eighth of an answer's length"
 
 
-@pytest.mark.parametrize("method", ["full", "h2o"])
-def test_tokens_are_those_without(method: str, tmp_path: Path) -> None:
-    """Forty requests through a plan in the schedule "diagonal", in memory for a few of them."""
+@pytest.mark.parametrize(
+    ("method", "kv", "ends"),
+    [("full", "host", "host"), ("h2o", "host", "disk"), ("full", "disk", "host"), ("h2o", "disk", "disk")],
+)
+def test_tokens_are_those_without(method: str, kv: str, ends: Any, tmp_path: Path) -> None:
+    """Many requests through a plan in the schedule "diagonal", in memory for a few of them."""
     model = mp.load_model("pond-recall")
     model.save_pretrained(tmp_path)
     prompts = [tuple((7 * n + k) % 400 + 4 for k in range(10 + n)) for n in range(24)]
@@ -126,7 +129,7 @@ def test_tokens_are_those_without(method: str, tmp_path: Path) -> None:
     reference = Engine(model, method=method, budget=budget)
     expected = answers(reference)
     reference.close()
-    plan = Plan(weights={"disk": 1.0}, schedule="diagonal", block=4, prompt_rows=64)
+    plan = Plan(weights={"disk": 1.0}, kv={kv: 1.0}, ends=ends, schedule="diagonal", block=4, prompt_rows=64)
     config = EngineConfig(method=method, budget=budget)
     opened = open_in_memory(tmp_path, "24MiB", plan, None, config)
     assert opened.config.spread_ages
@@ -134,4 +137,7 @@ def test_tokens_are_those_without(method: str, tmp_path: Path) -> None:
     assert answers(engine) == expected
     assert len(set(expected)) > 12, "answers differ, so that mixed-up requests would be seen"
     assert engine.stats().preemptions == 0
+    if opened.tier is not None:
+        assert opened.tier.bytes_read > 0
+        assert opened.tier.bytes_used == 0
     engine.close()
