@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -72,6 +74,46 @@ def test_bytes_that_end_the_worker_that_takes_them_end_alone(monkeypatch: pytest
         check_it_ended_alone(ends_of(start(local, PROMPTS)), 2)
         assert local.llm.figures().deaths == 2
         local.settle()
+
+
+class Offer:
+    """Where the bytes of a request are."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Any:
+        return iter(self.parts)
+
+
+def test_a_move_that_fails_keeps_nothing_of_what_was_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the help of the garbage collector, which may come late: with Ray it is a place in the store."""
+    offers = list[weakref.ref[Offer]]()
+
+    def offered(self: LocalWorker, name: str) -> Any:
+        made = Offer(self, name)
+        offers.append(weakref.ref(made))
+        return made
+
+    async def lost(self: LocalWorker, name: str, offered: Any) -> None:
+        await asyncio.sleep(0)
+        if len(offers) < 3:
+            raise WorkerLostError("it is gone")
+        await take(self, name, offered)
+
+    take = LocalWorker.take
+    monkeypatch.setattr(LocalWorker, "offered", offered)
+    monkeypatch.setattr(LocalWorker, "take", lost)
+    gc.collect()
+    gc.disable()
+    try:
+        with LocalCluster(prefill=1, decode=1) as local:
+            assert answers(local.llm.generate(PROMPTS[:1], params())) == expected()[:1]
+            local.settle()
+            assert len(offers) == 3
+            assert [ref() for ref in offers] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_last_tries_come_one_at_a_time() -> None:

@@ -128,7 +128,10 @@ class Mover:
             self._silent.add(target.name)
             self._tasks.run(_undo(task, target, name))
             raise TimeoutError
-        task.result()
+        try:
+            task.result()
+        finally:  # an error refers to this frame: with the task in it, what it was given would stay in Ray's store
+            del task, done
 
     def _arrived(self, entry: LedgerEntry, worker: str, n_bytes: int, seconds: float) -> None:
         entry.worker, entry.place = worker, "running"

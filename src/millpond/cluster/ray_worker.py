@@ -83,7 +83,9 @@ class RayWorker:
 
     async def take(self, name: str, offered: Any) -> None:
         """See `WorkerHandle`."""
-        await self._wait(self._actor.take.remote(name, offered))
+        taken = self._actor.take.remote(name, offered)
+        del offered  # an error that is raised here refers to this frame, and would keep the bytes in Ray's store
+        await self._wait(taken)
 
     async def checkpoint(self, name: str) -> bytes | None:
         """See `WorkerHandle`: a copy, so that Ray's store is free of it at once."""
