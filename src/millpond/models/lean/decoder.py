@@ -17,7 +17,7 @@ from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Attend, Block
-from millpond.models.lean.ends import HeadSource, TokenSource
+from millpond.models.lean.ends import EmbeddingSource, HeadSource
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -42,7 +42,7 @@ class StreamedBlocks(BlockSource, Protocol):
     """
 
     head: QuantizedWeight | HeadSource | None
-    tokens: QuantizedWeight | TokenSource | None
+    tokens: QuantizedWeight | EmbeddingSource | None
     resident: bool
 
 
@@ -60,7 +60,7 @@ class Decoder:
         fixed_order: a row has the same bits, however many others a pass has.
     """
 
-    tokens: Weight | TokenSource
+    tokens: Weight | EmbeddingSource
     blocks: BlockSource
     norm: Norm | None
     head: tuple[Weight | HeadSource, Tensor | None]

@@ -14,7 +14,7 @@ from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 Multiply = Callable[[Tensor, Weight, Tensor | None], Tensor]
 
 
-class TokenSource(Protocol):
+class EmbeddingSource(Protocol):
     """Embeddings of which only the rows that are looked up are read.
 
     Attributes:
@@ -40,4 +40,4 @@ class HeadSource(Protocol):
 
 
 #: Embeddings or a head that are no parameters of the model: in codes, or read while they are used.
-EndMatrix = QuantizedWeight | TokenSource | HeadSource
+EndMatrix = QuantizedWeight | EmbeddingSource | HeadSource

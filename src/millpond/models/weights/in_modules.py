@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from millpond.kernels.many_rows import BLOCK
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
-from millpond.models.lean.ends import EndMatrix, HeadSource, TokenSource
+from millpond.models.lean.ends import EmbeddingSource, EndMatrix, HeadSource
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def _linear(module: nn.Linear, matrix: QuantizedWeight | HeadSource, x: Tensor) 
     return matrix.product(x.flatten(0, -2), module.bias, _multiply).view(*x.shape[:-1], -1)
 
 
-def _embedding(module: nn.Embedding, matrix: QuantizedWeight | TokenSource, ids: Tensor) -> Tensor:
+def _embedding(module: nn.Embedding, matrix: QuantizedWeight | EmbeddingSource, ids: Tensor) -> Tensor:
     return matrix.take(ids.flatten()).view(*ids.shape, -1)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from millpond.errors import unknown
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Block
-from millpond.models.lean.ends import EndMatrix, HeadSource, TokenSource
+from millpond.models.lean.ends import EmbeddingSource, EndMatrix, HeadSource
 from millpond.models.lean.fuse import in_place
 from millpond.models.lean.layers import block_of
 from millpond.models.lean.quantize import take_codes
@@ -88,7 +88,7 @@ class StreamedLayers:
         self.model: PreTrainedModel = skeleton.model
         self.bytes_read = self.row_bytes_read = 0
         self.head: QuantizedWeight | HeadSource | None = None
-        self.tokens: QuantizedWeight | TokenSource | None = None
+        self.tokens: QuantizedWeight | EmbeddingSource | None = None
         self._pack = pack
         self._always, self._verified = verify == "always", set[int]()
         self._ends: list[tuple[Any, EndMatrix]] = []  # modules outside the layers, with their matrices
