@@ -5,7 +5,7 @@ Usage: python benchmarks/quality/fair_shares.py TEXT [--model smollm2-135m] [--s
     [--out benchmarks/results/fair-shares]
 
 TEXT is a plain text, out of which each sample draws other messages. A text is messages in turn: one that says the code
-of something, and one of `filler` tokens of TEXT. When it was compressed, each code is asked for in a later turn, on a
+of something, and one of `filler` tokens of TEXT. When it was compressed, a later turn asks for each code, on a
 fork of the cache. An answer is right if greedy choice would write every token of the code; float32.
 """
 

@@ -1,4 +1,4 @@
-"""What is said of each sequence's text before it is read, and follows the sequences of a batch."""
+"""Marks of each sequence's text that are set before it is read, and follow the sequences of a batch."""
 
 from __future__ import annotations
 
