@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import pytest
@@ -142,7 +142,7 @@ def test_an_instruction_that_heads_lose_whole_keeps_its_share_in_each(method: st
     model, tokenizer = mp.load_model("pond-recall", "f32"), mp.load_tokenizer("pond-recall")
     parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (STORY * 3, RULES * 4, STORY * 2)]
     ends = [0, *accumulate(map(len, parts))]
-    spans, ids = list(pairwise(ends)), torch.tensor([sum(parts, [])])
+    spans, ids = list(pairwise(ends)), torch.tensor([list(chain(*parts))])
     n, total = len(parts[1]), ends[-1]
     held = {}
     for share in (None, 0.4):

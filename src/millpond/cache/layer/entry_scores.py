@@ -53,10 +53,7 @@ def gate_scores(
     found = torch.zeros(*k.shape[:3], device=k.device)
     valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)
     read = span.before.copy()
-    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rope, q, k, v, span))
-    if not gates.causal:  # each token of a prompt looks at all of it
-        parts = iter([(slice(None), torch.cat([features for _, features in parts], 1))])
-    for columns, features in parts:
+    for columns, features in _features(rope, q, k, v, span, cut=gates.causal):
         gate = gates.at(layer, features, k.shape[1])
         for s in range(len(features)):
             own = slice(None) if valid is None else valid[s, columns]
@@ -65,6 +62,17 @@ def gate_scores(
                 found[s, :, columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
                 read[s] += len(tokens)
     return found
+
+
+def _features(
+    rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, *, cut: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Columns of a pass, and the features (S, n, inputs) of their tokens; all at once unless it may be cut."""
+    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rope, q, k, v, span))
+    if cut:
+        yield from parts
+    else:  # each token of a prompt looks at all of it
+        yield slice(None), torch.cat([features for _, features in parts], 1)
 
 
 def _gate_tokens(

@@ -108,7 +108,8 @@ def gates_of(content: bytes, name: str) -> Gates:
             f"{name!r} is broken: the attention of its gates is {attention!r:.60}, neither causal nor global; train "
             f"the gates again with {GATE.command}"
         )
-    return Gates([LayerGate(*parts, causal=attention == "causal") for parts in layers], **about)
+    named = [dict(zip(LayerGate.PARTS, parts, strict=True)) for parts in layers]
+    return Gates([LayerGate(**parts, causal=attention == "causal") for parts in named], **about)
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:

@@ -89,7 +89,8 @@ class LayerGate:
 
     def to(self, device: torch.device) -> LayerGate:
         """The same in float32 on a device."""
-        return LayerGate(*(getattr(self, part).to(device, torch.float32) for part in self.PARTS), self.causal)
+        parts = {part: getattr(self, part).to(device, torch.float32) for part in self.PARTS}
+        return LayerGate(**parts, causal=self.causal)
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
         """See `LayerNetwork.check`."""

@@ -36,7 +36,7 @@ class TrainedGate(nn.Module):
     @property
     def gate(self) -> LayerGate:
         """The gate as it is now."""
-        return LayerGate(*(getattr(self, part) for part in LayerGate.PARTS), self.causal)
+        return LayerGate(**{part: getattr(self, part) for part in LayerGate.PARTS}, causal=self.causal)
 
     def forward(self, features: Tensor) -> Tensor:
         """(KV heads, n) logits of features (n, inputs)."""
