@@ -57,6 +57,14 @@ def test_a_split_gives_the_outputs_of_one_engine(split: Any, expected: list[str]
     assert len({worker.pid for worker in split.workers()} | {os.getpid()}) == 3
 
 
+def test_workers_have_the_priority_of_whoever_started_them(split: Any) -> None:
+    """Ray gives its processes a lower one, with which they starve next to anything else that computes."""
+    assert {os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in split.workers()} == {
+        os.getpriority(os.PRIO_PROCESS, 0)
+    }
+    assert {worker.node for worker in split.workers()} != {""}
+
+
 def test_errors_keep_their_class_from_process_to_process(split: Any) -> None:
     with pytest.raises(OptionError, match="the prompt is empty"):
         split.generate([()], PARAMS)

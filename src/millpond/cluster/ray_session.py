@@ -40,7 +40,7 @@ class RaySession:
             self._folder = tempfile.mkdtemp(prefix="millpond-ray-")
             options |= {
                 "address": "local", "num_cpus": n_workers, "include_dashboard": False, "_temp_dir": self._folder,
-                "object_store_memory": _STORE + 2 * n_bytes,
+                "object_store_memory": _STORE + 2 * n_bytes, "_system_config": {"worker_niceness": 0},
             }  # fmt: skip
         else:
             options["address"] = address

@@ -16,11 +16,21 @@ from millpond.cluster.worker import EngineWorker, Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
+from millpond.optional import require
 
 #: Calls of one worker that may run at a time; all but those that wait for reports are short.
 _CALLS = 10_000
 #: Seconds in which a worker has a place and its model.
 START_S = 900.0
+
+
+class _Actor(EngineWorker):
+    """What runs in Ray's process."""
+
+    async def node(self) -> str:
+        """Id of the machine in Ray."""
+        ray: Any = require("ray", "cluster", "a worker")
+        return str(ray.get_runtime_context().get_node_id())
 
 
 class RayWorker:
@@ -38,7 +48,7 @@ class RayWorker:
         self._ray, self._hang_s = ray, settings.hang_s
         # on a Ray of this process workers share its cores, however many there are; elsewhere Ray places them by CPUs
         cpus = 0 if settings.address is None else 1
-        actor = ray.remote(EngineWorker).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
+        actor = ray.remote(_Actor).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
         self._actor = actor.remote(
             model, dict(options), role, HandoffBuffer(settings.handoff_bytes, settings.lease_s), settings.hang_s
         )
@@ -53,7 +63,7 @@ class RayWorker:
                 "the model takes longer; ask for fewer workers, or add machines"
             ) from None
         self.pid, context, vocabulary, cache = opened
-        self.node = str(self._ray.get_runtime_context().get_node_id())
+        self.node = await self._wait(self._actor.node.remote())
         return context, vocabulary, cache
 
     async def start(self, request: Request) -> None:
