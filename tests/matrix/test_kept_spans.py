@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import millpond as mp
+from millpond.cache.state.kept_spans import KeptSpans
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.methods import METHODS
 from tests.helpers.hf.families import family
@@ -293,3 +295,14 @@ def test_every_other_method_can() -> None:
     for name in ALL:
         if name not in ("streaming", "fastgen", "kvzip"):
             assert METHODS.get(name)().kept_refusal() is None
+
+
+def test_positions_of_all_sequences_are_counted_as_those_of_each() -> None:
+    spans = KeptSpans()
+    for sequence, own in enumerate((((0, 4), (9, 12)), (), ((3, 20),))):
+        spans.expect(own, sequence)
+    spans.begin(3)
+    for first in (0, 2, 10, 30):
+        assert spans.counts(first).tolist() == [spans.count(s, first) for s in range(3)]
+    assert spans.counts(np.array([1, 0, 10])).tolist() == [spans.count(0, 1), 0, spans.count(2, 10)]
+    assert spans.marked(3).tolist() == [True, False, True]

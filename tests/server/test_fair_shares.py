@@ -70,6 +70,7 @@ def test_a_prompt_has_shares_of_characters_or_tokens(llm: mp.AsyncLLM, in_ids: b
         ("completions", {"prompt": "anna kettle", "millpond": {"fair_shares": [[0, 50, 0.5]]}}, "11 characters"),
         ("completions", {"prompt": "anna kettle", "millpond": {"fair_shares": 0.5}}, "no messages"),
         ("completions", {"prompt": ["anna", "kettle"], "millpond": {"fair_shares": [[0, 2, 0.5]]}}, "one prompt"),
+        ("completions", {"prompt": "anna kettle", "millpond": {"fair_shares": [[0, 5, 0.5], [4, 9, 1.0]]}}, "overlaps"),
         ("completions", {"prompt": [5, 6], "millpond": {"fair_shares": [[0, 3, 0.5]]}}, "must lie in the prompt"),
         ("completions", {"prompt": [5, 6], "millpond": {"fair_shares": [[0, 2, 2]]}}, "less than or equal to 1"),
         ("completions", {"prompt": "anna", "millpond": {"fair_shares": [[0, 1, 0.5]] * 257}}, "256"),

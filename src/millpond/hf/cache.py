@@ -226,10 +226,9 @@ class MillpondCache(Cache):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {timeline.n_seq}")
         chosen = range(timeline.n_seq) if sequence is None else [sequence]
         for s in chosen:
-            first = found[0][:2] if found else (timeline.seen[s], 0)
-            if first[0] < timeline.seen[s]:
+            if found and found[0][0] < timeline.seen[s]:
                 raise CacheMismatchError(
-                    f"span [{first[0]}, {first[1]}): sequence {s} has read {timeline.seen[s]} tokens, of which "
+                    f"span [{found[0][0]}, {found[0][1]}): sequence {s} has read {timeline.seen[s]} tokens, of which "
                     "some may have left; keep spans of what is read next, or protect() before the prompt"
                 )
         for s in chosen:

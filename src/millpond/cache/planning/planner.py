@@ -95,8 +95,9 @@ class Planner:
         budgets = caps.sum(1) // table.n_kv_heads
         # heads of which each has a protection of its own: the least that one of them leaves
         free = (caps - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
-        aside = np.array([self._n_kept(s) for s in range(table.n_seq)])
-        return fair.least(positions + 1, budgets, free - self._policy.protect.sinks - aside, window, device)
+        sinks = self._policy.protect.sinks
+        aside = self._timeline.kept.counts(np.maximum(self._timeline.seen - window + 1, sinks) if window else sinks)
+        return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
 
     # ------------------------------------------------------------------ what comes before a plan
 
@@ -194,8 +195,7 @@ class Planner:
         caps = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:
-            own = (bool(self._timeline.kept.of(s) or self._timeline.fair.of(s)) for s in range(table.n_seq))
-            apart = due & np.fromiter(own, dtype=bool, count=table.n_seq)
+            apart = due & (self._timeline.kept.marked(table.n_seq) | self._timeline.fair.marked(table.n_seq))
             if (due & ~apart).any():
                 merger.merge(table, q_pos, due & ~apart)
             due = apart  # the kernel knows nothing of spans

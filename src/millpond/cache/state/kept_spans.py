@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,6 +51,12 @@ class KeptSpans(TextMarks[Span]):
         """Positions that one sequence keeps, read or not, those before `first` left out."""
         return tokens_in(self.of(sequence), first)
 
+    def counts(self, first: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+        """(S,) positions that each sequence keeps, read or not, those before `first` (S,) left out."""
+        inside = np.maximum(self._places, np.asarray(first)[..., None, None])
+        found: npt.NDArray[np.int64] = (inside[..., 1] - inside[..., 0]).sum(1)
+        return found
+
     def mask(self, sequence: int, positions: Tensor, first: int = 0) -> Tensor | None:
         """(H, N) bool: which positions (H, N), -1 for none, one sequence keeps; None where it keeps none.
 
@@ -64,9 +72,7 @@ class KeptSpans(TextMarks[Span]):
         if not self:
             return None
         if device not in self._tensors:
-            most = max(map(len, self._marks))
-            rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in self._marks]
-            self._tensors[device] = torch.tensor(rows, dtype=torch.int32, device=device)
+            self._tensors[device] = torch.from_numpy(self._places.astype(np.int32)).to(device)
         return self._tensors[device]
 
     def _joined(self, marks: Sequence[Span]) -> tuple[Span, ...]:
@@ -74,4 +80,7 @@ class KeptSpans(TextMarks[Span]):
 
     def _set(self, marks: list[tuple[Span, ...]]) -> None:
         super()._set(marks)
+        most = max(map(len, marks), default=0)
+        rows = [[*spans, *[(0, 0)] * (most - len(spans))] for spans in marks]
+        self._places = np.array(rows, dtype=np.int64).reshape(len(marks), most, 2)  # empty ones at the end
         self._tensors: dict[torch.device, Tensor | None] = {}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from millpond.errors import CacheMismatchError
 
 T = TypeVar("T")
@@ -16,6 +19,7 @@ class TextMarks(Generic[T]):
     def __init__(self) -> None:
         self._marks: list[tuple[T, ...]] = []
         self._any = False  # some sequence has some
+        self._marked = np.zeros(0, dtype=bool)
         self._next: dict[int | None, tuple[T, ...]] = {}  # by sequence; None: of each
 
     def __bool__(self) -> bool:
@@ -25,6 +29,10 @@ class TextMarks(Generic[T]):
     def of(self, sequence: int) -> tuple[T, ...]:
         """Those of one sequence."""
         return self._marks[sequence] if sequence < len(self._marks) else ()
+
+    def marked(self, n_seq: int) -> npt.NDArray[np.bool_]:
+        """(n_seq,): which sequences have some."""
+        return self._marked if self._any else np.zeros(n_seq, dtype=bool)
 
     # ------------------------------------------------------------------ what is marked
 
@@ -44,7 +52,7 @@ class TextMarks(Generic[T]):
         beyond = [s for s in self._next if s is not None and s >= n_seq]
         if beyond:
             raise CacheMismatchError(
-                f"spans of sequence {beyond[0]} are kept, and the prompt has sequences 0 to {n_seq - 1}"
+                f"spans of sequence {beyond[0]} are marked, and the prompt has sequences 0 to {n_seq - 1}"
             )
         every = self._next.get(None, ())
         self._set([self._joined([*every, *self._next.get(s, ())]) for s in range(n_seq)])
@@ -90,3 +98,4 @@ class TextMarks(Generic[T]):
 
     def _set(self, marks: list[tuple[T, ...]]) -> None:
         self._marks, self._any = marks, any(marks)
+        self._marked = np.array([bool(own) for own in marks], dtype=bool)

@@ -104,7 +104,24 @@ class EndsOnDisk:
         return whole.nbytes
 
 
-class TokenRows:
+class _Matrix:
+    """A matrix in a file, to whoever computes with it."""
+
+    def __init__(self, matrix: MatrixOnDisk) -> None:
+        self._matrix = matrix
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers, as they are computed with."""
+        return self._matrix.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, width)."""
+        return self._matrix.n_rows, self._matrix.width
+
+
+class TokenRows(_Matrix):
     """Embeddings in a file, of which each look-up reads the rows that it needs.
 
     Args:
@@ -112,23 +129,14 @@ class TokenRows:
     """
 
     def __init__(self, matrix: MatrixOnDisk, file: Any, count: Callable[[int], None]) -> None:
-        self._matrix, self._file, self._count = matrix, file, count
+        super().__init__(matrix)
+        self._file, self._count = file, count
         self._room = aligned_buffer(matrix.room_bytes(1))
         numbers: Any = self._room.numpy()
         self._view = memoryview(numbers)
 
     def __len__(self) -> int:
         return self._matrix.n_rows
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows."""
-        return self._matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, width)."""
-        return self._matrix.n_rows, self._matrix.width
 
     def take(self, ids: Tensor) -> Tensor:
         """Rows `ids` (N,) as numbers: (N, width); each different one is read once.
@@ -156,7 +164,7 @@ class TokenRows:
         return place.parts(self._room)
 
 
-class TiledHead:
+class TiledHead(_Matrix):
     """A head whose matrix passes through memory in tiles of some rows, each a part of the logits.
 
     Args:
@@ -164,17 +172,8 @@ class TiledHead:
     """
 
     def __init__(self, matrix: MatrixOnDisk, tiles: Callable[[], Iterable[tuple[RowRange, Weight]]]) -> None:
-        self._matrix, self._tiles = matrix, tiles
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows that it meets."""
-        return self._matrix.dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, width)."""
-        return self._matrix.n_rows, self._matrix.width
+        super().__init__(matrix)
+        self._tiles = tiles
 
     def product(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
         """(N, n) of rows x (N, width); without rows nothing is read.

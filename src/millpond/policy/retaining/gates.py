@@ -79,11 +79,11 @@ class LayerGate:
         """
         (n_heads, n, _), total = queries.shape, len(keys)
         k, v = (part.to(queries.dtype).expand(n_heads, -1, -1) for part in (keys, values))
-        mask, causal = None, n > 1 and (self.causal or n < total)
+        mask = None
         if 1 < n < total:
             places = torch.arange(total, device=queries.device)
             mask = places <= places[total - n :, None]
-        seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=causal and mask is None)
+        seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=self.causal and n == total)
         both = torch.cat([features, seen.transpose(0, 1).flatten(1)], -1)
         return F.silu(F.linear(both, self.w1, self.b1))
 

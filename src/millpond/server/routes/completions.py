@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.fair_shares import FairShare, in_order
 from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
@@ -115,13 +115,14 @@ async def _fair(
     """The spans of the only prompt of a body that keep a share of the budget, in tokens.
 
     Raises:
-        ApiError: several prompts, or chunks; or spans that leave the prompt.
+        ApiError: several prompts, or chunks; or spans that leave the prompt. OptionError: spans that overlap.
     """
     if not shares:
         return ()
     if len(prompts) != 1 or body.millpond.chunks:
         message = f"{FAIR} goes with one prompt without chunks; send a request for each"
         raise ApiError(400, message, "invalid_value", FAIR)
+    in_order(shares, "fair_shares")  # a place of two spans has no one share
     if texts[0] is None:
         return tuple(shares)
     _, found = await service.tokens.spans_in_text(texts[0], [(b, e) for b, e, _ in shares], True, FAIR)
