@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/quality/max_kl.py FIT_TEXT TEST_TEXT [--model smollm2-135m] [--method h2o] [--dtype f32]
     [--budgets 10%,20%,35%,50%,75%,100%] [--codecs auto,int8,int4] [--bounds 0.01,0.03,0.1]
-    [--fixed "20% auto,50% auto"] [--windows 59] [--tests 60] [--length 512] [--continuation 64] [--batch 4]
+    [--fixed "20% auto,50% auto"] [--windows 80] [--tests 60] [--length 512] [--continuation 64] [--batch 4]
     [--threads 1] [--seed 0]
     [--tables FOLDER] [--out benchmarks/results/max-kl]
 
@@ -75,7 +75,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=text)
     for name, number in (
-        ("windows", 59), ("tests", 60), ("length", 512), ("continuation", 64), ("batch", 4),
+        ("windows", 80), ("tests", 60), ("length", 512), ("continuation", 64), ("batch", 4),
         ("threads", 1), ("seed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=number)

@@ -21,12 +21,12 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions
 from millpond.errors import BudgetError, CacheMismatchError, DataError, OptionError
 from millpond.evals.tasks.text import fidelity
-from millpond.hf.fit import Fit, FitRow, default_path, load_fit
+from millpond.hf.fit import Fit, FitRow, default_path, load_fit, tolerance_rank
 from tests.helpers.evals.small import WORDS, tiny_tokenizer
 from tests.helpers.hf.families import build
 
 BUDGETS, CODECS = ["16", "50%", "100%"], ["auto", "int4"]
-CONTEXT, CONTINUATION, WINDOWS = 150, 5, 19
+CONTEXT, CONTINUATION, WINDOWS = 150, 5, 45
 
 
 @cache
@@ -42,7 +42,7 @@ def model(seed: int = 0) -> PreTrainedModel:
 def novel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     path = tmp_path_factory.mktemp("fit") / "novel.txt"
-    path.write_text(" ".join(draw.choice(WORDS[2:]) for _ in range(4000)))
+    path.write_text(" ".join(draw.choice(WORDS[2:]) for _ in range(8000)))
     return path
 
 
@@ -70,9 +70,9 @@ def test_kl_is_that_of_the_predictions_on_each_window(table: Fit, novel: Path) -
     assert [(row.budget, row.codec) for row in table.rows] == [
         (budget, codec) for budget in ("16", "50%, at least 75", "100%, at least 150") for codec in CODECS
     ]
-    samples = list(fidelity(str(novel), CONTEXT, CONTINUATION, CONTEXT + CONTINUATION).samples(tiny_tokenizer(), 19, 0))
+    samples = list(fidelity(str(novel), CONTEXT, CONTINUATION, CONTEXT + CONTINUATION).samples(tiny_tokenizer(), WINDOWS, 0))
     for row in (table.rows[0], table.rows[3]):
-        for number in (0, 11, 18):
+        for number in (0, 11, 44):
             ids = [*(samples[number].tokens or ()), *(samples[number].questions[0].tokens or ())]
             logprobs = []
             for settings in (
@@ -110,7 +110,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "match"),
     [
-        ({"windows": 18}, OptionError, "windows=18 must be 19"),
+        ({"windows": 44}, OptionError, "windows=44 must be 45"),
         ({"context": 1}, OptionError, "context=1"),
         ({"budgets": ["1MB"]}, BudgetError, "bytes depend|what bytes hold"),
         ({"budgets": ["lots"]}, BudgetError, "is not a budget"),
@@ -118,8 +118,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"codecs": ["int5"]}, OptionError, "unknown codec"),
         ({"codecs": ["kvquant2"]}, OptionError, "calibration"),
         ({"method": "h3o"}, OptionError, "h3o"),
-        ({"context": 4000}, DataError, "too short"),
-        ({"context": 800}, DataError, "19 are needed"),
+        ({"context": 8000}, DataError, "too short"),
+        ({"context": 800}, DataError, "45 are needed"),
         ({"text": "/nowhere.txt"}, DataError, "nowhere"),
     ],
 )  # fmt: skip
@@ -132,12 +132,28 @@ def test_what_cannot_be_measured(changed: dict[str, Any], error: type[Exception]
 # ------------------------------------------------------------------ choosing
 
 
-def test_the_bound_holds_for_a_new_window() -> None:
-    """Of n windows the ceil(.95 (n + 1))-th smallest; fewer than 19 bound nothing."""
-    assert FitRow("1", "auto", 1, tuple(range(19))).bound == 18
-    assert FitRow("1", "auto", 1, tuple(range(39))).bound == 37
-    assert FitRow("1", "auto", 1, tuple(reversed(range(100)))).bound == 95
-    assert math.isinf(FitRow("1", "auto", 1, tuple(range(18))).bound)
+def test_the_bound_is_a_tolerance_limit() -> None:
+    """Of n windows the smallest that is above 95 % of all in nine of ten draws of n; fewer than 45 bound nothing."""
+    assert FitRow("1", "auto", 1, tuple(range(45))).bound == 44
+    assert FitRow("1", "auto", 1, tuple(range(77))).bound == 75
+    assert FitRow("1", "auto", 1, tuple(reversed(range(77)))).bound == 75
+    assert math.isinf(FitRow("1", "auto", 1, tuple(range(44))).bound)
+
+
+@pytest.mark.parametrize("n", [45, 76, 77, 80, 200, 100_000])
+def test_the_rank_of_the_limit(n: int) -> None:
+    """The k-th smallest of n uniform draws has the beta distribution of k and n + 1 - k."""
+    stats = pytest.importorskip("scipy.stats")
+    k = tolerance_rank(n)
+    assert stats.beta.sf(0.95, k, n + 1 - k) >= 0.9
+    assert stats.beta.sf(0.95, k - 1, n + 2 - k) < 0.9
+
+
+def test_a_table_with_few_windows_chooses_nothing() -> None:
+    found = made(("16", "auto", 0.1, 0.1))
+    few = replace(found, rows=tuple(replace(row, kl=row.kl[:39]) for row in found.rows))
+    with pytest.raises(OptionError, match="has 39 windows, and 45 are needed"):
+        few.choose(1.0)
 
 
 def test_the_fewest_bytes_that_keep_the_bound() -> None:
@@ -278,7 +294,7 @@ def test_the_command_line(novel: Path, tmp_path: Path) -> None:
     out = tmp_path / "fit.json"
     arguments = [
         "fit", "--text", str(novel), "--model", save_tiny(tmp_path / "tiny"), "--method", "window", "--budget", "8,50%",
-        "--codec", "auto", "--length", "30", "--continuation", "2", "--windows", "19", "--batch", "19", "--out",
+        "--codec", "auto", "--length", "30", "--continuation", "2", "--windows", "45", "--batch", "45", "--out",
         str(out),
     ]  # fmt: skip
     done = CliRunner().invoke(app, arguments)

@@ -41,7 +41,7 @@ def fit(
     ] = "auto,int8,int4",
     length: Annotated[int, typer.Option(help="Tokens of a window that are compressed.")] = 512,
     continuation: Annotated[int, typer.Option(help="Tokens that are then fed one by one.")] = 64,
-    windows: Annotated[int, typer.Option(help="Windows of the text, 19 or more.")] = 39,
+    windows: Annotated[int, typer.Option(help="Windows of the text, 45 or more.")] = 80,
     batch: Annotated[int, typer.Option(help="Windows that are read together.")] = 4,
     seed: Annotated[int, typer.Option(help="Where in the text the windows begin.")] = 0,
 ) -> None:  # fmt: skip

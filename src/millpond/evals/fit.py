@@ -42,7 +42,7 @@ def fit(
     codecs: Sequence[str] = CODECS,
     context: int = 512,
     continuation: int = 64,
-    windows: int = 39,
+    windows: int = 80,
     batch: int = 4,
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
@@ -62,7 +62,7 @@ def fit(
         codecs: names of number formats, as `compress` takes them.
         context: tokens of a window that are read and compressed.
         continuation: tokens of a window that are fed one by one.
-        windows: how many, at least 19, spread over the text.
+        windows: how many, at least 45, spread over the text.
         batch: windows that are read together. seed: where in the text the windows begin.
         out: the file to write; None: in the user's cache folder, where `compress` and the engine look for it.
 

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,33 @@ from millpond.scalar import number
 FORMAT = "millpond fit 1"
 #: What stands for a budget that a table chooses.
 AUTO = "auto"
-#: Share of windows that keep a bound.
-SHARE = 0.95
-#: Fewest windows that bound the KL of `SHARE` of all windows: the largest of fewer says too little.
-LEAST_WINDOWS = 19
+#: Share of windows that keep a bound, and the confidence that at least as many do.
+SHARE, CONFIDENCE = 0.95, 0.9
+#: Fewest windows that bound the KL of `SHARE` of all windows with `CONFIDENCE`: the largest of fewer says too little.
+LEAST_WINDOWS = 45
 #: Most bytes of a table's file, most rows, and most windows: beyond what any grid needs.
 MOST_BYTES, MOST_ROWS, MOST_WINDOWS = 1 << 26, 10_000, 100_000
 WAY_OUT = "measure one with 'millpond fit --text FILE --model MODEL --method METHOD'"
+
+
+@cache
+def tolerance_rank(n: int) -> int:
+    """The smallest k for which the k-th smallest of n draws is above 95 % of all with a confidence of 90 %.
+
+    The k-th smallest lies below the quantile p if k or more of the n draws do, which has the probability that a binomial
+    of n and p is k or more. n + 1: no draw is high enough.
+
+    Examples:
+        >>> tolerance_rank(44), tolerance_rank(45), tolerance_rank(77)
+        (45, 45, 76)
+    """
+    too_low = 0.0
+    for k in range(n, 0, -1):
+        ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        too_low += math.exp(ways + k * math.log(SHARE) + (n - k) * math.log1p(-SHARE))
+        if too_low > 1 - CONFIDENCE:
+            return k + 1
+    return n + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +77,11 @@ class FitRow:
     def bound(self) -> float:
         """What the KL of at least 95 % of windows of such texts stays below.
 
-        The ceil(.95 (n + 1))-th smallest of n windows: a window that is drawn as they were lies above it with a chance
-        of at most 5 %, whatever the distribution (split conformal prediction). Infinite with fewer than 19.
+        The smallest of the n measured values that is an upper tolerance limit with a confidence of 90 %, whatever the
+        distribution (Wilks 1941): of nine in ten sets of n windows, at least 95 % of all windows stay below it.
+        Infinite with fewer than 45.
         """
-        rank = math.ceil(SHARE * (len(self.kl) + 1))
+        rank = tolerance_rank(len(self.kl))
         return sorted(self.kl)[rank - 1] if rank <= len(self.kl) else math.inf
 
     def __str__(self) -> str:
@@ -98,6 +120,12 @@ class Fit:
         """
         check_bound(AUTO, max_kl)
         rows = self.rows
+        windows = min(len(row.kl) for row in rows)
+        if windows < LEAST_WINDOWS:
+            raise OptionError(
+                f"this table has {windows} windows, and {LEAST_WINDOWS} are needed to say with {CONFIDENCE:.0%} "
+                f"confidence what holds in {SHARE:.0%} of them; measure it again"
+            )
         if codec is not None:
             wanted = resolve(codec)
             rows = tuple(row for row in rows if resolve(row.codec) == wanted)
