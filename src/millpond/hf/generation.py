@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.drafts import begin_behind_prompt
-from millpond.hf.prompt_parts import part_of_generate
+from millpond.hf.prompt_parts import check_uncut, part_of_generate
 from millpond.models.cache_argument import cache_among, with_cache
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the model's own `generate`; its name must be this, so that a pickled model comes back with its own.
 
     Raises:
-        OptionError: no cache is to be used, or another kind, where one of ours is.
+        OptionError: no cache is to be used, or another kind, where one of ours is; or a prompt is to be cut that the
+            method reads in one pass.
         CacheMismatchError: the cache that is passed has read another text than the prompt begins with.
     """
     switched, thread = _switched.get(self), threading.get_ident()
@@ -69,6 +70,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         cache.reset()
         cache.filled_inside = True
     kwargs = with_cache(kwargs, cache)
+    check_uncut(cache.parts.policy, ids, config, kwargs)
     parts = part_of_generate(self, cache.parts, cache.timeline.columns, ids, config, kwargs)
     if parts is not None:
         kwargs["prefill_chunk_size"] = parts.size

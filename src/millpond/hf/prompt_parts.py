@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.errors import OptionError
 from millpond.hf.model_profile import ModelProfile, named
 from millpond.hf.signals.rotary import changes_with_length
 from millpond.models.cache_argument import CACHE_ARGUMENTS
@@ -124,6 +125,22 @@ def part_of_generate(
     n_new = ids.shape[1] - (0 if only_new else columns)
     size = part_size(model, parts, n_new)
     return None if size is None else PromptCut(size, columns + n_new)
+
+
+def check_uncut(policy: Policy, ids: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    """
+    Args:
+        ids: (S, n), the prompts of a call of `generate`. config, kwargs: its settings.
+
+    Raises:
+        OptionError: the call would cut a prompt that its method reads in one pass.
+    """
+    size = kwargs.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
+    if policy.needs.whole_prompt and size is not None and isinstance(ids, Tensor) and ids.shape[-1] > size:
+        raise OptionError(
+            f"prefill_chunk_size={size} cuts this prompt of {ids.shape[-1]} tokens, and this method reads a prompt in "
+            "one pass, since what it keeps depends on where it is cut; leave prefill_chunk_size out"
+        )
 
 
 def _may_be_cut(model: PreTrainedModel, profile: ModelProfile, policy: Policy) -> bool:
