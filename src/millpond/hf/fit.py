@@ -42,8 +42,8 @@ WAY_OUT = "measure one with 'millpond fit --text FILE --model MODEL --method MET
 def tolerance_rank(n: int) -> int:
     """The smallest k for which the k-th smallest of n draws is above 95 % of all with a confidence of 90 %.
 
-    The k-th smallest lies below the quantile p if k or more of the n draws do, which has the probability that a binomial
-    of n and p is k or more. n + 1: no draw is high enough.
+    The k-th smallest lies below the quantile p if k or more of the n draws do: the probability that a binomial of n and
+    p is k or more. n + 1: no draw is high enough.
 
     Examples:
         >>> tolerance_rank(44), tolerance_rank(45), tolerance_rank(77)
