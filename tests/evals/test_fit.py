@@ -70,7 +70,8 @@ def test_kl_is_that_of_the_predictions_on_each_window(table: Fit, novel: Path) -
     assert [(row.budget, row.codec) for row in table.rows] == [
         (budget, codec) for budget in ("16", "50%, at least 75", "100%, at least 150") for codec in CODECS
     ]
-    samples = list(fidelity(str(novel), CONTEXT, CONTINUATION, CONTEXT + CONTINUATION).samples(tiny_tokenizer(), WINDOWS, 0))
+    windows = fidelity(str(novel), CONTEXT, CONTINUATION, CONTEXT + CONTINUATION)
+    samples = list(windows.samples(tiny_tokenizer(), WINDOWS, 0))
     for row in (table.rows[0], table.rows[3]):
         for number in (0, 11, 44):
             ids = [*(samples[number].tokens or ()), *(samples[number].questions[0].tokens or ())]
