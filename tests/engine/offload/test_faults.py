@@ -128,20 +128,25 @@ def test_a_write_of_kv(eighth: int, fault: str, times: int, with_kv_on_disk: Eng
 @pytest.mark.covering
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("fault", ["error", "short"])
+@pytest.mark.parametrize("ends", ["host", "disk"])
 @pytest.mark.parametrize("eighth", PLACES)
-def test_a_read_of_weights(eighth: int, fault: str, times: int, tmp_path: Path) -> None:
-    """Twice wrong ends the requests of the step; those that wait go on, and so does the engine."""
+def test_a_read_of_weights(eighth: int, ends: Any, fault: str, times: int, tmp_path: Path) -> None:
+    """Twice wrong ends the requests of the step; those that wait go on, and so does the engine.
+
+    On the disk a tile of the head or a row of the embeddings may be what cannot be read.
+    """
     ScriptedFile.reads.begin()
     model("llama").save_pretrained(tmp_path)
-    plan = Plan(weights={"disk": 1.0}, slots=2, prompt_rows=256)
+    plan = Plan(weights={"disk": 1.0}, slots=2, prompt_rows=256, ends=ends)
     found = open_in_memory(
         tmp_path, "12MiB", plan, None, EngineConfig(**options("h2o")), open_file=ScriptedFile, backend=ThreadBackend(1)
     )  # fmt: skip
     engine = Engine(found.model, None, found.config, streamed=found.streamed)
-    first = place_of(engine, ScriptedFile.reads, eighth, "weights")
+    first = place_of(engine, ScriptedFile.reads, eighth, f"weights, ends={ends}")
     errors = fails(engine, ScriptedFile.reads, first, times, fault)
     assert len(errors) <= (0 if times == 1 else len(LENGTHS))
-    assert bool(errors) == (times == 2)
+    if (ends, fault) != ("disk", "short"):  # half of a read may hold the whole row
+        assert bool(errors) == (times == 2)
     for error in errors:
         assert "safetensors at offset" in str(error)
     engine.close()
