@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millpond.errors import unknown
+from millpond.errors import DataError, unknown
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Block
 from millpond.models.lean.ends import EmbeddingSource, EndMatrix, HeadSource
@@ -234,12 +234,13 @@ class StreamedLayers:
         return self._blocks[key]
 
     def _wait_for(self, index: int) -> Slot:
-        """The slot with a layer's weights.
+        """The slot with a layer's weights. A read ahead that failed, maybe long ago, is made again.
 
         Raises:
             DataError: they could not be read.
         """
-        if not self._pending or self._pending[0][0] != index:  # the sweep before did not come to its end
+        ahead = bool(self._pending) and self._pending[0][0] == index
+        if not ahead:  # nothing was read ahead, or the sweep before did not come to its end
             while self._pending:
                 _, ticket = self._pending.pop()
                 ticket.cancel()
@@ -248,8 +249,10 @@ class StreamedLayers:
         _, ticket = self._pending.popleft()
         try:
             slot = ticket.wait()
-        except BaseException:
+        except BaseException as error:
             self._free.append(ticket.slot)
+            if ahead and isinstance(error, DataError):
+                return self._wait_for(index)
             raise
         self._verified.add(index)
         return slot
