@@ -42,6 +42,9 @@ for part in "$@"; do
       evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --method full
       evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --budget 20%,10% \
         --method "h2o,snapkv,keydiff,kvzip,locret:heads=$heads"
+      # a fifth and a tenth of the bytes
+      evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --budget 60%,30% --codec rotated4 \
+        --method "kvzip,locret:heads=$heads"
       ;;
     tables)
       "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-20}" --out "$out/text.json"
