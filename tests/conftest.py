@@ -2,6 +2,7 @@
 
 Without a GPU the Triton kernels run in the interpreter of Triton, which must be chosen before its first import; parts
 of torch, which the package brings in, import it. Examples of Hypothesis have no deadline: a busy machine is no bug.
+`make test-slow` runs the property tests again, with `--hypothesis-profile=thorough`.
 """
 
 import os
@@ -12,13 +13,15 @@ import torch
 from hypothesis import settings
 
 from tests.helpers.cache_argument import use_new_names
+from tests.helpers.examples import QUICK, THOROUGH
 from tests.helpers.random_heads import random_heads_where_none_are
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
-settings.register_profile("millpond", deadline=None)
-settings.load_profile("millpond")
+settings.register_profile("quick", deadline=None, max_examples=QUICK)
+settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
+settings.load_profile("quick")
 use_new_names()
 
 
