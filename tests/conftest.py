@@ -5,12 +5,17 @@ of torch, which the package brings in, import it. Examples of Hypothesis have no
 `make test-slow` runs the property tests again, with `--hypothesis-profile=thorough`.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
+
+# Read once, as torch is imported. Tests of two threads on cores that are taken would spend most of their time spinning.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
 
 from tests.helpers.cache_argument import use_new_names
 from tests.helpers.examples import QUICK, THOROUGH
@@ -40,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         had |= new
         if not new:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """The modules of torch and of the tests stay until the end; no garbage collection has to walk over them."""
+    gc.collect()
+    gc.freeze()
 
 
 def _value(of: object) -> object:
