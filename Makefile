@@ -18,7 +18,7 @@ help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
 	@echo "make test        the test suite (seconds to minutes)"
 	@echo "make demo-real   the same on a real model of 98 MB, which it downloads: a long text and a question"
-	@echo "make test-slow   the long tests: endless text, constant memory"
+	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
 	@echo "make lint        ruff"
 	@echo "make types       mypy --strict"
@@ -32,6 +32,9 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Millpond needs Python 3.11 or newer, found `$(PYTHON) --version`; name another: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+# tests start many processes, and each would compile the package and the tests again
+unexport PYTHONDONTWRITEBYTECODE
 
 # torch first and by itself: one known version, whatever else asks for it
 $(READY): $(SOURCES) | $(BIN)/python
@@ -60,7 +63,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -2,23 +2,31 @@
 
 Without a GPU the Triton kernels run in the interpreter of Triton, which must be chosen before its first import; parts
 of torch, which the package brings in, import it. Examples of Hypothesis have no deadline: a busy machine is no bug.
+`make test-slow` runs the property tests again, with `--hypothesis-profile=thorough`.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
 
+# Read once, as torch is imported. Tests of two threads on cores that are taken would spend most of their time spinning.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
 from tests.helpers.cache_argument import use_new_names
+from tests.helpers.examples import QUICK, THOROUGH
 from tests.helpers.random_heads import random_heads_where_none_are
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
-settings.register_profile("millpond", deadline=None)
-settings.load_profile("millpond")
+settings.register_profile("quick", deadline=None, max_examples=QUICK)
+settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
+settings.load_profile("quick")
 use_new_names()
 
 
@@ -37,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         had |= new
         if not new:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """The modules of torch and of the tests stay until the end; no garbage collection has to walk over them."""
+    gc.collect()
+    gc.freeze()
 
 
 def _value(of: object) -> object:

@@ -18,6 +18,7 @@ from millpond.errors import DataError
 from millpond.tiers.aligned import ALIGNMENT, aligned_buffer
 from millpond.tiers.loader import Errand, Loader
 from millpond.tiers.slots import Slot
+from tests.helpers.examples import examples
 from tests.tiers.test_loader import ManualBackend
 
 #: Bytes of a slot: three blocks of 4 KiB.
@@ -185,7 +186,7 @@ class ExtentsMachine(RuleBasedStateMachine):
 
 
 TestExtents = ExtentsMachine.TestCase
-TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExtents.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_a_run_holds_what_was_put_into_its_slot() -> None:

@@ -17,6 +17,7 @@ from millpond.kernels import native, ops
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
 from millpond.policy.variants.head_rules import HeadRulesPolicy
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import write_args
 
 N_SEQ, N_HEADS, SEEN = 3, 4, 90
@@ -65,7 +66,7 @@ def held(table: PageTable) -> list[Tensor]:
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([UNBOUNDED, 40, 12, 3]), st.sampled_from([0, 30]))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 def test_the_kernel_lets_go_of_what_torch_lets_go_of(seed: int, masses: bool, budget: int, window: int) -> None:
     found = []
     for kernel in (True, False):

@@ -12,6 +12,7 @@ from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows
 from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args
 
 H = 2  # KV heads
@@ -138,4 +139,4 @@ class Tables(RuleBasedStateMachine):
 
 
 TestTables = Tables.TestCase
-TestTables.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTables.settings = settings(max_examples=examples(60), stateful_step_count=25)

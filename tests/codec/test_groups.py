@@ -11,6 +11,7 @@ from torch import Tensor
 from millpond.codec.groups import E4M3, Coder, integers
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.packed.layout import Side
+from tests.helpers.examples import examples
 
 
 def relative(x: Tensor, side: Side) -> float:
@@ -64,7 +65,7 @@ def test_flexgen_error_on_gaussian_data() -> None:
     symmetric=st.booleans(), dim=st.sampled_from([32, 64, 96, 128]), seed=st.integers(0, 99),
     offset=st.sampled_from([0.0, 3.0, -50.0]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_error_is_at_most_half_a_step(
     bits: int, group: int, by_channel: bool, symmetric: bool, dim: int, seed: int, offset: float
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
 from tests.helpers.codec.layers import SHAPE, check, decode, feed, make, parts, positions, tokens
+from tests.helpers.examples import examples
 
 TEXT = tokens(2000, batch=1, seed=3)
 
@@ -103,9 +104,9 @@ def close(coded: LayerCache, plain: LayerCache, sequences: int) -> None:
 
 
 TestMoves = Moves.TestCase
-TestMoves.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
+TestMoves.settings = settings(max_examples=examples(8), stateful_step_count=12)
 TestRandomMoves = RandomMoves.TestCase
-TestRandomMoves.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
+TestRandomMoves.settings = settings(max_examples=examples(8), stateful_step_count=12)
 
 
 @pytest.mark.parametrize("codec", ["int4", "flexgen4", "think", "fp8"])

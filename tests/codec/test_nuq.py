@@ -14,6 +14,7 @@ from millpond.codec.groups import Coder
 from millpond.codec.nuq import MOST_POINTS, as_table, key_table, kmeans, q_norm
 from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, Side
+from tests.helpers.examples import examples
 
 
 def inertia(x: Tensor, w: Tensor, centres: Tensor) -> float:
@@ -35,7 +36,7 @@ def best_by_brute_force(x: Tensor, w: Tensor, k: int) -> float:
 
 
 @given(n=st.integers(4, 10), k=st.integers(1, 4), seed=st.integers(0, 200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_it_finds_the_best_partition(n: int, k: int, seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     x, w = torch.randn(n, generator=gen).double(), torch.rand(n, generator=gen).double() + 0.01

@@ -25,6 +25,7 @@ from millpond.errors import OptionError
 from tests.engine import test_constraint as test_sampling_constrain
 from tests.helpers.engine.helpers import ask, engine_for, finish, greedy
 from tests.helpers.evals.small import WORDS, text, tiny_model, tiny_tokenizer
+from tests.helpers.examples import examples
 
 SIZE = 257
 byte_tokenizer = cache(test_sampling_constrain.byte_tokenizer)
@@ -63,7 +64,7 @@ def test_what_forbids_nothing_any_more_costs_nothing() -> None:
     assert "a" not in forbidden
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     words=st.lists(st.text("ab ", min_size=1, max_size=4).filter(str.strip), min_size=1, max_size=5),
     said=st.lists(st.sampled_from("ab "), max_size=9),

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from millpond.engine.detokenizer import MOST_TOKENS, IncrementalDetokenizer, Writer
 from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import load_tokenizer
+from tests.helpers.examples import examples
 
 CORPUS = ["the mill turns, the pond is still ", "Mühle am Teich — 水車は回る 🙂🙃 👩‍👩‍👧", "a  b   c\n\n\tx = 1;"] * 8
 KINDS = ["byte-level", "byte-fallback", "metaspace", "wordpiece", "words"]
@@ -67,7 +68,6 @@ def pieces(tokenizer: Any, tokens: Sequence[int], skip: bool = True) -> list[str
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-@settings(deadline=None)
 @given(text=st.text(max_size=40))
 @example("€€€🙂ab€")
 @example("\ufffd\ufffd\ufffd\ufffd\ufffd x \ufffd")
@@ -82,7 +82,6 @@ def test_any_unicode(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece", "words"])
 @pytest.mark.parametrize("skip", [True, False])
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_tokens(kind: str, skip: bool, data: st.DataObject) -> None:
     """Whatever the model says, special tokens and broken bytes among it."""
@@ -92,7 +91,6 @@ def test_any_tokens(kind: str, skip: bool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece", "words"])
-@settings(deadline=None)
 @given(data=st.data())
 def test_no_piece_is_taken_back(kind: str, data: st.DataObject) -> None:
     """What is out stays true whatever comes, and only unclear bytes are kept waiting."""
@@ -118,7 +116,7 @@ def test_some_special_tokens_may_stay_in_the_text(kind: str) -> None:
     assert made.count("b") == whole(tokenizer, words * 2).count("b")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(n=st.integers(0, 80), rest=st.lists(st.integers(0, 255), max_size=8))
 def test_broken_bytes_without_end_come_out(n: int, rest: list[int]) -> None:
     tokenizer = tokenizer_of("byte-level")
@@ -182,7 +180,7 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return (min(ends)[0], min(ends)[2]) if ends else None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     texts=st.lists(st.text("ab", max_size=5), max_size=12), include=st.booleans(),
     stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4, unique=True),

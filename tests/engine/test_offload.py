@@ -373,7 +373,7 @@ with mp.LLM("pond-recall") as llm:
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from millpond.engine.offload.planner import EXAMPLE
 with mp.LLM(path, memory={memory}, machine=EXAMPLE, max_step_tokens=64, max_running=16) as llm:
-    llm.generate([list(range(3, 60)) for _ in range(20)], mp.SamplingParams(max_tokens=8, temperature=0))
+    llm.generate([list(range(3, 30)) for _ in range(6)], mp.SamplingParams(max_tokens=3, temperature=0))
     direct = all(file.direct for file in llm.engine._model._streamed._files.values())
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([(after - before) * 1024, cached_bytes(weights), direct]))

@@ -13,6 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.penalties import Penalties
+from tests.helpers.examples import examples
 
 SIZE = 13
 
@@ -37,7 +38,7 @@ def plain(logits: Tensor, params: SamplingParams, prompt: list[int], answer: lis
     return torch.tensor(found)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     requests=st.lists(st.tuples(params_of, tokens_of, tokens_of), min_size=1, max_size=7),
     seed=st.integers(0, 1000), data=st.data(),

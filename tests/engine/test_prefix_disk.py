@@ -28,6 +28,7 @@ from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import BudgetError, OptionError
 from tests.helpers.engine.helpers import engine_for, finish, greedy, prompt, tokens
+from tests.helpers.examples import examples
 from tests.helpers.hf.families import shared_model
 from tests.helpers.tiers.backends import FaultyScratch
 
@@ -326,4 +327,4 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
 
 TestPrefixTree = PrefixTreeMachine.TestCase
-TestPrefixTree.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPrefixTree.settings = settings(max_examples=examples(40), stateful_step_count=40)

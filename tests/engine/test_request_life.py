@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from millpond.engine.engine import Engine
 from tests.helpers.engine.helpers import alone, engine_for, prompt
 from tests.helpers.engine.life import LIMIT, EngineLife
+from tests.helpers.examples import examples
 
 LENGTHS = (20, 31, 40, 57)
 
@@ -28,5 +29,5 @@ class Life(EngineLife):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=6, stateful_step_count=14, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(6), stateful_step_count=14, suppress_health_check=[HealthCheck.too_slow]
 )

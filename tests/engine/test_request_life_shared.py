@@ -17,6 +17,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.scheduler import State
 from tests.helpers.engine.helpers import budget_of, engine_for, prompt
 from tests.helpers.engine.life import LIMIT, EngineLife
+from tests.helpers.examples import examples
 from tests.helpers.hf.families import generate, shared_model
 
 SLOTS = 4
@@ -96,5 +97,5 @@ class SharedLife(EngineLife):
 
 TestSharedLife = SharedLife.TestCase
 TestSharedLife.settings = settings(
-    max_examples=8, stateful_step_count=16, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(8), stateful_step_count=16, suppress_health_check=[HealthCheck.too_slow]
 )

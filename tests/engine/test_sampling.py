@@ -14,6 +14,7 @@ from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
 from millpond.errors import OptionError
+from tests.helpers.examples import examples
 
 SIZE = 30
 ANY = [
@@ -41,7 +42,7 @@ def alone(key: int, steps: int) -> list[Sampled]:
     return [sampler([key], logits_at(key, step)[None])[0] for step in range(steps)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data())
 def test_the_batch_changes_nothing(data: st.DataObject) -> None:
     """Any of ten completions, each step a part of them in any order: each gets what it gets alone."""
@@ -113,7 +114,6 @@ def test_logprobs_are_those_of_the_model() -> None:
     assert [value for _, value in four.top] == pytest.approx(logprobs[2, order].tolist(), abs=1e-5)
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 150), seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_scores_of_a_prompt(rows: int, seed: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(seed)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millpond.engine.scheduler import READING_SHARE, Job, MemoryNeed, Scheduler, State, Step
 from millpond.errors import OptionError
+from tests.helpers.examples import examples
 
 LIMIT = 1000
 
@@ -190,4 +191,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=examples(60), stateful_step_count=30)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -121,7 +121,6 @@ def plain(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[in
     return {i for i in need if weights[i] >= min_p}
 
 
-@settings(deadline=None)
 @given(
     # quarters: sums of their exponentials never lie as near to the limits below as rounding reaches
     logits=st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=1, max_size=12),
@@ -139,7 +138,6 @@ def test_ties_beyond_the_short_cut_stay() -> None:
     assert int((ours > 0).sum()) == 1000
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), size=st.sampled_from([3, 100, 300, 1000]))
 def test_a_row_does_not_depend_on_the_others(seed: int, rows: int, size: int) -> None:
     g = torch.Generator().manual_seed(seed)

@@ -18,6 +18,7 @@ from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.errors import DataError, MillpondError
 from tests.engine.test_codecs import model, prompt
 from tests.helpers.engine.helpers import greedy, tokens
+from tests.helpers.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NEW = 16
@@ -100,7 +101,7 @@ def refused(engine: Engine, data: bytes) -> None:
     assert len(engine._sampler) == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(cut=st.data())
 def test_torn_and_changed_bytes_are_refused(engines: tuple[Engine, Engine], data: bytes, cut: st.DataObject) -> None:
     place = cut.draw(st.one_of(st.integers(0, 40), st.integers(0, len(data) - 1)), "place")

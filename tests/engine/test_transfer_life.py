@@ -12,6 +12,7 @@ from millpond.engine.engine import Engine
 from millpond.errors import PoolFullError
 from tests.helpers.engine.helpers import alone, engine_for, prompt
 from tests.helpers.engine.life import LIMIT, EngineLife
+from tests.helpers.examples import examples
 
 LENGTHS = (20, 31, 40, 57)
 
@@ -101,5 +102,5 @@ class TwoEngines(EngineLife):
 
 TestTwoEngines = TwoEngines.TestCase
 TestTwoEngines.settings = settings(
-    max_examples=3, stateful_step_count=16, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(3), stateful_step_count=16, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -18,6 +18,7 @@ from millpond.evals.harness.output_projection import output_matrices
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.evals.test_oracle import OPTIONS, eager, look, prompt, whole
+from tests.helpers.examples import examples
 from tests.helpers.hf.families import shared_model
 from tests.helpers.matrix.models import llama
 
@@ -99,7 +100,7 @@ def test_heads_that_compete_have_the_lower_bound(seed: int) -> None:
     assert (found["ada"].layer_bound < h2o.layer_bound).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 9999), group=st.integers(1, 3), window=st.sampled_from([0, 5]), sink=st.booleans())
 def test_bound_over_random_layers(seed: int, group: int, window: int, sink: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

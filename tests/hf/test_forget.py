@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.cache import MillpondCache
+from tests.helpers.examples import examples
 from tests.helpers.hf.families import family
 
 HEADS, LAYERS, BUDGET = 2, 2, 24
@@ -337,7 +338,7 @@ class CompressedConversation(Conversation):
 
 
 _SETTINGS = settings(
-    max_examples=10, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=examples(10), stateful_step_count=10, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 TestConversation = Conversation.TestCase
 TestConversation.settings = _SETTINGS

@@ -15,6 +15,7 @@ from millpond.kernels import native, ops, reference
 from millpond.kernels.args import AttendArgs, EntryRows, PageRegions
 from millpond.kernels.eager.softmax import lse_merge
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Call, Case
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
@@ -41,7 +42,7 @@ def runs(draw: st.DrawFn) -> tuple[Call, Tensor, float]:
 
 @needs_native
 @given(drawn=runs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_native_equals_reference(drawn: tuple[Call, Tensor, float]) -> None:
     call, q, softcap = drawn
     (out, lse), (found, found_lse) = (
@@ -69,7 +70,7 @@ def test_only_members_see_the_entries(impl: ModuleType) -> None:
 
 @needs_native
 @given(drawn=runs(), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_what_was_found_elsewhere_is_put_together_as_in_the_reference(
     drawn: tuple[Call, Tensor, float], seed: int
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from millpond.kernels import blockwise, reference
 from millpond.kernels.decode_rules import Reduce
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import prefill_args
 from tests.helpers.kernels.prompts import Prompt, prompts
 
@@ -16,7 +17,7 @@ PROMPTS = prompts([torch.float32, torch.float64, torch.bfloat16])
 
 
 @given(prompt=PROMPTS, colsum=st.sampled_from([None, *Reduce]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_prefill_equals_reference(prompt: Prompt, colsum: Reduce | None) -> None:
     prompt.check(prompt.run(reference, colsum), prompt.run(blockwise, colsum))
 

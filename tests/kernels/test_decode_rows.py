@@ -14,6 +14,7 @@ from millpond.kernels import native, ops, reference
 from millpond.kernels.args import DecodeRowsArgs
 from millpond.kernels.eager.decode_rows import one_by_one
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Call, Case
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
@@ -59,7 +60,7 @@ def stored(call: Call) -> list[Tensor | None]:
 
 @needs_native
 @given(drawn=passes(), threads=st.sampled_from([1, 3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_rows_have_the_bits_of_single_steps(drawn: tuple[Case, list[list[bool]], bool], threads: int) -> None:
     case, there, by_column = drawn
     call = case.build()
@@ -79,7 +80,7 @@ def test_rows_have_the_bits_of_single_steps(drawn: tuple[Case, list[list[bool]],
 
 @needs_native
 @given(drawn=passes())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_native_equals_reference(drawn: tuple[Case, list[list[bool]], bool]) -> None:
     case, there, by_column = drawn
     call = case.build()

@@ -18,6 +18,7 @@ from millpond.kernels.linear import linear
 from millpond.kernels.many_rows import has_products
 from millpond.kernels.native import library
 from millpond.kernels.native.decoder_rows import MANY_ROWS
+from tests.helpers.examples import examples
 from tests.helpers.kernels.libraries import running
 
 pytestmark = [
@@ -46,7 +47,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     act=st.sampled_from(list(ACTIVATE)), halves=st.booleans(), biased=st.booleans(), added=st.booleans(),
     norm=st.sampled_from(["", "rms", "layer"]), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_against_float64(
     isa: str, m: int, n: int, blocks: int, act: int, halves: bool, biased: bool, added: bool, norm: str, seed: int
 ) -> None:

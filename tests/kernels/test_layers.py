@@ -14,6 +14,7 @@ from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Call, Case
 from tests.kernels.test_rows import DTYPES, draws
 
@@ -49,7 +50,7 @@ def parts(dtype: torch.dtype, seed: int) -> tuple[native.Linears, native.Behind,
     m=st.integers(1, 14), dtype=DTYPES, rule=st.sampled_from(RULES), n_layers=st.integers(1, 3),
     window=st.sampled_from([0, 6]), sinks=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_call_is_layer_by_layer(
     isa: str, m: int, dtype: torch.dtype, rule: DecodeRule, n_layers: int, window: int, sinks: bool, seed: int
 ) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import linear as torch_linear
 from millpond.kernels import native
 from millpond.kernels.linear import linear
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
@@ -42,13 +43,13 @@ def check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
 
 
 @given(m=st.integers(1, 32), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, bias=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_equals_float64(m: int, n: int, k: int, dtype: torch.dtype, bias: bool, seed: int) -> None:
     check(*draw(m, n, k, dtype, bias, seed))
 
 
 @given(m=st.integers(1, 32), n=st.integers(1, 70), k=WIDTHS, dtype=DTYPES, bias=st.booleans())
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, m: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
     x, w, b = draw(m, n, k, dtype, bias)
     check(x, w, b)

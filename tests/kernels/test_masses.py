@@ -18,6 +18,7 @@ from millpond.kernels.args import AttentionShape, EntryRows, PageRegions, Window
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.pages import PageArrays
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args, write_args
 from tests.helpers.kernels.make import Call, Case, clone_pages
 from tests.helpers.kernels.prompts import Prompt, prompts
@@ -138,7 +139,7 @@ def check_same(a: Call, b: Call, expected: tuple[Tensor, ...], found: tuple[Tens
 
 @needs_native
 @given(case=cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_native_decode_equals_reference(case: Case) -> None:
     a = case.build()
     b = a.clone()
@@ -147,7 +148,7 @@ def test_native_decode_equals_reference(case: Case) -> None:
 
 @needs_native
 @given(case=cases())
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, case: Case) -> None:
     a = case.build()
     b = a.clone()
@@ -261,21 +262,21 @@ HOW = st.sampled_from([None, *Reduce])
 
 
 @given(prompt=WIDE, colsum=HOW)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_blockwise_prefill_equals_reference(prompt: Prompt, colsum: Reduce | None) -> None:
     prompt.check(prompt.run(reference, colsum), prompt.run(blockwise, colsum))
 
 
 @needs_native
 @given(prompt=PROMPTS, colsum=HOW)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_native_prefill_equals_reference(prompt: Prompt, colsum: Reduce | None) -> None:
     prompt.check(prompt.run(reference, colsum), prompt.run(native, colsum))
 
 
 @needs_native
 @given(prompt=PROMPTS, colsum=HOW)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_prefill_of_every_instruction_set(isa: str, prompt: Prompt, colsum: Reduce | None) -> None:
     prompt.check(prompt.run(reference, colsum), prompt.run(native, colsum))
 

@@ -18,6 +18,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict
 from millpond.kernels.merge import links, slots
 from millpond.kernels.merge.rules import MergeRule, Over, Weigh
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Call, Case
 
 pytestmark = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
@@ -90,7 +91,7 @@ def cases(draw: st.DrawFn) -> tuple[Call, MergeRule, DecodeRule]:
     return case.build(), rule, DecodeRule(evict=evict, sinks=draw(st.integers(0, 3)), seed=5)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_native_against_plain_torch(drawn: tuple[Call, MergeRule, DecodeRule]) -> None:
     same(*drawn)
@@ -172,7 +173,7 @@ def test_what_is_written_in_place_must_allow_it() -> None:
 # ------------------------------------------------------------------------------------------- dense rows
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(
     st.integers(1, 4), st.integers(1, 150), st.sampled_from([3, 16, 64, 130]), st.floats(0, 1), st.booleans(),
     st.sampled_from(list(TOLERANCE)), st.sampled_from([-math.inf, -0.5, 0.0, 0.2, 0.6]), st.integers(0, 999),

@@ -19,6 +19,7 @@ from millpond.kernels.args import EntryRows, PageRegions
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.native import abi, library
 from millpond.kernels.pages import PageArrays
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args, write_args
 from tests.helpers.kernels.make import Call, Case, clone_pages
 
@@ -72,7 +73,7 @@ def assert_same(a: Call, b: Call, expected: tuple[Tensor, ...], found: tuple[Ten
 
 
 @given(case=cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_decode_equals_reference(case: Case) -> None:
     a = case.build()
     b = a.clone()
@@ -80,7 +81,7 @@ def test_decode_equals_reference(case: Case) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, case: Case) -> None:
     a = case.build()
     b = a.clone()
@@ -204,7 +205,7 @@ def test_infinite_half_precision_values() -> None:
     n=st.integers(1, 4), width=st.integers(0, 700), dims=st.tuples(DIMS, DIMS), with_scores=st.booleans(),
     seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_write_and_read_equal_reference(
     dtype: torch.dtype, source: torch.dtype, slots: int, n: int, width: int, dims: tuple[int, int], with_scores: bool,
     seed: int,

@@ -17,6 +17,7 @@ from millpond.kernels.native import library
 from millpond.kernels.packed import outliers, side_codec
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
+from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Case
 from tests.helpers.kernels.packed_make import PackedCase, rope_for, side
 
@@ -93,14 +94,14 @@ def assert_same_bytes(case: Written) -> None:
 
 @needs_native
 @given(case=written())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_native_writes_the_bytes_of_the_reference(case: Written) -> None:
     assert_same_bytes(case)
 
 
 @needs_native
 @given(case=written())
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, case: Written) -> None:
     assert_same_bytes(case)
 

@@ -14,6 +14,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.packed.layout import Format, PackedLayout
 from millpond.kernels.packed.regions import PackedRegions
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args
 from tests.helpers.kernels.make import Case
 from tests.helpers.kernels.packed_make import PackedCall, PackedCase, side
@@ -83,7 +84,7 @@ def assert_same(a: PackedCall, b: PackedCall, tol: float = TOLERANCE) -> None:
 
 @needs_native
 @given(case=cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_native_equals_reference(case: PackedCase) -> None:
     a = case.build()
     assert_same(a, a.clone())
@@ -91,7 +92,7 @@ def test_native_equals_reference(case: PackedCase) -> None:
 
 @needs_native
 @given(case=cases())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, case: PackedCase) -> None:
     a = case.build()
     assert_same(a, a.clone(), TOLERANCE if isa in ("v4bf16", "v4fma") else 1e-4)
@@ -172,7 +173,7 @@ def test_threads_do_not_matter(threads: int) -> None:
     symmetric=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     counts=st.lists(st.integers(0, 3), min_size=2, max_size=4), start=st.integers(0, 2), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_native_packs_the_bytes_of_the_reference(
     format: Format, dim: int, by_channel: bool, symmetric: bool, dtype: torch.dtype, counts: list[int], start: int,
     seed: int,

@@ -12,6 +12,7 @@ from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import prefill_args
 from tests.helpers.kernels.prompts import Prompt, prompts
 
@@ -26,13 +27,13 @@ HOW = st.sampled_from([None, *Reduce])
 
 
 @given(prompt=PROMPTS, colsum=HOW)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_equals_reference(prompt: Prompt, colsum: Reduce | None) -> None:
     prompt.check(prompt.run(reference, colsum), prompt.run(native, colsum))
 
 
 @given(prompt=PROMPTS, colsum=HOW)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, prompt: Prompt, colsum: Reduce | None) -> None:
     prompt.check(prompt.run(reference, colsum), prompt.run(native, colsum))
 

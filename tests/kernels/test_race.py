@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -59,7 +59,6 @@ def test_numbers_of_neighbours_are_unrelated() -> None:
         assert abs(float((off[1:] * off[:-1]).mean() * 12)) < 4 / 8000**0.5
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 5), columns=st.sampled_from([1, 2, 7, 255, 256, 257, 1000]), seed=st.integers(0, 10**6),
     named=st.booleans(),

@@ -15,6 +15,7 @@ from millpond.kernels import native
 from millpond.kernels.decoder_rows import GatedActivation, fits, largest
 from millpond.kernels.native import library
 from millpond.kernels.native.huge_pages import PAGE, use_huge_pages
+from tests.helpers.examples import examples
 
 pytestmark = [
     pytest.mark.skipif(not library.runnable(), reason="installed without native kernels"),
@@ -49,7 +50,7 @@ def close(found: Tensor, expected: Tensor, size: Tensor | None = None) -> None:
 
 
 @given(m=st.integers(1, 32), k=WIDTHS, dtype=DTYPES, normed=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed: bool, seed: int) -> None:
     draw = draws(dtype, seed)
     x, norm = draw(m, k), draw(k) if normed else None
@@ -60,7 +61,7 @@ def test_several_matrices_and_a_norm(m: int, k: int, dtype: torch.dtype, normed:
 
 
 @given(m=st.integers(1, 32), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, gate=st.sampled_from(list(GatedActivation)))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_gate_on_every_instruction_set(
     isa: str, m: int, n: int, k: int, dtype: torch.dtype, gate: GatedActivation
 ) -> None:
@@ -86,7 +87,7 @@ def test_residual_and_a_row_of_a_batch(dtype: torch.dtype) -> None:
 
 
 @given(m=st.integers(1, 32), n=st.integers(1, 150), k=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(GatedActivation)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: GatedActivation) -> None:
     draw = draws(dtype)
     x, weight, bias = draw(m, k), draw(n, k), draw(n)
@@ -95,7 +96,7 @@ def test_an_activation_alone(m: int, n: int, k: int, dtype: torch.dtype, act: Ga
 
 
 @given(m=st.integers(1, 200), n=WIDTHS, dtype=DTYPES, act=st.sampled_from(list(GatedActivation)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_a_gate_over_many_rows(m: int, n: int, dtype: torch.dtype, act: GatedActivation) -> None:
     both = draws(dtype)(m, 2 * n + 3)[:, 3:]
     opened, up = (part.double() for part in both.split(n, 1))
@@ -103,7 +104,7 @@ def test_a_gate_over_many_rows(m: int, n: int, dtype: torch.dtype, act: GatedAct
 
 
 @given(m=st.integers(1, 200), heads=st.integers(1, 3), n=WIDTHS, dtype=DTYPES, centred=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_norms(m: int, heads: int, n: int, dtype: torch.dtype, centred: bool) -> None:
     draw = draws(dtype, n)
     x, weight, bias = draw(m, heads + 1, n)[:, 1:], draw(n), draw(n) if centred else None
@@ -116,7 +117,7 @@ def test_norms(m: int, heads: int, n: int, dtype: torch.dtype, centred: bool) ->
 
 
 @given(m=st.integers(1, 32), k=WIDTHS, dtype=DTYPES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_a_matrix_behind_a_layer_norm(m: int, k: int, dtype: torch.dtype) -> None:
     draw = draws(dtype, k)
     x, norm, shift, weight = draw(m, k), draw(k), draw(k), draw(37, k)
@@ -129,7 +130,7 @@ def test_a_matrix_behind_a_layer_norm(m: int, k: int, dtype: torch.dtype) -> Non
     m=st.integers(1, 300), heads=st.integers(1, 5), half=st.integers(1, 70), rest=st.integers(0, 5), dtype=DTYPES,
     seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_rotary_embedding(m: int, heads: int, half: int, rest: int, dtype: torch.dtype, seed: int) -> None:
     dim = 2 * half + rest  # of which the last ones stay
     q, k = draws(dtype, seed)(m, heads * 3, dim).split([heads * 2, heads], 1)
@@ -170,7 +171,7 @@ def test_huge_pages_change_nothing() -> None:
 
 
 @given(m=st.integers(1, 32), k=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_heads_are_the_matrices_and_the_rotation(isa: str, m: int, k: int, dtype: torch.dtype, seed: int) -> None:
     draw, dim = draws(dtype, seed), 8
     x, norm, weights = draw(m, k), draw(k), [draw(heads * dim, k) for heads in (6, 2, 2)]
@@ -183,7 +184,7 @@ def test_heads_are_the_matrices_and_the_rotation(isa: str, m: int, k: int, dtype
 
 
 @given(m=st.integers(1, 32), dtype=DTYPES, gated=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_behind_attention_is_its_three_steps(isa: str, m: int, dtype: torch.dtype, gated: bool, seed: int) -> None:
     draw, seen_dim, width, inner = draws(dtype, seed), 24, 40, 70
     seen, x, norm, bias = draw(m, seen_dim), draw(m, width), draw(width), draw(width)
@@ -195,7 +196,7 @@ def test_behind_attention_is_its_three_steps(isa: str, m: int, dtype: torch.dtyp
 
 
 @given(m=st.integers(1, 5), n=st.integers(1, 70), dtype=DTYPES, seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_largest_is_the_first_of_its_size(isa: str, m: int, n: int, dtype: torch.dtype, seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     x = torch.randint(-5, 3, (m, n + 3), generator=gen).to(dtype)[:, 1 : n + 1]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 
 needs_native = pytest.mark.skipif(not library.runnable(), reason="installed without native kernels")
 EVERYONE = [reference, blockwise, ops, pytest.param(native, marks=needs_native)]
@@ -38,7 +39,7 @@ def test_absolute_sums_by_hand(impl: ModuleType) -> None:
     others=st.sampled_from([1, 130, 300]), dim=st.sampled_from([1, 24, 64, 130]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_absolute_sums(
     isa: str, seed: int, heads: int, sets: int, n: int, others: int, dim: int, dtype: torch.dtype
 ) -> None:
@@ -65,7 +66,7 @@ def test_newest_alike_by_hand(impl: ModuleType) -> None:
     most=st.integers(1, 4), threshold=st.sampled_from([-0.2, 0.3, 0.5, 0.95]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), threads=st.integers(1, 3),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_newest_alike(
     seed: int, heads: int, n: int, dim: int, most: int, threshold: float, dtype: torch.dtype, threads: int
 ) -> None:

@@ -34,6 +34,7 @@ from millpond.kernels import eviction, gpu, ops, reference
 from millpond.kernels.args import PageRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.pages import PageArrays
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args, prefill_args, write_args
 from tests.helpers.kernels.make import clone_pages
 
@@ -50,7 +51,7 @@ rules = st.builds(
 )
 
 
-@settings(quick, max_examples=35)
+@settings(quick, max_examples=examples(35))
 @given(
     st.sampled_from(DTYPES), st.integers(1, 3), st.sampled_from((1, 2, 3)), st.sampled_from((1, 2, 4, 7, 16)),
     st.sampled_from(((16, 16), (24, 40), (80, 8), (5, 32))), st.sampled_from((4, 16, 64)), st.integers(0, 75), rules,

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install 'mill
 
 from millpond.kernels import gpu
 from millpond.kernels.gpu.common import INTERPRET
+from tests.helpers.examples import examples
 
 if not INTERPRET:
     pytest.skip("these run in the interpreter of Triton only", allow_module_level=True)
@@ -112,7 +113,7 @@ def spread_scores(call: PackedCall) -> None:
 
 
 @given(case=cases(), small=st.booleans())
-@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_decode(case: PackedCase, small: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if small:

@@ -15,6 +15,7 @@ from millpond.kernels import ops, reference
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.kernels.native import library
 from millpond.kernels.packed.layout import Format
+from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Case
 from tests.helpers.kernels.packed_make import PackedCase, rope_for, side
 
@@ -62,7 +63,7 @@ def cases(draw: st.DrawFn) -> PackedCase:
 
 @needs_native
 @given(case=cases())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_native_equals_reference(case: PackedCase) -> None:
     a = case.build()
     assert_same(a, a.clone())
@@ -70,7 +71,7 @@ def test_native_equals_reference(case: PackedCase) -> None:
 
 @needs_native
 @given(case=cases())
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, case: PackedCase) -> None:
     a = case.build()
     assert_same(a, a.clone(), TOLERANCE if isa in ("v4bf16", "v4fma") else 1e-4)

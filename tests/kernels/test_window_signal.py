@@ -13,6 +13,7 @@ from torch import Tensor
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import library
+from tests.helpers.examples import examples
 from tests.helpers.kernels.args import window_args
 from tests.helpers.kernels.prompts import TOLERANCE
 
@@ -52,21 +53,21 @@ def check(arguments: tuple[Tensor, ...], settings: dict[str, object], how: Reduc
 
 @needs_native
 @given(drawn=lookbacks(), how=HOW)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_equals_reference(drawn: tuple[tuple[Tensor, ...], dict[str, object]], how: Reduce) -> None:
     check(*drawn, how)
 
 
 @needs_native
 @given(drawn=lookbacks(), how=HOW)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_instruction_set(isa: str, drawn: tuple[tuple[Tensor, ...], dict[str, object]], how: Reduce) -> None:
     check(*drawn, how)
 
 
 @needs_native
 @given(drawn=lookbacks(), how=HOW)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_with_known_denominators(drawn: tuple[tuple[Tensor, ...], dict[str, object]], how: Reduce) -> None:
     """A window then hides entries and leaves the others their share."""
     arguments, options = drawn

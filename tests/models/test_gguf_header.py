@@ -9,6 +9,7 @@ import gguf
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.helpers.examples import examples
 from tests.helpers.gguf.files import LAYERS, VOCAB, WIDTH, write_gguf
 
 from millpond import optional
@@ -86,7 +87,7 @@ def test_a_damaged_header_is_refused(content: bytes, message: str, tmp_path: Pat
         read_header(tmp_path / "x.gguf")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_change_of_the_header_is_read_or_refused(path: Path, data: st.DataObject) -> None:
     content = bytearray(path.read_bytes())

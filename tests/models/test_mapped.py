@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from millpond.models.lean import mapped
 from millpond.models.lean.mapped import Mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages were written to")
@@ -37,7 +38,7 @@ def test_what_moved_leaves_memory_and_can_still_be_read(file: Path) -> None:
     stays, weight = torch.nn.Parameter(old[: NUMBERS // 2]), torch.nn.Parameter(old[NUMBERS // 2 :])
     assert old.sum() > 0
     before = resident()
-    with Mapped().moving([stays, weight]):
+    with Mapped([stays, weight]).moving([stays, weight]):
         weight.data = weight.data.clone()
     assert before - resident() > 7 * 2**20
     assert torch.equal(old, torch.arange(NUMBERS, dtype=torch.float32))
@@ -48,7 +49,7 @@ def test_what_was_written_to_stays(file: Path) -> None:
     old = opened(file)
     old[17] = -1.0
     weight = torch.nn.Parameter(old)
-    with Mapped().moving([weight]):
+    with Mapped([weight]).moving([weight]):
         weight.data = weight.data.clone()
     assert old[17] == -1.0
 
@@ -56,6 +57,16 @@ def test_what_was_written_to_stays(file: Path) -> None:
 def test_memory_that_is_no_file_stays() -> None:
     old = torch.ones(NUMBERS)
     weight = torch.nn.Parameter(old)
-    with Mapped().moving([weight]):
+    with Mapped([weight]).moving([weight]):
         weight.data = weight.data.clone()
     assert bool((old == 1).all())
+
+
+def test_pages_are_counted_only_where_a_weight_lies_in_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    monkeypatch.setattr(mapped, "_untouched", lambda: counted.append(1) or [])
+    Mapped([torch.ones(5), torch.ones(NUMBERS)])
+    assert not counted
+    old = opened(file)
+    Mapped([torch.ones(5), old[NUMBERS // 2 :]])
+    assert counted

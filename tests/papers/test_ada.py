@@ -9,6 +9,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.allocation.heads import Ada, Uniform, lowest_scored
 from millpond.policy.selection import keep_best
+from tests.helpers.examples import examples
 from tests.helpers.papers.fixture import feed, kept, layer_cache
 
 A = torch.tensor([[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25]])
@@ -48,7 +49,7 @@ def test_the_official_allocation_shares_out_once() -> None:
         METHODS.get("ada")(score="h2o", allocation="official", every=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),
     alpha=st.floats(0, 1), seed=st.integers(0, 999),
@@ -74,7 +75,7 @@ def test_the_official_allocation_by_its_formula(
             assert counts.tolist() == blended
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),
     alpha=st.floats(0, 1), seed=st.integers(0, 999), ties=st.booleans(),
@@ -118,7 +119,7 @@ def test_bound_of_the_output_error() -> None:
         assert bounds[0] <= bounds[1] + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     heads=st.integers(1, 5), n=st.integers(2, 24), seed=st.integers(0, 9999), sharp=st.sampled_from([0.1, 1.0, 4.0]),
     data=st.data(),

@@ -19,6 +19,7 @@ from millpond.methods import METHODS
 from millpond.policy.allocation.layers import split_budget
 from millpond.policy.allocation.retrieval_heads import DividedHeads, RetrievalHeads, RetrievalLayers, distribute
 from millpond.policy.view import View
+from tests.helpers.examples import examples
 from tests.helpers.hf.eager import eager_attention
 from tests.helpers.hf.families import one, shared_model
 from tests.helpers.matrix.checks import CHECKS
@@ -85,7 +86,7 @@ def test_counts_by_hand(retrieval: tuple[bool, ...], entries: list[int], budget:
     assert DividedHeads(retrieval).keep_counts(torch.zeros(3, 30), valid, pinned, budget).tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     shares=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=6),
     budget=st.integers(6, 60), length=st.integers(10, 80),

@@ -21,6 +21,7 @@ from millpond.methods import METHODS
 from millpond.policy.needs.head_rules import HeadRule, Heads
 from millpond.policy.variants.head_rules import HeadRulesPolicy, shorten
 from millpond.policy.view import View
+from tests.helpers.examples import examples
 from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache
 
 PART = {"special": "90;91", "punctuation": "80;81;82"}
@@ -88,7 +89,7 @@ def test_the_fixture_through_the_cache(threshold: float, kind: HeadRule, stays: 
 # ------------------------------------------------------------------ the choice
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 9999), n=st.integers(2, 40), share=st.sampled_from([0.0, 0.1, 0.3, 1.0]))
 def test_recovery_rises_along_the_rules_and_ends_at_one(seed: int, n: int, share: float) -> None:
     make = torch.Generator().manual_seed(seed)

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 
 from millpond.policy.scores.chunk_layout import ChunkLayout
+from tests.helpers.examples import examples
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     heads=st.integers(1, 3), n=st.integers(1, 40), first=st.integers(0, 3), size=st.integers(1, 9),
     seed=st.integers(0, 99),

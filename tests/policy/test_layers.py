@@ -6,12 +6,13 @@ from hypothesis import given, settings
 
 from millpond.errors import OptionError
 from millpond.policy.allocation.layers import EvenLayers, LayerTable, Pyramid, apportion, split_budget
+from tests.helpers.examples import examples
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.7]), min_size=1, max_size=3).filter(any).map(tuple)
 ALLOCATIONS = st.one_of(st.builds(Pyramid, st.sampled_from([1.0, 2.0, 20.0])), st.builds(LayerTable, WEIGHTS))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     layers=ALLOCATIONS, budget=st.integers(1, 60), least=st.integers(0, 6),
     most=st.lists(st.integers(1, 60), min_size=3, max_size=8),

@@ -15,6 +15,7 @@ from millpond.policy.scores.attention import (
 )
 from millpond.policy.selection import keep_best, rank_by_value
 from millpond.policy.view import View
+from tests.helpers.examples import examples
 
 
 def test_ties_go_to_the_newest() -> None:
@@ -31,7 +32,7 @@ def test_pinned_come_first_and_the_absent_last() -> None:
     assert keep_best(value, valid, pinned & valid, torch.tensor([4])).tolist() == [[True, True, True, False]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(heads=st.integers(1, 3), n=st.integers(1, 40), seed=st.integers(0, 999))
 def test_against_a_plain_sort(heads: int, n: int, seed: int) -> None:
     """Few values, so that many tie; zeros of both signs are one."""
@@ -57,7 +58,7 @@ SCORES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     score=st.sampled_from(SCORES),
     heads=st.integers(1, 4), n=st.integers(1, 30), budget=st.integers(5, 20), sinks=st.integers(0, 2),

@@ -14,6 +14,7 @@ from millpond.server.tools.hermes import HermesReader
 from millpond.server.tools.llama3 import Llama3Reader
 from millpond.server.tools.mistral import MistralReader
 from millpond.server.tools.reader import Reader
+from tests.helpers.examples import examples
 
 NAMES = {"f", "get_weather"}
 #: Format, text, content, calls.
@@ -111,7 +112,7 @@ def test_every_cut_in_two_gives_the_same(kind: type[Reader], text: str) -> None:
 
 @given(st.sampled_from([HermesReader, Llama3Reader, MistralReader]), st.lists(st.sampled_from(FRAGMENTS), max_size=16),
        st.lists(st.integers(1, 9), min_size=1), st.integers(1, 3))  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_it_cannot_matter_how_a_text_is_cut(
     kind: type[Reader], fragments: list[str], lengths: list[int], most: int
 ) -> None:

@@ -22,6 +22,7 @@ from millpond.tiers.ledger import Ledger
 from millpond.tiers.loader import Extent, Loader, Ticket
 from millpond.tiers.slots import Slot, SlotState
 from millpond.tiers.tier import Tier
+from tests.helpers.examples import examples
 
 
 class NumberedFile:
@@ -157,7 +158,7 @@ class LoaderMachine(RuleBasedStateMachine):
 
 
 TestLoader = LoaderMachine.TestCase
-TestLoader.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLoader.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_a_file_is_read_in_extents(tmp_path: Path) -> None:

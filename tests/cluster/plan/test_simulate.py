@@ -16,6 +16,7 @@ from millpond.cluster.plan.profile import A100, DecodeTimes, StepLoad, StepTimes
 from millpond.cluster.plan.requests import PlannedRequest, sample
 from millpond.cluster.plan.simulate import MissLimit, RequestTimes, Simulation
 from millpond.errors import OptionError
+from tests.helpers.examples import examples
 
 TIMES = StepTimes(0.01, 1e-3, 0.0, (DecodeTimes(None, 0.02, 1e-5, 1e-3),), per_prompt=0.005)
 FULL = CacheSize(100, 100)
@@ -102,7 +103,7 @@ def test_a_simulation_that_has_failed_ends() -> None:
 
 
 @given(seed=st.integers(0, 10**6), readers=st.integers(0, 2), decoders=st.integers(1, 2), tight=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_every_request_gets_all_of_its_tokens(seed: int, readers: int, decoders: int, tight: bool) -> None:
     draw = random.Random(seed)
     lengths = [(draw.randint(1, 60), draw.randint(1, 12)) for _ in range(30)]
@@ -155,7 +156,7 @@ def test_a_budget_in_bytes_cannot_be_planned() -> None:
 
 
 @given(seed=st.integers(0, 10**6), layout=st.integers(0, 3), grows=st.booleans(), rate=st.floats(0.5, 30.0))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_steps_taken_at_once_are_those_taken_one_by_one(seed: int, layout: int, grows: bool, rate: float) -> None:
     class OneByOne(Simulation):
         def _repeat(self, worker: Any, step: Any, load: StepLoad) -> tuple[float, StepLoad]:

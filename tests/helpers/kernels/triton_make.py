@@ -19,6 +19,7 @@ from tests.helpers.kernels.make import unwritten
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
 
 from millpond.kernels.gpu.common import INTERPRET
+from tests.helpers.examples import examples
 
 if not INTERPRET and not torch.cuda.is_available():
     pytest.skip("no GPU, and Triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
@@ -31,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SMALL = DECODE.Tuning(split=32, block=16, warps=4, stages=2, chunk=16)
 
 quick = settings(
-    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=examples(20), derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 seeds = st.integers(0, 2**31)
 

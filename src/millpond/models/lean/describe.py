@@ -81,7 +81,7 @@ def _fused(model: nn.Module, layers: Iterable[nn.Module], found: Iterable[Block]
     """The layers with fused weights; the others are moved."""
     several = (taken.parts for block in found for taken in (block.qkv, block.up) if len(taken.parts) > 1)
     fused = [weight for parts in several for part in parts for weight in part if isinstance(weight, Tensor)]
-    mapped, blocks = Mapped(), []
+    mapped, blocks = Mapped(model.parameters()), []
     for layer in layers:
         with mapped.moving(layer.parameters()):
             own(layer.modules(), but=fused)

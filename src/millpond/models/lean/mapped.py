@@ -5,22 +5,27 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
-_SMAPS = Path("/proc/self/smaps")
+_MAPS, _SMAPS = Path("/proc/self/maps"), Path("/proc/self/smaps")
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) ")
 _DONT_NEED = 4  #: MADV_DONTNEED of Linux: pages of a file that were not written to are read again on demand
 
 
 class Mapped:
-    """The memory of this process that shows files which it has not written to, as it is now; none but on Linux."""
+    """The memory of this process that shows files which it has not written to, as it is now; none but on Linux.
 
-    def __init__(self) -> None:
-        self._ranges = list(_untouched())
+    Args:
+        weights: those that may move. If none lies in a file, no pages are counted: the kernel walks over all memory.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._ranges = list(_untouched()) if _any_in_file(weights) else []
 
     @contextmanager
     def moving(self, weights: Iterable[Tensor]) -> Iterator[None]:
@@ -37,6 +42,20 @@ class Mapped:
         first, last = -(-begin // page) * page, end // page * page
         if first < last and any(low <= first and last <= high for low, high in self._ranges):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONT_NEED)
+
+
+def _any_in_file(weights: Iterable[Tensor]) -> bool:
+    try:
+        headers = [_HEADER.match(line) for line in _MAPS.read_text().splitlines()]
+    except OSError:
+        return False
+    files = [(int(header[1], 16), int(header[2], 16)) for header in headers if header is not None and header[3] != "0"]
+    begins = [begin for begin, _ in files]  # they ascend
+    for weight in weights:
+        place = bisect_right(begins, weight.data_ptr()) - 1
+        if weight.is_cpu and place >= 0 and weight.data_ptr() < files[place][1]:
+            return True
+    return False
 
 
 def _untouched() -> Iterator[tuple[int, int]]:
