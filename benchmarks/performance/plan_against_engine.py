@@ -46,7 +46,7 @@ from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import load_model
 
-SHAPE = ModelShape(layers=8, width=768, heads=12, kv_heads=4, head_dim=64, ffn=2048, vocab=8000)
+SHAPE = ModelShape()
 #: By name: roles and threads of the workers, and the profile that holds for them.
 LAYOUTS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "1x1": (("both",), 1, "one"),
