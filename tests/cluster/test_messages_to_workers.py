@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from millpond.cluster.async_llm import AsyncClusterLLM
 from millpond.cluster.batched_calls import BatchedCalls
 from millpond.cluster.loop_thread import LoopThread
 from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.engine import async_llm
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import OptionError
@@ -33,17 +35,27 @@ async def read(llm: AsyncClusterLLM, index: int) -> RequestOutput:
     return last
 
 
-def test_requests_of_tasks_that_run_at_once_are_in_one_message_and_in_one_step() -> None:
+def test_requests_of_tasks_that_run_at_once_are_in_one_message_and_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes of them in one step is in one report."""
+    monkeypatch.setattr(async_llm, "_CALLS_IDLE_S", 1000 * async_llm._CALLS_IDLE_S)  # the machine may be slow
     reports = list[WorkerReport]()
     with LocalCluster(lambda _, report: reports.append(report), {"max_step_tokens": 512}, replicas=1) as local:
-        engine = local.made[0].engine._llm._engine
+        worker, gate = local.made[0].engine._llm, threading.Event()
         steps = list[int]()
-        engine.watch = lambda step, _: steps.append(len(step.chunks) + len(step.decodes))
+        worker._engine.watch = lambda step, _: steps.append(len(step.chunks) + len(step.decodes))
         llm = AsyncClusterLLM.of(local.cluster, "tiny", None)
+        local.cluster.loop.start(worker.call(lambda engine: gate.wait()))  # the engine begins when all are there
+
+        plain, calls = local.cluster.loop.call, list[Any]()
+        local.cluster.loop.call = lambda function: calls.append(function) or plain(function)  # type: ignore[func-returns-value,method-assign]
 
         async def all_of_them() -> list[RequestOutput]:
-            return await asyncio.gather(*(read(llm, index) for index in range(len(PROMPTS))))
+            found = [asyncio.ensure_future(read(llm, index)) for index in range(len(PROMPTS))]
+            while sum(map(len, worker._asked._waiting.values())) < len(PROMPTS):
+                await asyncio.sleep(0.001)
+            assert len(calls) == 1, "all are submitted together"
+            gate.set()
+            return await asyncio.gather(*found)
 
         outputs = asyncio.run(all_of_them())
     assert answers(outputs) == expected()
