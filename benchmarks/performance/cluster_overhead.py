@@ -124,7 +124,7 @@ def main() -> None:
                         runs.append(run)
             moves = {name: asdict(layouts[name].figures()) for name in args.layouts}
         finally:
-            for llm in reversed(layouts.values()):  # the Ray of the first cluster is that of all
+            for llm in layouts.values():
                 asyncio.run(llm.close())
     found = [compared(name, runs) for name in args.layouts]
     rows = [

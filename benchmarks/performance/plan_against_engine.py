@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +47,7 @@ from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import load_model
 
-SHAPE = ModelShape(layers=8, width=768, heads=12, kv_heads=4, head_dim=64, ffn=2048, vocab=8000)
+SHAPE = ModelShape()
 #: By name: roles and threads of the workers, and the profile that holds for them.
 LAYOUTS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "1x1": (("both",), 1, "one"),
@@ -182,9 +183,9 @@ async def run_layout(args: argparse.Namespace) -> None:
 
     roles, threads, _ = LAYOUTS[args.layout]
     busy = busy_share()
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (its name; Ray's default is 15, behind all else)
     workers: dict[str, int] = {"prefill": 1, "decode": 1} if "prefill" in roles else {"replicas": len(roles)}
     llm = AsyncClusterLLM(str(args.folder / "model"), dtype="bf16", threads=threads, method="full", **workers)
+    pids = [worker.pid for worker in llm.workers()]
     print("workers are there", flush=True)
     try:
         for round_ in range(2):  # the first one warms up
@@ -196,14 +197,17 @@ async def run_layout(args: argparse.Namespace) -> None:
         rows = []
         for share in AROUND:
             requests = sample(shrunk(args), round(args.seconds * share * highest), share * highest, SEED)
-            begun = time.monotonic() + 0.5
+            begun, used = time.monotonic() + 0.5, cpu_seconds(pids)
             found = await asyncio.gather(
                 *(
                     one_request(llm, f"{share}-{n}", one.prompt, one.output, begun + one.at)
                     for n, one in enumerate(requests)
                 )
             )
-            rows.append({"rate": share * highest, "times": found})
+            seconds = time.monotonic() - begun
+            all_, own = (b - a for a, b in zip(used, cpu_seconds(pids), strict=True))
+            cores = {"workers": own / seconds, "others": (all_ - own) / seconds}
+            rows.append({"rate": share * highest, "times": found, "cores": cores})
             print(f"{args.layout} at {share * highest:.2f}/s: {summary(args, list(found))}", flush=True)
     finally:
         await llm.close(drain=False)
@@ -240,14 +244,17 @@ def link_of(folder: Path, layout: str, alone: list[tuple[int, float, float]], ov
 
 def busy_share() -> float:
     """Cores that others use, over a second in which this process sleeps."""
-
-    def read() -> list[int]:
-        return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-
-    before = read()
+    before = cpu_seconds([])[0]
     time.sleep(1.0)
-    spent = [b - a for a, b in zip(before, read(), strict=True)]
-    return (sum(spent) - spent[3] - spent[4]) / 100
+    return cpu_seconds([])[0] - before
+
+
+def cpu_seconds(pids: Sequence[int]) -> tuple[float, float]:
+    """Seconds for which the cores of this machine have worked, and those for which these processes had them."""
+    tick = os.sysconf("SC_CLK_TCK")
+    spent = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    own = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return (sum(spent) - spent[3] - spent[4]) / tick, sum(int(one[11]) + int(one[12]) for one in own) / tick
 
 
 # ------------------------------------------------------------------ report
@@ -286,7 +293,8 @@ def report(args: argparse.Namespace) -> None:
                 curve[kind].append((row["rate"], values["attained"]))
             for kind, off in points.items():
                 off.append(abs(both["measured"]["attained"] - both[kind]["attained"]))
-            results.append({"layout": layout, "rate": row["rate"], "busy_before": data["busy_before"], **both})
+            cores = {f"cores_of_{name}": used for name, used in row["cores"].items()}
+            results.append({"layout": layout, "rate": row["rate"], "busy_before": data["busy_before"], **cores, **both})
         for kind, values in curve.items():
             crossing[kind][layout] = crosses(values)
     for row in results:

@@ -17,6 +17,7 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
+from millpond.cluster.messages import RequestStart
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from tests.helpers.cluster.chaos import Kind, Stream, Striker, in_loop, read, runs, settled, spilled, stored_bytes
@@ -157,26 +158,27 @@ def test_a_prompt_that_kills_its_worker_ends_alone(served: Served) -> None:
     poison, deaths = 3, served.llm.figures().deaths
     streams = [Stream(body) for body in bodies]
     wanted = expected(bodies)
-    dispatcher = served.llm._cluster.dispatcher
-    send, texts = dispatcher._send, bodies[poison]["prompt"]
+    outgoing = served.llm._cluster.dispatcher._outgoing
+    send, texts = outgoing.send, bodies[poison]["prompt"]
     length = len(served.llm.tokenizer(texts)["input_ids"])
 
-    async def deadly(handle: Any, request: Request) -> None:
+    def deadly(handle: Any, start: RequestStart) -> None:
+        request = start.request
         if request.params.seed == bodies[poison]["seed"]:
             assert len(request.prompt) >= length - 1
             os.kill(handle.pid, signal.SIGKILL)
-        await send(handle, request)
+        send(handle, start)
 
     async def work() -> None:
         async with served.client() as client:
             await asyncio.gather(*(read(one, client, served.llm) for one in streams))
         await check_nothing_is_left(served)
 
-    dispatcher._send = deadly  # type: ignore[method-assign]
+    outgoing.send = deadly  # type: ignore[method-assign]
     try:
         asyncio.run(work())
     finally:
-        dispatcher._send = send  # type: ignore[method-assign]
+        outgoing.send = send  # type: ignore[method-assign]
     assert served.llm.figures().deaths == deaths + MAX_REPLAYS + 1
     for number, (stream, found) in enumerate(zip(streams, wanted, strict=True)):
         if number == poison:

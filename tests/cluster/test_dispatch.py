@@ -249,6 +249,21 @@ def test_a_request_that_is_not_fetched_within_its_lease_is_begun_again() -> None
         local.settle()
 
 
+def test_moves_that_are_not_taken_in_time_are_no_losses() -> None:
+    """However many: after as many as `max_replays` allows losses the request decodes where it is read."""
+    with LocalCluster(prefill=1, decode=3, lease_s=0.2, max_replays=1) as local:
+        reads, *others = local.made
+        for worker in others:
+            worker.answers = False
+        assert answers(local.llm.generate(PROMPTS[:1], params())) == expected()[:1]
+        figures = local.llm.figures()
+        assert (figures.replayed, figures.moved, figures.deaths) == (2, 0, 0)
+        assert [one.request_id for one in reads.started] == ["0#0", "0#1", "0#2"]
+        for worker in others:
+            local.cluster.loop.call(worker.answer_now).result()
+        local.settle()
+
+
 def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
     with LocalCluster(prefill=1, decode=1) as local:
         dispatcher, loop, holds = local.cluster.dispatcher, local.cluster.loop, local.made[1]
@@ -289,15 +304,16 @@ def test_a_cancelled_request_leaves_nothing(layout: dict[str, int], n: int) -> N
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()
         request = Request(request_id="x", prompt=PROMPTS[1], params=params())
         loop.call(lambda: dispatcher.submit(request, outputs.put)).result()
-        while len(outputs.get().completions[0].token_ids) < n:
-            pass
+        outputs.get()
+        if n > 1:  # else the worker in which it is held may have offered it by now
+            local.wait_until(lambda: any(one.place == "running" for one in dispatcher.at(holds.name)))
         loop.call(lambda: dispatcher.cancel("x")).result()
         holds.go.set()
         while not (last := outputs.get()).finished:
             pass
         assert last.completions[0].finish_reason == "cancelled"
         assert last.completions[0].token_ids == expected()[1][0][: len(last.completions[0].token_ids)]
-        assert n <= len(last.completions[0].token_ids) < NEW
+        assert 1 <= len(last.completions[0].token_ids) < NEW
         local.settle()
 
 

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator
 from functools import cached_property
 from typing import Any, Self
 
+from millpond.cluster.batched_calls import BatchedCalls
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.figures import DrainResult
 from millpond.cluster.ledger import check_movable
+from millpond.cluster.outbox import Outbox
 from millpond.cluster.worker import Role
-from millpond.engine.async_llm import Mailbox
+from millpond.engine.mailbox import Mailbox
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.models.load import find_tokenizer
@@ -53,6 +55,7 @@ class AsyncClusterLLM(ClusterClient):
         model = cluster.dispatcher.model
         assert model is not None, "the workers are open"
         self._context, self._vocabulary, self._cache = model
+        self._calls, self._outbox = BatchedCalls(self._cluster.loop), Outbox(self._cluster.dispatcher.cancel)
 
     @property
     def context_length(self) -> int:
@@ -98,12 +101,10 @@ class AsyncClusterLLM(ClusterClient):
         box, dispatcher, loop = Mailbox(asyncio.get_running_loop()), self._cluster.dispatcher, self._cluster.loop
 
         def deliver(output: RequestOutput) -> None:
-            if not box.put(output):
-                dispatcher.cancel(request.request_id)
+            self._outbox.put(box, output)
 
-        submitted = loop.call(lambda: dispatcher.submit(request, deliver))
         try:
-            await asyncio.wrap_future(submitted)
+            await self._calls.call(lambda: dispatcher.submit(request, deliver))
         except asyncio.CancelledError:  # it may have been submitted all the same
             loop.call(lambda: dispatcher.cancel(request.request_id))
             raise

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
-from millpond.cluster.background_tasks import BackgroundTasks, quietly
+from millpond.cluster.background_tasks import BackgroundTasks
 from millpond.cluster.checkpoints import Checkpoints
 from millpond.cluster.deadlines import Deadlines
 from millpond.cluster.draining import Drain
@@ -18,8 +18,9 @@ from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, to
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.last_tries import LastTries
 from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.messages import RequestUpdate, WorkerReport, error_of
+from millpond.cluster.messages import RequestStart, RequestUpdate, WorkerReport, error_of
 from millpond.cluster.moves import Mover
+from millpond.cluster.outgoing import Outgoing
 from millpond.cluster.prefix_ledger import PrefixLedger
 from millpond.cluster.router import Load, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings
@@ -51,6 +52,7 @@ class Dispatcher:
         self._settings = settings
         self._tasks = BackgroundTasks(self._failed)
         self._pool = WorkerPool(settings.roles, make, self._tasks, self)
+        self._outgoing = Outgoing(self._tasks)
         self._mover = Mover(self, self._pool, self._tasks, self.figures, settings.lease_s)
         self.checkpoints = Checkpoints(settings, self, self._pool, self._mover, self._tasks, self.figures)
         self._entries: dict[str, LedgerEntry] = {}
@@ -167,6 +169,10 @@ class Dispatcher:
         """See `RequestBook`."""
         return choose([one for one in self._loads() if one.worker not in without], roles, n_bytes)
 
+    def withdraw(self, handle: WorkerHandle, name: str) -> None:
+        """See `RequestBook`."""
+        self._outgoing.cancel(handle, name)
+
     def may_move(self, entry: LedgerEntry) -> bool:
         """See `RequestBook`."""
         return self._last_tries.may_begin(entry, wait=False)
@@ -183,6 +189,11 @@ class Dispatcher:
             self._continue(entry)
         else:
             entry.worker, entry.place = None, "held"
+
+    def missed(self, entry: LedgerEntry) -> None:
+        """See `RequestBook`."""
+        entry.misses += 1
+        self.begin_again(entry, lost=False)
 
     def _may_lose(self, entry: LedgerEntry) -> bool:
         """Count a loss of a request with a worker; False: it was one too many, and has ended the request."""
@@ -209,7 +220,7 @@ class Dispatcher:
             entry.end("error")
         handle = None if entry.worker is None else self._pool.serving.get(entry.worker)
         if handle is not None and not self._closed:
-            self._tasks.run(quietly(handle.cancel(entry.name)))
+            self._outgoing.cancel(handle, entry.name)
         entry.deliver(entry.output(finished=True, error=error))
 
     def _route(self, entry: LedgerEntry) -> None:
@@ -230,13 +241,8 @@ class Dispatcher:
                 self._prefixes.note(name, entry.keys)
                 self._recent.note(name, entry.unread)
             self._by_name[entry.name] = entry
-            self._tasks.run(self._send(self._pool.serving[name], entry.again()))
-
-    async def _send(self, handle: WorkerHandle, request: Request) -> None:
-        try:
-            await handle.start(request)
-        except WorkerLostError:
-            return  # its reports end too, and then the request goes to another
+            start = RequestStart(entry.again(), stays=entry.misses > self._settings.max_replays)
+            self._outgoing.send(self._pool.serving[name], start)
 
     def _forget(self, entry: LedgerEntry) -> None:
         self._entries.pop(entry.request.request_id, None)
@@ -327,7 +333,7 @@ class Dispatcher:
         if changed:
             entry.deliver(entry.output(finished=update.finished, error=error))
         if update.dropped:
-            self.begin_again(entry)
+            self.begin_again(entry, lost=False)
         elif update.offered is not None and not update.finished:
             entry.place = "offered"
             self._tasks.run(self._mover.move(entry, handle, update.offered))

@@ -71,4 +71,4 @@ class Drain:
         self._replayed += 1
         name = entry.name
         self._book.begin_again(entry, lost=False)
-        self._tasks.run(quietly(self._handle.cancel(name)))
+        self._book.withdraw(self._handle, name)

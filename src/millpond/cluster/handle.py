@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from millpond.cluster.messages import WorkerReport
+from millpond.cluster.messages import RequestStart, WorkerReport
 from millpond.cluster.worker import Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
@@ -31,7 +32,7 @@ class WorkerHandle(Protocol):
         """Begin; returns context length, vocabulary, and how caches are kept where a request does not say."""
         ...
 
-    async def start(self, request: Request) -> None:
+    async def start(self, starts: Sequence[RequestStart]) -> None:
         """See `EngineWorker.start`."""
         ...
 

@@ -62,6 +62,7 @@ class LedgerEntry:
     Attributes:
         epoch: how often it was begun; updates of earlier ones change nothing. replays: how often in a row it was begun
             again without a new token since. worker: name of the one that has it. place: see `Place`.
+        misses: how often in a row no worker took it in time from the one that offered it.
         targets: names of workers that fetched it from that one, or tried to, since it was begun.
         keys: of its prompt's blocks, see `PrefixLedger`. spared: tokens that its worker is thought to hold already.
     """
@@ -70,6 +71,7 @@ class LedgerEntry:
     deliver: Callable[[RequestOutput], None]
     epoch: int = 0
     replays: int = 0
+    misses: int = 0
     worker: str | None = None
     place: Place = "nowhere"
     keys: tuple[bytes, ...] = ()

@@ -7,9 +7,22 @@ from typing import TypeVar
 
 import millpond.errors
 from millpond.engine.outputs import Completion, EngineStats, FinishReason, KVStats, RequestOutput, TokenLogprob
+from millpond.engine.request import Request
 from millpond.errors import MillpondError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStart:
+    """One request for a worker.
+
+    Attributes:
+        stays: it decodes where it is read, whatever the role of that worker.
+    """
+
+    request: Request
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,19 @@ class RequestBook(Protocol):
         """Begin a request on another worker, with the tokens that were sent; lost: count it towards `max_replays`."""
         ...
 
+    def missed(self, entry: LedgerEntry) -> None:
+        """Begin a request again that no worker took in time; no worker was lost, and `max_replays` counts it not.
+
+        After as many misses in a row as that allows losses it decodes where it is read.
+        """
+        ...
+
     def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
         """End a request, wherever it is."""
+        ...
+
+    def withdraw(self, handle: WorkerHandle, name: str) -> None:
+        """Let a worker end a request that has begun again elsewhere."""
         ...
 
     def at(self, worker: str) -> list[LedgerEntry]:
@@ -94,7 +105,7 @@ class Mover:
                 continue
             except (HandoffGoneError, TimeoutError):
                 if self._book.current(name, entry):
-                    self._book.begin_again(entry)
+                    self._book.missed(entry)
             except MillpondError as error:
                 if self._book.current(name, entry):
                     self._book.end(entry, error)
@@ -136,6 +147,7 @@ class Mover:
     def _arrived(self, entry: LedgerEntry, worker: str, n_bytes: int, seconds: float) -> None:
         entry.worker, entry.place = worker, "running"
         entry.targets.clear()
+        entry.misses = 0
         self._figures.moved += 1
         self._figures.moved_bytes += n_bytes
         self._figures.full_bytes += entry.full_bytes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.handoff import HandoffBuffer
-from millpond.cluster.messages import WorkerReport
+from millpond.cluster.messages import RequestStart, WorkerReport
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker, Role
 from millpond.engine.outputs import CacheSnapshot
@@ -66,9 +66,9 @@ class RayWorker:
         self.node = await self._wait(self._actor.node.remote())
         return context, vocabulary, cache
 
-    async def start(self, request: Request) -> None:
+    async def start(self, starts: Sequence[RequestStart]) -> None:
         """See `WorkerHandle`."""
-        await self._wait(self._actor.start.remote(request))
+        await self._wait(self._actor.start.remote(starts))
 
     async def report(self, wanted: frozenset[str]) -> WorkerReport:
         """See `WorkerHandle`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millpond.cluster.handoff import HandoffBuffer, HandoffGoneError
-from millpond.cluster.messages import Reported, RequestUpdate, WorkerReport, failed
+from millpond.cluster.messages import Reported, RequestStart, RequestUpdate, WorkerReport, failed
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
@@ -50,6 +50,7 @@ class EngineWorker:
         self._sizes: dict[str, int] = {}  # bytes in the pages of each request
         self._more = BYTES_FACTOR
         self._cancelled: set[str] = set()
+        self._staying: set[str] = set()  # requests that are not offered to other workers
         self._news = asyncio.Event()
 
     async def open(self) -> tuple[int, int, int, CacheOptions]:
@@ -64,9 +65,13 @@ class EngineWorker:
         self._opened = AsyncLLM(self._model, **self._options)
         return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
 
-    async def start(self, request: Request) -> None:
-        """Take a request in; reports say what becomes of it, or why it is refused."""
-        self._follow(request.request_id, self._llm.stream(request))
+    async def start(self, starts: Sequence[RequestStart]) -> None:
+        """Take requests in; reports say what becomes of each, or why it is refused."""
+        for start in starts:
+            name = start.request.request_id
+            if start.stays:
+                self._staying.add(name)
+            self._follow(name, self._llm.stream(start.request))
 
     async def report(self, wanted: frozenset[str]) -> WorkerReport:
         """What is new of all requests; waits until something is, but not for long.
@@ -189,6 +194,7 @@ class EngineWorker:
         self._tasks.pop(name, None)
         self._sizes.pop(name, None)
         self._cancelled.discard(name)
+        self._staying.discard(name)
 
     async def _run(self, name: str, outputs: AsyncGenerator[RequestOutput, None]) -> None:
         try:
@@ -197,7 +203,8 @@ class EngineWorker:
                     self._tell(name, output)
                     if all(one.token_ids for one in output.completions):
                         self._sizes[name] = sum(one.kv.kv_bytes for one in output.completions if one.kv is not None)
-                    if self._role == "prefill" and not output.finished and await self._offer(name, output):
+                    goes = self._role == "prefill" and not output.finished and name not in self._staying
+                    if goes and await self._offer(name, output):
                         return
         except Exception as error:  # whatever it is, the one who waits must hear of it
             self._tell(name, failed(name, error))

@@ -18,6 +18,7 @@ from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_opt
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import open_engine
+from millpond.engine.mailbox import Mailbox, deliver
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.offload import Offload
 from millpond.engine.offload.plan import Plan
@@ -33,6 +34,8 @@ T = TypeVar("T")
 #: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
 #: those that decode; one call goes at least.
 _CALLS_SHARE = 0.2
+#: And this many seconds where nothing is in flight, so that requests that come together are in one step.
+_CALLS_IDLE_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -317,7 +320,7 @@ class AsyncLLM:
     def _serve(self) -> None:
         step_s = 0.0
         while self._wait():
-            until = time.monotonic() + _CALLS_SHARE * step_s
+            until = time.monotonic() + (_CALLS_SHARE * step_s if self._engine.busy else _CALLS_IDLE_S)
             while self._asked:
                 self._since = time.monotonic()
                 with self._changed:
@@ -365,13 +368,15 @@ class AsyncLLM:
             self._drop(name, box)
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        found = []
         for output in outputs:
             box = self._boxes.get(output.request_id)
             if box is not None:
                 if output.finished:
                     del self._boxes[output.request_id]
-                if not box.put(output):
-                    self._drop(output.request_id, box)
+                found.append((box, output))
+        for box, output in deliver(found):
+            self._drop(output.request_id, box)
 
     def _post(self, run: Callable[[], None], client: str = "") -> bool:
         """Let the engine's thread run this; False if there is none any more."""
@@ -381,72 +386,3 @@ class AsyncLLM:
             self._asked.put(run, client)
             self._changed.notify()
         return True
-
-
-class Mailbox:
-    """The newest output of a request, for the task that reads it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.finished = False
-        self._loop = loop
-        self._there = asyncio.Event()
-        self._output: RequestOutput | None = None
-        self._error: Exception | None = None
-
-    def put(self, output: RequestOutput) -> bool:
-        """Called by the engine's thread; False if its reader is gone."""
-        return self._post(lambda: self._arrive(output))
-
-    def fail(self, error: Exception) -> None:
-        """Called by the engine's thread: no output comes any more."""
-
-        def arrive() -> None:
-            self._error = error
-            self._there.set()
-
-        self._post(arrive)
-
-    def end(self) -> None:
-        """Called by the engine's thread: no output comes any more, and that is no error."""
-
-        def arrive() -> None:
-            self.finished, self._output = True, None
-            self._there.set()
-
-        self._post(arrive)
-
-    def _post(self, arrive: Callable[[], None]) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(arrive)
-        except RuntimeError:  # the loop is closed
-            return False
-        return True
-
-    async def next(self) -> RequestOutput | None:
-        """The newest output that was not read yet; None: the stream has ended without one.
-
-        Raises:
-            MillpondError: none comes any more.
-        """
-        await self._there.wait()
-        self._there.clear()
-        if self._error is not None:
-            raise self._error
-        if self._output is not None:
-            self.finished = self._output.finished
-        return self._output
-
-    async def last(self) -> RequestOutput:
-        """The output that the request ended with.
-
-        Raises:
-            MillpondError: none comes any more.
-        """
-        while (output := await self.next()) is not None:
-            if output.finished:
-                return output
-        raise MillpondError("the request was given to another engine, and ends there")
-
-    def _arrive(self, output: RequestOutput) -> None:
-        self._output = output
-        self._there.set()

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from millpond.cluster.client import Cluster
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.llm import ClusterLLM
-from millpond.cluster.messages import WorkerReport
+from millpond.cluster.messages import RequestStart, WorkerReport
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker, Role
 from millpond.engine.config import EngineConfig
@@ -34,6 +34,7 @@ class LocalWorker:
         self.name, self.role, self.pid, self.node = name, role, 1, "here"
         self.dead = asyncio.Event()
         self.started: list[Request] = []
+        self.messages: list[int] = []  # numbers of requests in each message
         self.taken: list[str] = []
         self.resumed: list[Request] = []
         self.refuses: list[Exception] = []  # what the next calls of `take` raise
@@ -82,9 +83,10 @@ class LocalWorker:
         engine.step = held_step  # type: ignore[method-assign]
         return tuple(model)
 
-    async def start(self, request: Request) -> None:
-        self.started.append(request)
-        await self._of(self.engine.start(request))
+    async def start(self, starts: Sequence[RequestStart]) -> None:
+        self.messages.append(len(starts))
+        self.started += [start.request for start in starts]
+        await self._of(self.engine.start(starts))
 
     async def report(self, wanted: frozenset[str]) -> WorkerReport:
         found: WorkerReport = await self._of(self.engine.report(wanted))
