@@ -49,6 +49,7 @@ for part in "$@"; do
     tables)
       "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-20}" --out "$out/text.json"
       "$bin/python" "$quality/real_recall.py" "$out/recall" --out "$out/recall.json"
+      sed -i "s#$out/##g" "$out"/text.json "$out"/text.md "$out"/recall.json "$out"/recall.md
       ;;
     *)
       echo "no part '$part': texts, train, text, recall or tables" >&2
