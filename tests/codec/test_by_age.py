@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from millpond.kernels.packed.layout import Side
 from tests.helpers.codec.layers import DIM, HEADS, KV, SHAPE, decode, feed, make, positions, tokens
 from tests.helpers.engine.helpers import greedy
 from tests.helpers.hf.families import family, generate, text
+from tests.helpers.kernels.libraries import exact_products
 
 THREE = "bf16:20%,int8:20%,int4"
 PAGE = 64
@@ -139,6 +141,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return p @ v, p
 
 
+@pytest.fixture
+def exact() -> Iterator[None]:
+    with exact_products():
+        yield
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("codec", [THREE, "bf16:40,int8:30%,int4:20%,int2", "int8:10%,int4", "bf16:30%,int4"])
 def test_entries_pass_through_the_tiers_as_they_grow_old(codec: str) -> None:
     """Step by step: what each tier holds, bit by bit, and what attention over all of them is."""
@@ -174,6 +183,7 @@ def test_entries_pass_through_the_tiers_as_they_grow_old(codec: str) -> None:
     check(kept)
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(("method", "options"), [("h2o", {"sinks": 2}), ("tova", {}), ("window", {"sinks": 1})])
 def test_a_step_is_attention_over_the_dequantized_entries(method: str, options: dict[str, Any]) -> None:
     """Output, scores, and which entry leaves, of two sequences in turn with pads; what left is in no tier."""

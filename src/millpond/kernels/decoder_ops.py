@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 _ACTIVATE: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
     GatedActivation.SILU: functional.silu,
-    GatedActivation.GELU: functional.gelu,
+    GatedActivation.GELU: lambda x: functional.gelu(x.contiguous()),  # of strided rows other bits come out
     GatedActivation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     GatedActivation.RELU: functional.relu,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -20,3 +20,11 @@ def running(isa: str) -> Iterator[None]:
         assert native.isa() == isa
         yield
     library.load.cache_clear(), abi.entry_point.cache_clear()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Kernels that round nothing that is multiplied with codes, on a CPU whose best ones do."""
+    rounds = native.is_available() and native.isa() in ("v4bf16", "v4fma")
+    with running("v4") if rounds else nullcontext():
+        yield
