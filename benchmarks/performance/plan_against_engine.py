@@ -7,7 +7,8 @@
 `profile` makes a model of random weights and fits its step times with one thread, with two, and with one while another
 engine is at work, since two workers on two cores share caches and memory. `measure` starts workers on a private
 Ray, takes the time of a few requests alone (for the latency of a move), and then sends requests of the trace, shrunk,
-at three rates around the one that the simulation takes for the highest. `report` compares. Run each on a quiet machine.
+at three rates around the one that the simulation takes for the highest. `moves` times how long a move occupies both
+engines. `report` compares. Run each on a quiet machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ SEED = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("profile", "neighbour", "measure", "report"))
+    parser.add_argument("step", choices=("profile", "neighbour", "moves", "measure", "report"))
     parser.add_argument("--folder", type=Path, required=True, help="For the model, profiles and measured times.")
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="1x1")
     parser.add_argument("--trace", type=Path, help="Azure 2023, conversation.")
@@ -79,6 +80,8 @@ def main() -> None:
         take_profiles(args.folder)
     elif args.step == "neighbour":
         keep_busy(args.folder)
+    elif args.step == "moves":
+        time_moves(args.folder)
     elif args.step == "measure":
         asyncio.run(run_layout(args))
     else:
@@ -124,6 +127,28 @@ def keep_busy(folder: Path) -> None:
     print("at work", flush=True)
     while True:
         measure(engine, "neighbour", prompts=ALONE, new=24, rounds=1, seed=SEED)
+
+
+def time_moves(folder: Path, prompt: int = 96, moves: int = 14) -> None:
+    """How long a request that moves occupies the engines of both sides, which the simulation leaves out."""
+    torch.set_num_threads(1)
+    source, target = (Engine(load_model(str(folder / "model"), "bf16"), method="full") for _ in range(2))
+    draw, out, in_, size = np.random.default_rng(SEED), list[float](), list[float](), 0
+    for n in range(moves):
+        ids = tuple(draw.integers(0, SHAPE.vocab, prompt).tolist())
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        source.add(Request(request_id=str(n), prompt=ids, params=params))
+        source.step()
+        began = time.perf_counter()
+        data = source.hand_over(str(n))
+        left = time.perf_counter()
+        target.take_over(data)
+        out.append(left - began)
+        in_.append(time.perf_counter() - left)
+        size = len(data)
+        target.drain()
+    times = ", ".join(f"{name} {1e3 * statistics.median(each):.1f} ms" for name, each in (("out", out), ("in", in_)))
+    print(f"a move of {prompt} tokens, {size:,} bytes: {times}")
 
 
 def the_profile(folder: Path, layout: str) -> Profile:
