@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import millpond as mp
-from millpond.errors import OptionError
 from millpond.hf import prompt_parts
 from millpond.hf.document import read_document
 from tests.helpers.matrix.models import llama, prompts
@@ -156,17 +155,6 @@ def test_whole_where_parts_would_change_what_comes_out(case: tuple[str, dict[str
     method, given, generate = case
     ids, mask = prompts(1, length=2100)
     assert run(method, ids, mask, budget=80, given=given, generate=generate)[3] == [2100]
-
-
-@pytest.mark.parametrize("method", WHOLE)
-def test_prompts_that_a_method_reads_whole_are_not_cut_by_the_caller(method: str) -> None:
-    ids, mask = prompts(1, length=40)
-    with pytest.raises(OptionError, match=r"prefill_chunk_size=16 cuts this prompt of 40 tokens.*leave"):
-        run(method, ids, mask, generate={"prefill_chunk_size": 16})
-    config = GenerationConfig(max_new_tokens=6, do_sample=False, prefill_chunk_size=16)
-    with pytest.raises(OptionError, match="in one pass"):
-        run(method, ids, mask, generate={"generation_config": config})
-    assert run(method, ids, mask, generate={"prefill_chunk_size": 40})[3] == [40]
 
 
 def test_whole_where_rotations_depend_on_the_length_of_the_text() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import GenerationConfig
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, NumericsError, OptionError
@@ -76,6 +77,14 @@ def test_a_global_gate_is_trained_stored_and_used(tmp_path: Path) -> None:
             answers.append([(one.completions[0].token_ids, one.completions[0].kv.evicted) for one in found])
     assert answers[0] == answers[1]
     assert all(evicted for _, evicted in answers[0])
+    for given in ({"prefill_chunk_size": 16}, {"generation_config": GenerationConfig(prefill_chunk_size=16)}):
+        with (
+            mp.compress(model, "attention_gate", gate=str(file)),
+            pytest.raises(OptionError, match=r"prefill_chunk_size=16 cuts this prompt of 30 tokens.*leave"),
+        ):
+            model.generate(ids[None], max_new_tokens=1, **given)
+    with mp.compress(model, "attention_gate", gate=str(file)):
+        assert model.generate(ids[None], max_new_tokens=1, prefill_chunk_size=30).shape[1] == 31
 
 
 # ---------------------------------------------------------------------- attention to weighted entries

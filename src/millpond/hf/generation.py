@@ -46,8 +46,8 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the model's own `generate`; its name must be this, so that a pickled model comes back with its own.
 
     Raises:
-        OptionError: no cache is to be used, or another kind, where one of ours is; or a prompt is to be cut that the
-            method reads in one pass.
+        OptionError: no cache is to be used, or another kind, where one of ours is; or a prompt is to be cut, and the
+            method takes it uncut.
         CacheMismatchError: the cache that is passed has read another text than the prompt begins with.
     """
     switched, thread = _switched.get(self), threading.get_ident()

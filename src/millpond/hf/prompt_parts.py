@@ -133,13 +133,13 @@ def check_uncut(policy: Policy, ids: Any, config: Any, kwargs: dict[str, Any]) -
         ids: (S, n), the prompts of a call of `generate`. config, kwargs: its settings.
 
     Raises:
-        OptionError: the call would cut a prompt that its method reads in one pass.
+        OptionError: the call would cut a prompt, and its method takes it uncut.
     """
     size = kwargs.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
-    if policy.needs.whole_prompt and size is not None and isinstance(ids, Tensor) and ids.shape[-1] > size:
+    if policy.needs.uncut and size is not None and isinstance(ids, Tensor) and ids.shape[-1] > size:
         raise OptionError(
-            f"prefill_chunk_size={size} cuts this prompt of {ids.shape[-1]} tokens, and this method reads a prompt in "
-            "one pass, since what it keeps depends on where it is cut; leave prefill_chunk_size out"
+            f"prefill_chunk_size={size} cuts this prompt of {ids.shape[-1]} tokens, and this method decides what to "
+            "keep by all of it; leave prefill_chunk_size out"
         )
 
 

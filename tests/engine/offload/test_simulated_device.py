@@ -86,7 +86,7 @@ def test_a_read_that_fails_on_its_way_to_the_device(folders: dict[str, Path]) ->
     FaultyFile.fault, FaultyFile.times = None, 0
     found = opened(folders["llama"], {"disk": 1.0}, SimulatedDevice(), open_file=FaultyFile)
     engine = engine_of(found)
-    FaultyFile.fault, FaultyFile.times = OSError(5, "Input/output error"), 2
+    FaultyFile.fault, FaultyFile.times = OSError(5, "Input/output error"), 8
     failed = [one for one in answers(engine) if isinstance(one, Exception)]
     FaultyFile.fault = None
     assert failed

@@ -39,6 +39,7 @@ class Needs:
 
     Attributes:
         whole_prompt: a prompt is read in one pass, because where it is cut would change the result.
+        uncut: a caller may not cut a prompt either; `whole_prompt` goes with it.
         token_ids: the ids of all tokens that were read.
         entropies: the model's predictions for all tokens.
         prompt_repeat: a second reading of each prompt.
@@ -48,6 +49,7 @@ class Needs:
     """
 
     whole_prompt: bool = False
+    uncut: bool = False
     token_ids: bool = False
     entropies: Entropies | None = None
     prompt_repeat: PromptRepeat | None = None

@@ -40,7 +40,8 @@ class GatePolicy(Policy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(whole_prompt=self.gates is not None and not self.gates.causal)
+        looks_ahead = self.gates is not None and not self.gates.causal
+        return Needs(whole_prompt=looks_ahead, uncut=looks_ahead)
 
     @property
     def scores_entries(self) -> bool:
