@@ -39,10 +39,8 @@ def test_matrix(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     CHECKS[check]("kvzip")
 
 
-def expected(
-    model: LlamaForCausalLM, ids: Tensor, chunk: int, budget: int, sinks: int, first: int = 0
-) -> list[list[list[int]]]:
-    """Positions kept [layer][head], from one uncompressed pass over text, question and chunk for each chunk."""
+def scores_of(model: LlamaForCausalLM, ids: Tensor, chunk: int, first: int = 0) -> list[Tensor]:
+    """(heads, n) of each layer, from one uncompressed pass over text, question and chunk for each chunk."""
     eager = LlamaForCausalLM(deepcopy(model.config)).double().eval()
     eager.load_state_dict(model.state_dict())
     eager.set_attn_implementation("eager")
@@ -53,12 +51,42 @@ def expected(
         for layer, p in enumerate(eager(whole, output_attentions=True).attentions):
             found = p[0, :, n:, :n].amax(1).view(2, -1, n).amax(1)
             best[layer] = torch.maximum(best[layer], found)
-    out = []
-    for scores in best:
-        flat = sorted(((float(scores[h, j]), h, j) for h in (0, 1) for j in range(sinks, n)), reverse=True)
-        chosen = [(h, j) for _, h, j in flat[: 2 * (budget - sinks)]]
-        out.append([sorted([*range(sinks), *(j for h, j in chosen if h == head)]) for head in (0, 1)])
-    return out
+    return best
+
+
+def best_of(scores: Tensor, total: int, sinks: int) -> list[list[int]]:
+    """Positions of each of two heads: the sinks, and the best of both together, `total` in all."""
+    flat = sorted(((float(scores[h, j]), h, j) for h in (0, 1) for j in range(sinks, scores.shape[1])), reverse=True)
+    chosen = [(h, j) for _, h, j in flat[: total - 2 * sinks]]
+    return [sorted([*range(sinks), *(j for h, j in chosen if h == head)]) for head in (0, 1)]
+
+
+def expected(
+    model: LlamaForCausalLM, ids: Tensor, chunk: int, budget: int, sinks: int, first: int = 0
+) -> list[list[list[int]]]:
+    """Positions kept [layer][head] with as many in each layer."""
+    return [best_of(scores, 2 * budget, sinks) for scores in scores_of(model, ids, chunk, first)]
+
+
+@pytest.mark.parametrize("chunk", [100, 16])
+def test_layers_compete_for_one_budget(chunk: int) -> None:
+    """The best of all layers and heads, but for the rounding to whole entries per head; in a batch as alone."""
+    model, (ids, mask), sinks, budget = deepcopy(llama()), prompts(2), 2, 12
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight *= 4  # sharper attention, higher scores
+    with torch.no_grad(), mp.compress(model, "kvzip", budget, **SETTINGS, chunk=chunk, across=True) as cache:
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache)
+        kept = [[cache.positions(layer, s) for layer in (0, 1)] for s in (0, 1)]
+    for s in (0, 1):
+        scores = [found.detach() for found in scores_of(model, ids[s, mask[s].bool()][None], chunk)]
+        flat = torch.cat([found[:, sinks:].flatten() for found in scores])
+        least = flat.topk(2 * len(scores) * (budget - sinks)).values.min()
+        totals = [sum(map(len, heads)) for heads in kept[s]]
+        assert sum(totals) == 2 * budget * len(scores)
+        assert len(set(totals)) > 1, "layers differ"
+        for found, heads, total in zip(scores, kept[s], totals, strict=True):
+            assert heads == best_of(found, total, sinks)
+            assert abs(total - 2 * sinks - int((found[:, sinks:] >= least).sum())) <= 2
 
 
 @pytest.mark.parametrize("chunk", [100, 16])

@@ -486,7 +486,7 @@ class MillpondCache(Cache):
         in_parts = self.parts.end()
         if self._between_chunks:
             self._rebuild()
-            waited = in_parts or self.policy.needs_all_layers
+            waited = in_parts or (self.policy.needs_all_layers and self.rebuilder is None)  # which plans for itself
             if waited and self.entropies is None:  # these plan when the model's head has run
                 self._settle()
 

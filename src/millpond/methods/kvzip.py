@@ -4,7 +4,9 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._options import Sinks
+from millpond.policy.allocation.across_layers import AcrossLayers
 from millpond.policy.allocation.heads import Ada
+from millpond.policy.allocation.layers import EvenLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.variants.reconstruction import Rebuilt, ReconstructionPolicy
@@ -15,25 +17,28 @@ def kvzip(
     ask: Annotated[str, "prompt of the repetition; or token ids such as 5;6; or none"] = "Repeat the previous context:",
     chunk: Annotated[int, "tokens that are repeated in one pass"] = 2048,
     alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
+    across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = False,
     sinks: Sinks = 4,
 ) -> Policy:
     """Keep the entries that the model attends to when it repeats its context, whatever the later question is.
 
     After a prompt the model reads it once more (without the token that marks a text's beginning), behind a question
     for it and over its own cache. s_j = max_i max_h A_hij over the tokens i of question and repetition and the query
-    heads h of the KV head (Equation 2). The heads of a layer compete for its budget. The repetition is taken back,
-    costs about a second prefill, and changes no output.
+    heads h of the KV head (Equation 2). The heads of a layer compete for its budget, and with `across` those of all
+    layers for that of the model, as in the paper; then one layer may hold several times as much as another. The
+    repetition is taken back, costs about a second prefill, and changes no output.
 
-    Departs from the paper: the heads of all layers compete there; here every layer has the same total. There the
-    softmax is over the repeated chunk and the question alone; here it is the model's own, over everything held, and
-    every entry counts in every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends,
-    with what was decoded before it; older entries keep the larger of their scores. Not for assisted generation.
+    Departs from the paper: every layer has the same total unless `across` is set. There the softmax is over the
+    repeated chunk and the question alone; here it is the model's own, over everything held, and every entry counts in
+    every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends, with what was decoded
+    before it; older entries keep the larger of their scores. Not for assisted generation.
     """
     ids = [] if ask == "none" else ask.split(";")
     return ReconstructionPolicy(
         score=Rebuilt(),
         protect=Protect(sinks=sinks),
         heads=Ada(alpha),
+        layers=AcrossLayers(sinks) if across else EvenLayers(),
         every_step=False,
         ask=ask,
         ids=tuple(map(int, ids)) if all(i.isdecimal() for i in ids) else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from millpond.policy.policy import Policy
 from millpond.policy.scores.query_moments import QueryMoments
 from millpond.policy.view import View
 
+T = TypeVar("T")
+
 
 class LayerCache(LayerStorage):
     """The cache of one attention layer for a batch of sequences.
@@ -50,6 +52,7 @@ class LayerCache(LayerStorage):
 
     Attributes:
         peek: while set, it observes multi-token passes, and their tokens are not stored.
+        rebuilt: while set, scores count as at least what this observed.
         reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
         scores_answers: what is decoded gets a score of its own too, where the policy scores entries when they are
             written; False where nothing is planned or evicted behind the prompt.
@@ -74,6 +77,7 @@ class LayerCache(LayerStorage):
     ) -> None:
         super().__init__(index, policy, timeline, SequenceState.of(policy, index, rotation))
         self.peek: ReconstructionProbe | None = None
+        self.rebuilt: ReconstructionProbe | None = None
         self.reading = False
         self.scores_answers = True
         self.shared: SharedEntries | None = None
@@ -89,9 +93,9 @@ class LayerCache(LayerStorage):
 
     # ------------------------------------------------------------------ scores and plans
 
-    def measure(self, sequence: int, of: Callable[[View], float]) -> float:
-        """A number `of` one sequence as a plan would see it now."""
-        return self.planner.measure(self._require_table(), sequence, of)
+    def measure(self, sequence: int, of: Callable[[View], T]) -> T:
+        """What is measured `of` one sequence as a plan would see it now."""
+        return self.planner.measure(self._require_table(), sequence, of, self.rebuilt)
 
     def moments(self, sequence: int) -> QueryMoments:
         """Sums over the queries of one sequence so far, for a policy that asks for them.
@@ -101,12 +105,9 @@ class LayerCache(LayerStorage):
         """
         return self.planner.views.moments(sequence)
 
-    def settle(self, found: ReconstructionProbe | None = None) -> None:
-        """Run the plan that waits for the end of the prompt, and quantize entries that are due.
-
-        found: of a reconstruction pass; scores rise to what it observed.
-        """
-        table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, found)
+    def settle(self) -> None:
+        """Run the plan that waits for the end of the prompt, and quantize entries that are due."""
+        table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.rebuilt)
         quantize.quantize_due(table, np.ones(table.n_seq, dtype=bool))
 
     # ------------------------------------------------------------------ the step

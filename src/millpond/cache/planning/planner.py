@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.step_merge import slot_plan
 from millpond.policy.variants.head_rules import NestedPlan
 from millpond.policy.view import View, columns_of
+
+T = TypeVar("T")
 
 
 class Planner:
@@ -173,8 +176,7 @@ class Planner:
             if seen is None:
                 return read_write.replace(into, sequence, entries, entries.positions >= 0)
             if found is not None:
-                seen_again = found.at(sequence, entries.positions)
-                entries = entries._replace(scores=torch.maximum(entries.scores, seen_again))
+                entries = _raised(entries, sequence, found)
             self.plan(into, sequence, entries, seen)
 
         into = pages.end(table, sorted(pending), plan)
@@ -313,11 +315,20 @@ class Planner:
         if merged.memory is not None:
             self._companions.memories[sequence] = merged.memory
 
-    def measure(self, table: PageTable, sequence: int, of: Callable[[View], float]) -> float:
-        """A number `of` one sequence as a plan would see it now."""
+    def measure(
+        self, table: PageTable, sequence: int, of: Callable[[View], T], rebuilt: ReconstructionProbe | None = None
+    ) -> T:
+        """What is measured `of` one sequence as a plan would see it now; scores rise to what was `rebuilt`."""
         found = self.views.signal(sequence, read_write.read(table, sequence))
+        if rebuilt is not None:
+            found = _raised(found, sequence, rebuilt)
         order = by_position(found.positions)
         return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))
+
+
+def _raised(entries: Entries, sequence: int, found: ReconstructionProbe) -> Entries:
+    """The entries of a sequence with scores that rise to what a reconstruction pass `found`."""
+    return entries._replace(scores=torch.maximum(entries.scores, found.at(sequence, entries.positions)))
 
 
 def _behind(first: Entries, before: Entries, aside: Tensor) -> tuple[Entries, Tensor]:

@@ -110,5 +110,12 @@ class PromptReconstruction:
 
     @no_autograd
     def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:
+        """Plan every layer; the plan of one may depend on what was found in all."""
         for core, peek in zip(cache.layer_caches, found, strict=True):
-            core.settle(peek)
+            core.rebuilt = peek
+        try:
+            for core in cache.layer_caches:
+                core.settle()
+        finally:
+            for core in cache.layer_caches:
+                core.rebuilt = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from millpond.errors import OptionError
 from millpond.policy.view import View
@@ -40,11 +40,11 @@ class PromptLayers(Protocol):
         """As `LayerAllocation.check`."""
         ...
 
-    def measure(self, view: View) -> float:
+    def measure(self, view: View) -> Any:
         """What the allocation needs of one layer."""
         ...
 
-    def decide(self, measured: Sequence[float]) -> LayerAllocation:
+    def decide(self, measured: Sequence[Any]) -> LayerAllocation:
         """The allocation for layers of which this was measured."""
         ...
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
+from millpond.policy.allocation.across_layers import AcrossLayers
 from millpond.policy.needs.declared import Needs, PromptRepeat
 from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.policy import Policy
@@ -46,12 +47,8 @@ class ReconstructionPolicy(Policy):
         Policy.__post_init__(self)
         if self.chunk < 1:
             raise OptionError(f"chunk={self.chunk} must be at least 1")
-        plain = (
-            self.prefill == "once"
-            and not self.every_step
-            and not self.needs_all_layers
-            and self.positions == "absolute"
-        )
+        even = isinstance(self.layers, AcrossLayers) or not self.needs_all_layers
+        plain = self.prefill == "once" and not self.every_step and even and self.positions == "absolute"
         if not (plain and isinstance(self.score, Rebuilt)):
             raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
 
