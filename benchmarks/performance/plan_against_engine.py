@@ -142,7 +142,7 @@ def keep_busy(folder: Path) -> None:
 
 
 def add_moves(folder: Path) -> None:
-    """Time moves beside a neighbour, and write them into the profile that holds for a split.
+    """Time moves while another engine is at work, and write them into the profile that holds for a split.
 
     On a machine that is busy the seconds of a clock hold what others do. Those of this process's one thread hold little
     of it, and are taken.
