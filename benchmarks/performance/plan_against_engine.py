@@ -5,10 +5,11 @@
     python benchmarks/performance/plan_against_engine.py report --folder DIR --trace azure2023_conv.csv
 
 `profile` makes a model of random weights and fits its step times with one thread, with two, and with one while another
-engine is at work, since two workers on two cores share caches and memory. `measure` starts workers on a private
-Ray, takes the time of a few requests alone (for the latency of a move), and then sends requests of the trace, shrunk,
-at three rates around the one that the simulation takes for the highest. `moves` times how long a move occupies both
-engines. `report` compares. Run each on a quiet machine.
+engine is at work, since two workers on two cores share caches and memory; it also times how long a move occupies the
+engines. `moves` does that alone for the profile of a split that is there, in CPU seconds. `measure` starts workers on a
+private Ray, takes the time of a few requests alone (for the latency of a move), and then sends requests of the trace,
+shrunk, at three rates around the one that the simulation takes for the highest. `report` compares. Run each on a quiet
+machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +41,8 @@ from millpond.cluster.plan.fit import fit
 from millpond.cluster.plan.goodput import ATTAINED, Demand, ServiceLevels, goodput
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.measure import measure
+from millpond.cluster.plan.measure_moves import measure_moves
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile, load_profile, save_profile
 from millpond.cluster.plan.requests import PlannedRequest, sample
@@ -81,7 +85,7 @@ def main() -> None:
     elif args.step == "neighbour":
         keep_busy(args.folder)
     elif args.step == "moves":
-        time_moves(args.folder)
+        add_moves(args.folder)
     elif args.step == "measure":
         asyncio.run(run_layout(args))
     else:
@@ -97,11 +101,18 @@ def take_profiles(folder: Path) -> None:
         SHAPE.build().save_pretrained(folder / "model")
     for name, threads in (("one", 1), ("two", 2)):
         take_profile(folder, name, threads)
+    with neighbour(folder):
+        take_profile(folder, "shared", 1)
+
+
+@contextmanager
+def neighbour(folder: Path) -> Iterator[None]:
+    """Another process that takes profiles, for as long as this is open."""
     busy = subprocess.Popen([sys.executable, __file__, "neighbour", "--folder", str(folder)], stdout=subprocess.PIPE)
     try:
         assert busy.stdout is not None
         busy.stdout.readline()  # it is at work
-        take_profile(folder, "shared", 1)
+        yield
     finally:
         busy.kill()
         busy.wait()
@@ -118,6 +129,7 @@ def take_profile(folder: Path, name: str, threads: int) -> None:
     print(
         f"profile {name}: {len(steps)} steps, {found.error:.1%} off in the median, {found.profile.times[1]}", flush=True
     )
+    print_moves(name, found.profile)
 
 
 def keep_busy(folder: Path) -> None:
@@ -129,26 +141,38 @@ def keep_busy(folder: Path) -> None:
         measure(engine, "neighbour", prompts=ALONE, new=24, rounds=1, seed=SEED)
 
 
-def time_moves(folder: Path, prompt: int = 96, moves: int = 14) -> None:
-    """How long a request that moves occupies the engines of both sides, which the simulation leaves out."""
+def add_moves(folder: Path) -> None:
+    """Time moves while another engine is at work, and write them into the profile that holds for a split.
+
+    On a machine that is busy the seconds of a clock hold what others do. Those of this process's one thread hold little
+    of it, and are taken.
+    """
     torch.set_num_threads(1)
-    source, target = (Engine(load_model(str(folder / "model"), "bf16"), method="full") for _ in range(2))
-    draw, out, in_, size = np.random.default_rng(SEED), list[float](), list[float](), 0
-    for n in range(moves):
-        ids = tuple(draw.integers(0, SHAPE.vocab, prompt).tolist())
-        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        source.add(Request(request_id=str(n), prompt=ids, params=params))
-        source.step()
-        began = time.perf_counter()
-        data = source.hand_over(str(n))
-        left = time.perf_counter()
-        target.take_over(data)
-        out.append(left - began)
-        in_.append(time.perf_counter() - left)
-        size = len(data)
-        target.drain()
-    times = ", ".join(f"{name} {1e3 * statistics.median(each):.1f} ms" for name, each in (("out", out), ("in", in_)))
-    print(f"a move of {prompt} tokens, {size:,} bytes: {times}")
+    engine = Engine(load_model(str(folder / "model"), "bf16"), method="full")
+    profile = load_profile(str(folder / "profile-shared.json"))
+    lengths = (min(ALONE), max(ALONE))
+    with neighbour(folder):
+        began, used = time.monotonic(), cpu_seconds([os.getpid()])
+        by_clock = measure_moves(engine, profile.cache, lengths, SEED)
+        all_, own = (b - a for a, b in zip(used, cpu_seconds([os.getpid()]), strict=True))
+        others = (all_ - own) / (time.monotonic() - began)
+        moves = measure_moves(engine, profile.cache, lengths, SEED, time.process_time)
+    engine.close()
+    save_profile(replace(profile, moves=moves), folder / "profile-shared.json")
+    data = {"by_clock": asdict(by_clock), "by_cpu": asdict(moves), "cores_of_others": others}
+    (folder / "moves.json").write_text(json.dumps(data))
+    print(f"others had {others:.2f} cores, the neighbour among them")
+    print_moves("by the clock", replace(profile, moves=by_clock))
+    print_moves("by CPU seconds", replace(profile, moves=moves))
+
+
+def print_moves(name: str, profile: Profile) -> None:
+    for prompt in (16, 96, 320):
+        size, moves = profile.cache.moved(prompt), profile.moves
+        print(
+            f"{name}: a move of {prompt} tokens, {size:,} bytes: {1e3 * moves.packing(size):.1f} ms to pack, "
+            f"{1e3 * moves.taking_in(size):.1f} ms to take in", flush=True,
+        )  # fmt: skip
 
 
 def the_profile(folder: Path, layout: str) -> Profile:
@@ -161,7 +185,10 @@ def the_profile(folder: Path, layout: str) -> Profile:
 def planned(folder: Path, layout: str) -> ClusterLayout:
     profile, roles = the_profile(folder, layout), LAYOUTS[layout][0]
     return ClusterLayout(
-        tuple(WorkerPlan(role, profile.times[1], step_tokens=profile.step_tokens) for role in roles)  # type: ignore[arg-type]
+        tuple(
+            WorkerPlan(role, profile.times[1], step_tokens=profile.step_tokens, moves=profile.moves)  # type: ignore[arg-type]
+            for role in roles
+        )
     )
 
 
@@ -184,10 +211,16 @@ def overhead_of(folder: Path) -> float:
 
 
 def simulate(
-    args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link, overhead: float
-) -> list[RequestTimes]:
+    args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link, overhead: float,
+    moves: MoveTimes | None = None,
+) -> list[RequestTimes]:  # fmt: skip
     workers = planned(args.folder, layout).workers
-    plan = ClusterLayout(tuple(replace(one, times=one.times.with_overhead(overhead)) for one in workers))
+    plan = ClusterLayout(
+        tuple(
+            replace(one, times=one.times.with_overhead(overhead), moves=one.moves if moves is None else moves)
+            for one in workers
+        )
+    )
     found = Simulation(plan, the_profile(args.folder, layout).cache, link).run(requests)
     assert found is not None
     return found
@@ -260,10 +293,18 @@ async def one_request(llm: Any, name: str, prompt: int, output: int, at: float) 
     return first - at, (last - first) / (output - 1)
 
 
-def link_of(folder: Path, layout: str, alone: list[tuple[int, float, float]], overhead: float = 0.0) -> Link:
-    """Latency of a move: what the second token of a request that is alone takes longer than a step."""
-    times = the_profile(folder, layout).times[1]
-    extra = [2 * (tpot - overhead - times.seconds(StepLoad(answers=1, entries=prompt))) for prompt, _, tpot in alone]
+def link_of(
+    folder: Path, layout: str, alone: list[tuple[int, float, float]], overhead: float = 0.0,
+    moves: MoveTimes | None = None,
+) -> Link:  # fmt: skip
+    """Latency of a move: what the second token of a request that is alone takes longer than a step and both engines."""
+    profile = the_profile(folder, layout)
+    moves = profile.moves if moves is None else moves
+    extra = []
+    for prompt, _, tpot in alone:
+        step = profile.times[1].seconds(StepLoad(answers=1, entries=prompt)) + overhead
+        size = profile.cache.moved(prompt)
+        extra.append(2 * (tpot - step) - moves.packing(size) - moves.taking_in(size))
     return Link(latency_s=max(statistics.median(extra), 0.0))
 
 
@@ -296,8 +337,8 @@ def summary(args: argparse.Namespace, times: list[tuple[float, float]]) -> dict[
 
 def report(args: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = []
-    points: dict[str, list[float]] = {"simulated": [], "with overhead": []}
-    crossing: dict[str, dict[str, float]] = {"measured": {}, "simulated": {}, "with overhead": {}}
+    points: dict[str, list[float]] = {"simulated": [], "with overhead": [], "moves on the way only": []}
+    crossing: dict[str, dict[str, float]] = {kind: {} for kind in ("measured", *points)}
     overhead = overhead_of(args.folder)
     machine: dict[str, Any] = {}
     for layout in LAYOUTS:
@@ -306,13 +347,18 @@ def report(args: argparse.Namespace) -> None:
             continue
         data = json.loads(path.read_text())
         machine = {"hardware": data["hardware"], "software": data["software"]}
-        link = link_of(args.folder, layout, data["alone"], overhead) if layout == "split" else Link()
+        link = free = Link()
+        if layout == "split":
+            link, free = (link_of(args.folder, layout, data["alone"], overhead, moves) for moves in (None, FREE_MOVES))
+            print(f"latency of a move {1e3 * link.latency_s:.1f} ms; {1e3 * free.latency_s:.1f} ms on the way only")
         curve: dict[str, list[tuple[float, float]]] = {kind: [] for kind in crossing}
         for row in data["rows"]:
             requests = sample(shrunk(args), len(row["times"]), row["rate"], SEED)
             both = {"measured": summary(args, row["times"])}
-            for kind, more in (("simulated", 0.0), ("with overhead", overhead)):
-                found = simulate(args, layout, requests, link, more)
+            for kind in points:
+                more = overhead if kind == "with overhead" else 0.0
+                moves, way = (FREE_MOVES, free) if kind == "moves on the way only" else (None, link)
+                found = simulate(args, layout, requests, way, more, moves)
                 both[kind] = summary(args, [(one.ttft, one.tpot or 0.0) for one in found])
             for kind, values in both.items():
                 curve[kind].append((row["rate"], values["attained"]))
@@ -341,10 +387,18 @@ def report(args: argparse.Namespace) -> None:
         data = {
             "load": load, "shape": asdict(SHAPE), "fit_off": fits, **machine, "rate_at_nine_tenths": crossing,
             "overhead_s": overhead,
+            "moves": asdict(the_profile(args.folder, "split").moves),
+            **timed_moves(args.folder),
             "samples": "one run of each row",
             "results": results,
         }  # fmt: skip
         args.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def timed_moves(folder: Path) -> dict[str, Any]:
+    """What `moves` wrote, where it was run after the profiles."""
+    path = folder / "moves.json"
+    return {"moves_timed": json.loads(path.read_text())} if path.exists() else {}
 
 
 def crosses(curve: list[tuple[float, float]]) -> float:

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.fit import fit
+from millpond.cluster.plan.fit import fit, fit_moves
 from millpond.cluster.plan.goodput import Demand, ServiceLevels, goodput
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.place import Devices, compare, split_anywhere, split_in_a_node, together
 from millpond.cluster.plan.profile import DecodeTimes, StepLoad, StepTimes
 from millpond.cluster.plan.profile_file import Profile, built_in, from_json, load_profile, save_profile, to_json
@@ -59,6 +60,25 @@ def test_a_slow_link_is_named_as_the_reason_against() -> None:
     assert "moving the caches holds it back" in verdict.reasons[-1]
     small = CacheSize(1000, 20)  # a fiftieth of the bytes turns it round
     assert judge(compare(devices, small, slow, DEMAND), small, slow, DEMAND).split
+
+
+def test_moves_that_occupy_workers_lower_a_split_and_leave_other_layouts() -> None:
+    free, costly = (
+        Devices({1: SLOW_TO_READ}, 3, 3, moves=moves) for moves in (FREE_MOVES, MoveTimes(0.1, 1e-7, 0.01, 1e-8))
+    )
+    before, after = (compare(devices, CACHE, Link(1e9), DEMAND) for devices in (free, costly))
+    rates = [{row.layout.name: row.rates for row in rows if len(row.rates) == 2} for rows in (before, after)]
+    assert rates[0]["1 both"] == rates[1]["1 both"]
+    names = {name for name in rates[0].keys() & rates[1].keys() if name != "1 both"}
+    assert names
+    assert all(max(rates[1][name]) < min(rates[0][name]) for name in names)
+
+
+def test_engines_that_moves_occupy_are_named_as_the_reason_against() -> None:
+    devices = Devices({1: SLOW_TO_READ}, 3, 3, moves=MoveTimes(take_base=0.3))
+    verdict = judge(compare(devices, CACHE, Link(1e9), DEMAND), CACHE, Link(1e9), DEMAND)
+    assert not verdict.split
+    assert "packing caches and taking them in holds it back" in verdict.reasons[-1]
 
 
 def test_where_nothing_is_disturbed_splitting_loses_devices() -> None:
@@ -131,13 +151,22 @@ def test_a_fit_has_no_negative_terms() -> None:
     assert min(found.read_base, found.per_token, found.per_square, found.decode[0].per_entry) >= 0
 
 
+def test_a_fit_of_moves_tells_bytes_from_moves() -> None:
+    assert fit_moves([100, 1100], [0.011, 0.021]) == (pytest.approx(0.01), pytest.approx(1e-5))
+    base, per_byte = fit_moves([100, 1000], [0.001, 0.05])  # a line through both would begin below 0
+    assert base == 0
+    assert 0.001 / 100 < per_byte < 0.05 / 1000
+    assert fit_moves([500, 500], [0.01, 0.03]) == (pytest.approx(0.02), 0.0)
+
+
 def test_a_fit_needs_steps_of_both_kinds() -> None:
     with pytest.raises(DataError, match="0 that decode"):
         fit([(StepLoad(n, n * n), 0.1) for n in range(1, 30)])
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test", step_tokens=300)
+    moves = MoveTimes(0.1, 2e-9, 0.3, 4e-9)
+    profile = Profile("mine", {1: SLOW_TO_READ, 2: SLOW_TO_READ}, CACHE, 64, True, "a test", 300, moves)
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(str(tmp_path / "p.json")) == profile
     with pytest.raises(OptionError, match="measured with its own budget and codec"):
@@ -160,12 +189,15 @@ def test_a_built_in_profile_takes_a_budget_and_a_codec() -> None:
     [
         {"format": 2}, {"times": {}}, {"times": {"0": {}}}, {"times": {"1": {"decode": []}}}, {"entry_bytes": -1},
         {"entry_bytes": math.inf}, {"budget": 3}, {"stored_bytes": True}, {"head_dim": "a"}, {"times": [1]},
-        {"step_tokens": 0.5},
+        {"step_tokens": 0.5}, {"moves": {}}, {"moves": 1}, {"moves": None},
+        {"moves": {"pack_base": -1, "pack_per_byte": 0, "take_base": 0, "take_per_byte": 0}},
     ],
 )  # fmt: skip
 def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:
     good = json.loads(to_json(Profile("mine", {1: SLOW_TO_READ}, CACHE, 64)))
     assert from_json(json.dumps(good)).name == "mine"
+    older = {name: value for name, value in good.items() if name != "moves"}
+    assert from_json(json.dumps(older)).moves == FREE_MOVES
     with pytest.raises(DataError, match="millpond cluster profile"):
         from_json(json.dumps(good | change))
     with pytest.raises(DataError, match="no JSON"):
@@ -183,6 +215,10 @@ def test_from_a_measured_profile_to_a_plan(tmp_path: Path) -> None:
     measured = load_profile(str(out))
     assert measured.times[1].seconds(StepLoad(40, 1600, 1)) > 0
     assert measured.cache.kept(100, 9) == 20
+    moved = measured.cache.moved(64)
+    assert 0 < measured.moves.packing(moved) < 5
+    assert 0 < measured.moves.taking_in(moved) < 5
+    assert "ms to pack" in result.output
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:{n:02d}.0000000,{400 + n},{5 + n % 3}" for n in range(40)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n", encoding="utf-8")
@@ -194,6 +230,20 @@ def test_from_a_measured_profile_to_a_plan(tmp_path: Path) -> None:
     assert {row["layout"] for row in written["rows"]} == {"1 both", "1 prefill + 1 decode"}
     assert written["workers"][0]["role"] in ("both", "prefill")
     assert all(row["goodput_per_device"] > 0 for row in written["rows"])
+
+
+def test_a_profile_says_that_requests_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> MoveTimes:
+        raise OptionError("keys and values lie on a disk")
+
+    monkeypatch.setattr("millpond.cluster.plan.measure.measure_moves", refuse)
+    out = tmp_path / "p.json"
+    profile = ["cluster", "profile", "--model", "pond-recall", "--prompts", "40,64", "--new", "4", "--rounds", "2"]
+    result = CliRunner().invoke(app, [*profile, "--threads", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "cannot move" in result.output
+    assert "keys and values lie on a disk" in result.output
+    assert load_profile(str(out)).moves == FREE_MOVES
 
 
 @pytest.mark.parametrize(

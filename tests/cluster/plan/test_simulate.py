@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from millpond.budget import Budget
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepLoad, StepTimes
 from millpond.cluster.plan.requests import PlannedRequest, sample
 from millpond.cluster.plan.simulate import MissLimit, RequestTimes, Simulation
@@ -22,8 +24,10 @@ TIMES = StepTimes(0.01, 1e-3, 0.0, (DecodeTimes(None, 0.02, 1e-5, 1e-3),), per_p
 FULL = CacheSize(100, 100)
 
 
-def split(readers: int = 1, decoders: int = 1, memory: int | None = None) -> ClusterLayout:
-    reader, decoder = (WorkerPlan(role, TIMES, memory=memory) for role in ("prefill", "decode"))
+def split(
+    readers: int = 1, decoders: int = 1, memory: int | None = None, moves: MoveTimes = FREE_MOVES
+) -> ClusterLayout:
+    reader, decoder = (WorkerPlan(role, TIMES, memory=memory, moves=moves) for role in ("prefill", "decode"))
     return ClusterLayout((reader,) * readers + (decoder,) * decoders)
 
 
@@ -78,6 +82,36 @@ def test_moves_of_one_reader_follow_each_other() -> None:
     assert second.tpot - first.tpot == pytest.approx(10.0, abs=0.1)
 
 
+def test_moves_occupy_both_workers_between_their_steps() -> None:
+    """Three requests by hand: the reader packs 1 s and the decoder takes in 2 s, one after another."""
+    reading, packing, taking = 0.01 + 0.1 + 0.005, 1.0, 2.0
+    moves = MoveTimes(pack_base=0.4, pack_per_byte=6e-5, take_base=0.5, take_per_byte=1.5e-4)  # of 10,000 bytes
+    layout = split(moves=moves)
+    layout = ClusterLayout(tuple(replace(worker, step_tokens=100) for worker in layout.workers))
+    first, second, third = run(layout, [PlannedRequest(0.0, 100, 3) for _ in range(3)], link=Link(latency_s=0.25))
+    assert first.ttft == pytest.approx(reading)
+    assert second.ttft == pytest.approx(2 * reading + packing)  # no step while the first one is packed
+    assert third.ttft == pytest.approx(3 * reading + 2 * packing)
+    # the second comes while the first is taken in, the third while the second is: then all decode together
+    assert 2 * reading + 2 * packing + 0.25 < reading + packing + 0.25 + taking
+    steps = sum(0.02 + 3 * 1e-3 + 3 * entries * 1e-5 for entries in (101, 102))
+    ends = reading + packing + 0.25 + 3 * taking + steps
+    for one in (first, second, third):
+        assert one.tpot == pytest.approx((ends - one.ttft) / 2)
+
+
+def test_a_cache_is_taken_in_behind_the_step_that_is_under_way() -> None:
+    """An answer of many tokens waits while another request is taken in, and the other one for its step."""
+    moves = MoveTimes(take_base=3.0)
+    long, short = PlannedRequest(0.0, 100, 101), PlannedRequest(4.0, 100, 2)
+    alone, taken = run(split(moves=moves), [long])[0], run(split(moves=moves), [long, short])
+    assert alone.tpot is not None
+    assert taken[0].tpot is not None
+    assert taken[1].tpot is not None
+    assert 100 * (taken[0].tpot - alone.tpot) == pytest.approx(3.0, abs=0.01)
+    assert 3.02 < taken[1].tpot < 3.0 + 3 * 0.024
+
+
 def test_memory_lets_requests_wait_and_is_never_exceeded() -> None:
     requests = [PlannedRequest(0.0, 100, 20) for _ in range(8)]
     free = run(ClusterLayout((WorkerPlan("both", TIMES),)), requests)
@@ -109,14 +143,16 @@ def test_every_request_gets_all_of_its_tokens(seed: int, readers: int, decoders:
     lengths = [(draw.randint(1, 60), draw.randint(1, 12)) for _ in range(30)]
     memory = 9_000 if tight else None
     both = WorkerPlan("both", TIMES, memory=memory)
-    layout = split(readers, decoders, memory) if readers else ClusterLayout((both,) * decoders)
+    moves = MoveTimes(0.01, 1e-6, 0.02, 0.0) if seed % 2 else FREE_MOVES
+    layout = split(readers, decoders, memory, moves) if readers else ClusterLayout((both,) * decoders)
     requests = sample(lengths, 30, 20.0, seed)
     simulation = Simulation(layout, FULL, Link(1e5, 0.001, memory=8_000))
     found = simulation.run(requests)
     assert found is not None
     assert all(outcome.ttft > 0 for outcome in found)
     assert [outcome.tpot is None for outcome in found] == [request.output == 1 for request in requests]
-    assert all(not worker.flights and not worker.held and not worker.incoming for worker in simulation._workers)
+    left = [(worker.flights, worker.held, worker.incoming, worker.between) for worker in simulation._workers]
+    assert not any(any(parts) for parts in left)
     assert all(len(worker.scheduler) == 0 and worker.unread == 0 for worker in simulation._workers)
 
 
@@ -155,9 +191,14 @@ def test_a_budget_in_bytes_cannot_be_planned() -> None:
         CacheSize(100, 100, Budget.parse("1MiB"))
 
 
-@given(seed=st.integers(0, 10**6), layout=st.integers(0, 3), grows=st.booleans(), rate=st.floats(0.5, 30.0))
+@given(
+    seed=st.integers(0, 10**6), layout=st.integers(0, 3), grows=st.booleans(), rate=st.floats(0.5, 30.0),
+    moves=st.sampled_from([FREE_MOVES, MoveTimes(0.02, 1e-6, 0.03, 1e-6), MoveTimes(take_base=0.01)]),
+)  # fmt: skip
 @settings(max_examples=examples(30))
-def test_steps_taken_at_once_are_those_taken_one_by_one(seed: int, layout: int, grows: bool, rate: float) -> None:
+def test_steps_taken_at_once_are_those_taken_one_by_one(
+    seed: int, layout: int, grows: bool, rate: float, moves: MoveTimes
+) -> None:
     class OneByOne(Simulation):
         def _repeat(self, worker: Any, step: Any, load: StepLoad) -> tuple[float, StepLoad]:
             return self._now, load
@@ -167,6 +208,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(seed: int, layout: int, 
     both = WorkerPlan("both", TIMES, memory=20_000)
     workers = [ClusterLayout((both,)), ClusterLayout((both, both)), split(1, 1, 20_000), split(1, 2, 20_000)][layout]
     cache = FULL if grows else CacheSize(100, 25, Budget.parse("20%"), grows=False)
+    workers = ClusterLayout(tuple(replace(worker, moves=moves) for worker in workers.workers))
     requests = sample(lengths, 25, rate, seed)
     found, expected = (kind(workers, cache, Link(1e5, 0.01)).run(requests) for kind in (Simulation, OneByOne))
     assert found is not None

@@ -77,7 +77,7 @@ def plan(
     known = load_profile(profile).with_cache(budget, codec)
     per_device = None if memory is None else parse_bytes(memory)
     times = {n: one.with_overhead(overhead) for n, one in known.times.items()}
-    there = Devices(times, devices, per_node or devices, per_device, known.step_tokens)
+    there = Devices(times, devices, per_node or devices, per_device, known.step_tokens, known.moves)
     between = Link(_bytes_per_s(link), latency)
 
     def read() -> list[tuple[int, int]]:

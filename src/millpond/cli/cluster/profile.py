@@ -26,7 +26,7 @@ def profile(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured.")] = 2,
     threads: Threads = None,
 ) -> None:
-    """Time an engine's steps over prompts and batches of several sizes, and fit them; about a minute."""
+    """Time an engine's steps over prompts and batches of several sizes, and moves, and fit them; about a minute."""
     import torch
 
     from millpond.bench.common.machine import describe_machine
@@ -35,16 +35,17 @@ def profile(
     from millpond.engine.engine import Engine
     from millpond.models.load import load_model
 
-    lengths = [part.strip() for part in prompts.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in lengths):
+    parts = [part.strip() for part in prompts.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise OptionError(f"--prompts {prompts!r} must read 32,128,256: tokens, separated by commas")
+    lengths = [int(part) for part in parts]
     if threads is not None:
         torch.set_num_threads(threads)
     with notes(), errors().status("measuring") as status:
         engine = Engine(load_model(model, dtype), options=cache.options, calibration=cache.calibration, **cache.kept())
         try:
             found = measure(
-                engine, model, prompts=[int(part) for part in lengths], new=new, rounds=rounds,
+                engine, model, prompts=lengths, new=new, rounds=rounds,
                 note=describe_machine().hardware, report=status.update,
             )  # fmt: skip
         finally:
@@ -54,3 +55,12 @@ def profile(
         f"{out}: {len(found.steps):,} steps; the fit is off by {100 * found.error:.0f} % of a step in the median",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
+    if found.refused is not None:
+        text = f"requests of this engine cannot move, so no split can be built of it: {found.refused}"
+    else:
+        moves, moved = found.profile.moves, found.profile.cache.moved(max(lengths))
+        text = (
+            f"a move of {max(lengths):,} tokens, {moved / 1e6:,.1f} MB: {1e3 * moves.packing(moved):.1f} ms to pack, "
+            f"{1e3 * moves.taking_in(moved):.1f} ms to take in"
+        )
+    output().print(text, soft_wrap=True, highlight=False)

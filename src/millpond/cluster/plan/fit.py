@@ -1,4 +1,4 @@
-"""Step times fitted to measured steps by least squares on the relative error.
+"""Step times and those of moves, fitted to measured ones by least squares on the relative error.
 
 Source: DistServe, arXiv:2401.09670: its authors fit the same terms on the relative error, and answers of small batches
 apart from those of large ones. Ours differs in the weights: an error counts by the fitted time and not by the measured
@@ -45,6 +45,23 @@ def fit(steps: Sequence[tuple[StepLoad, float]]) -> tuple[StepTimes, float]:
     best = min(parts, key=lambda found: found[1], default=one)
     times = best[0] if best[1] < WORTH * one[1] else one[0]
     return times, statistics.median(abs(times.seconds(load) / took - 1) for load, took in steps)
+
+
+def fit_moves(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds of a move and of each of its bytes that fit best, by the relative error; neither is negative.
+
+    Where all moves have one size, all of it counts for the move.
+
+    Args:
+        sizes: bytes of each move.
+        seconds: that each took, above 0.
+    """
+    if len(set(sizes)) == 1:
+        return statistics.fmean(seconds), 0.0
+    wanted = np.array(seconds)
+    rows = np.array([[1.0, size] for size in sizes])
+    base, per_byte = _solve(rows / wanted[:, None], np.ones(len(wanted))).tolist()
+    return base, per_byte
 
 
 def _sizes(steps: Sequence[tuple[StepLoad, float]]) -> list[int]:

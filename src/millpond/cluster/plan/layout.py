@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepTimes
 from millpond.errors import OptionError
 
@@ -19,7 +20,8 @@ class WorkerPlan:
 
     Attributes:
         role: reads prompts and decodes ("both"), or one of these. times: of its steps. devices: that it has.
-        memory: bytes of its pages; None: no limit. step_tokens: most tokens of a step that reads.
+        memory: bytes of its pages; None: no limit. step_tokens: most tokens of a step that reads. moves: what a move
+            occupies it for.
     """
 
     role: Role
@@ -27,6 +29,7 @@ class WorkerPlan:
     devices: int = 1
     memory: int | None = None
     step_tokens: int = STEP_TOKENS
+    moves: MoveTimes = FREE_MOVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,15 @@ class ClusterLayout:
     def splits(self) -> bool:
         """Whether prompts are read apart from answers."""
         return self.workers[0].role != "both"
+
+    @property
+    def moves_cost(self) -> bool:
+        """Whether a move occupies any of its workers."""
+        return any(worker.moves != FREE_MOVES for worker in self.workers)
+
+    def with_free_moves(self) -> ClusterLayout:
+        """The same with moves that occupy no worker."""
+        return ClusterLayout(tuple(replace(worker, moves=FREE_MOVES) for worker in self.workers))
 
     @property
     def name(self) -> str:

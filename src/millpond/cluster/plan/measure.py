@@ -1,4 +1,4 @@
-"""A profile of a model on this machine: an engine runs prompts of several lengths, and each of its steps is timed."""
+"""A profile of a model on this machine: an engine runs prompts of several lengths, its steps and moves are timed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import numpy as np
 
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.fit import fit
+from millpond.cluster.plan.measure_moves import measure_moves
+from millpond.cluster.plan.move_times import FREE_MOVES
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.scheduler import Step
-from millpond.errors import OptionError
+from millpond.errors import OptionError, PoolFullError
 from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
 
@@ -25,11 +27,16 @@ BATCHES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profile, the steps behind it, and the median relative error of the fit."""
+    """A profile, the steps behind it, and the median relative error of the fit.
+
+    Attributes:
+        refused: why requests of the engine cannot move, so that the profile has no cost of moves; None: it has.
+    """
 
     profile: Profile
     steps: tuple[tuple[StepLoad, float], ...]
     error: float
+    refused: str | None = None
 
 
 def measure(
@@ -37,6 +44,8 @@ def measure(
     seed: int = 0, note: str = "", report: Callable[[str], None] | None = None,
 ) -> Measured:  # fmt: skip
     """Time the steps of an engine that does nothing else, and fit them; the first round only warms up.
+
+    Then the shortest and the longest prompt move out of the engine and into it again.
 
     Args:
         engine: with the method, budget and codec of the profile, and without a prefix cache.
@@ -77,8 +86,15 @@ def measure(
     finally:
         engine.watch = None
     times, error = fit(steps)
-    profile = Profile(name, {1: times}, cache, head_dim, True, note, engine.config.max_step_tokens)
-    return Measured(profile, tuple(steps), error)
+    moves, refused = FREE_MOVES, None
+    if report is not None:
+        report("moves")
+    try:
+        moves = measure_moves(engine, cache, (min(prompts), max(prompts)), seed)
+    except (OptionError, PoolFullError) as error_:
+        refused = str(error_)
+    profile = Profile(name, {1: times}, cache, head_dim, True, note, engine.config.max_step_tokens, moves)
+    return Measured(profile, tuple(steps), error, refused)
 
 
 class _Watch:

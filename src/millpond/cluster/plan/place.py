@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Demand, Goodput, ServiceLevels, goodput
 from millpond.cluster.plan.layout import STEP_TOKENS, ClusterLayout, Link, WorkerPlan
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepTimes
 from millpond.errors import OptionError
 
@@ -28,7 +29,7 @@ class Devices:
     Attributes:
         times: step times by the number of devices of one worker. count: devices in all. per_node: of one node, among
             which caches move by the link. memory: bytes for the cache on each device; None: no limit. step_tokens: most
-            tokens of a step that reads.
+            tokens of a step that reads. moves: what a move occupies a worker for, whatever its devices.
     """
 
     times: Mapping[int, StepTimes]
@@ -36,6 +37,7 @@ class Devices:
     per_node: int
     memory: int | None = None
     step_tokens: int = STEP_TOKENS
+    moves: MoveTimes = FREE_MOVES
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -50,7 +52,9 @@ class Devices:
     def worker(self, role: str, devices: int) -> WorkerPlan:
         """A worker of `devices` devices."""
         memory = None if self.memory is None else self.memory * devices
-        return WorkerPlan(role, self.times[devices], devices, memory, self.step_tokens)  # type: ignore[arg-type]
+        return WorkerPlan(
+            role, self.times[devices], devices, memory, self.step_tokens, self.moves  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 def together(devices: Devices) -> Iterator[ClusterLayout]:

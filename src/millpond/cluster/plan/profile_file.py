@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from millpond.cache.atomic_files import publish, write_part
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.json_file import parse_json, read_json
 from millpond.cluster.plan.layout import STEP_TOKENS
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepTimes
 from millpond.codec import Codec, Format, LayerCodecs, resolve
 from millpond.errors import DataError, OptionError, unknown
@@ -38,7 +39,7 @@ class Profile:
         name: of the model and the device. times: by the number of devices of one worker. cache: of a request.
         head_dim: numbers of a key, by which a number format has its size. fixed: whether the times were measured with
             this cache, so that no other can be planned. note: where the times come from. step_tokens: most tokens of a
-            step that reads.
+            step that reads. moves: what a move occupies an engine for.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Profile:
     fixed: bool = False
     note: str = ""
     step_tokens: int = STEP_TOKENS
+    moves: MoveTimes = FREE_MOVES
 
     def with_cache(self, budget: str | None, codec: str) -> Profile:
         """The same model with another budget and number format; step times stay those of the full cache, by entries.
@@ -122,7 +124,7 @@ def to_json(profile: Profile) -> str:
     cache = profile.cache
     data = {
         "format": FORMAT, "name": profile.name, "note": profile.note, "head_dim": profile.head_dim,
-        "step_tokens": profile.step_tokens,
+        "step_tokens": profile.step_tokens, "moves": asdict(profile.moves),
         "entry_bytes": cache.entry_bytes, "stored_bytes": cache.stored_bytes, "grows": cache.grows,
         "budget": None if cache.budget is None else _budget_text(cache.budget),
         "times": {str(n): asdict(times) for n, times in sorted(profile.times.items())},
@@ -160,7 +162,7 @@ def _profile(found: dict[str, Any], name: str) -> Profile:
         if step_tokens < 1:
             raise ValueError(f"step_tokens={step_tokens} must be at least 1")
         note = str(found.get("note", ""))[:1000]
-        return Profile(str(found["name"])[:200], read, cache, head_dim, True, note, step_tokens)
+        return Profile(str(found["name"])[:200], read, cache, head_dim, True, note, step_tokens, _moves(found))
     except KeyError as error:
         raise DataError(f"{name}: there is no field {error}; {_WAY_OUT}") from None
     except (ValueError, TypeError, OverflowError) as error:  # OptionError among them
@@ -191,6 +193,13 @@ def _times(value: Any) -> StepTimes:
     names = ("read_base", "per_token", "per_square", "per_prompt")
     base, per_token, per_square, per_prompt = (_number(value, name) for name in names)
     return StepTimes(base, per_token, per_square, decode, per_prompt)
+
+
+def _moves(found: Mapping[str, Any]) -> MoveTimes:
+    """What a move costs; nothing in a file that was written before it was measured."""
+    if "moves" not in found:
+        return FREE_MOVES
+    return MoveTimes(**{part.name: _number(found["moves"], part.name) for part in fields(MoveTimes)})
 
 
 def _number(found: Mapping[str, Any], name: str) -> float:

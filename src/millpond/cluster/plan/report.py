@@ -35,7 +35,8 @@ class Verdict:
 def judge(rows: Sequence[Goodput], cache: CacheSize, link: Link, demand: Demand) -> Verdict:
     """Choose between the best layout in which every worker does both, and the best one that splits.
 
-    Where splitting is not ahead it is simulated once more with moves that take no time, to tell what holds it back.
+    Where splitting is not ahead it is simulated once more with moves that take no time on the way, and
+    with ones that occupy no worker either, to tell what holds it back.
     """
     both = max((row for row in rows if not row.layout.splits), key=lambda row: row.per_device)
     split = max((row for row in rows if row.layout.splits), key=lambda row: row.per_device, default=None)
@@ -50,15 +51,22 @@ def judge(rows: Sequence[Goodput], cache: CacheSize, link: Link, demand: Demand)
         reasons.append("No layout meets both service levels, however few the requests: the levels are below what a "
                        "request takes alone; relax them, or give a worker more devices.")  # fmt: skip
         return Verdict(both, False, tuple(reasons))
-    if split.per_device > (1 + AHEAD) * both.per_device and split.interval[0] > both.interval[1]:
+    if _ahead(split, both):
         ratio = f"{split.per_device / both.per_device:.2f} times" if both.per_device else "what it cannot do at all"
         reasons.append(f"Split: {ratio} per device, outside the range of the seeds.")
         return Verdict(split, True, tuple(reasons))
-    free = goodput(split.layout, cache, replace(link, bytes_per_s=float("inf"), latency_s=0.0), demand)
-    if free.per_device > (1 + AHEAD) * split.per_device and free.interval[0] > split.interval[1]:
+    instant = replace(link, bytes_per_s=float("inf"), latency_s=0.0)
+    free = goodput(split.layout, cache, instant, demand)
+    idle = goodput(split.layout.with_free_moves(), cache, instant, demand) if split.layout.moves_cost else free
+    if _ahead(free, split):
         reasons.append(
             f"Do not split: moving the caches holds it back ({_rate(free)} if moves took no time); a faster link, a "
             "smaller budget or fewer bits per number would change that."
+        )
+    elif _ahead(idle, split):
+        reasons.append(
+            f"Do not split: packing caches and taking them in holds it back ({_rate(idle)} if moves took no time); a "
+            "faster link would not change that, a smaller budget or fewer bits per number may."
         )
     else:
         reasons.append(
@@ -101,6 +109,10 @@ def save_plan(path: Path, rows: Sequence[Goodput], verdict: Verdict, devices: in
         publish(write_part(path, data.encode()), path)
     except OSError as error:
         raise OptionError(f"{path} cannot be written: {error.strerror}; name a folder that is there") from None
+
+
+def _ahead(one: Goodput, other: Goodput) -> bool:
+    return one.per_device > (1 + AHEAD) * other.per_device and one.interval[0] > other.interval[1]
 
 
 def _rate(row: Goodput) -> str:

@@ -1,6 +1,7 @@
 """A simulation of workers that run the engine's own scheduler; only the times of their steps are modelled.
 
-What is not modelled: shared beginnings of prompts, the time of swapping, deaths, and the time between two steps.
+Between two steps a worker packs caches or takes them in, one after another, as long as its plan says.
+What is not modelled: shared beginnings of prompts, the time of swapping, deaths, and other work between two steps.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class _Worker:
     Attributes:
         unread: tokens of prompts whose answers have not begun. held: bytes of caches that wait here until they are
             fetched. incoming: bytes that it fetches.
-        offers: caches that others hold for it. link_free: when the next move may begin.
+        offers: caches that others hold for it. link_free: when the next move may begin. between: what it does before
+            its next step, and the seconds of each.
     """
 
     plan: WorkerPlan
@@ -80,6 +82,7 @@ class _Worker:
     incoming: int = 0
     offers: deque[tuple[_Flight, _Worker]] = field(default_factory=deque)
     link_free: float = 0.0
+    between: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
 
     @property
     def load(self) -> int:
@@ -178,6 +181,11 @@ class Simulation:
 
     def _begin(self, worker: _Worker) -> None:
         worker.busy = False
+        if worker.between:
+            seconds, act = worker.between.popleft()
+            worker.busy = True
+            self._at(self._now + seconds, lambda: self._go_on(worker, act), worker.plan.role == "prefill")
+            return
         if self._link.memory is not None and worker.held >= self._link.memory:
             return  # what was read must be fetched first
         step = worker.scheduler.plan()
@@ -260,9 +268,7 @@ class Simulation:
         if not ends and worker.plan.role == "prefill":
             flight.moved = self._cache.moved(flight.request.prompt)
             worker.held += flight.moved
-            decoder = min(self._decoders, key=lambda one: one.load)
-            decoder.offers.append((flight, worker))
-            self._fetch(decoder)
+            self._occupy(worker, worker.plan.moves.packing(flight.moved), lambda: self._offer(worker, flight))
 
     def _count_late(self, seconds: float, level: str) -> None:
         """Count a level that a request missed, for `stop`."""
@@ -270,6 +276,23 @@ class Simulation:
             self._missed += seconds > (self._stop.ttft if level == "ttft" else self._stop.tpot)
 
     # ------------------------------------------------------------------ moves
+
+    def _occupy(self, worker: _Worker, seconds: float, act: Callable[[], None]) -> None:
+        """Do something before the next step of a worker, which takes none meanwhile; at once where it costs nothing."""
+        if not seconds:
+            act()
+            return
+        worker.between.append((seconds, act))
+        self._wake(worker)
+
+    def _go_on(self, worker: _Worker, act: Callable[[], None]) -> None:
+        act()
+        self._begin(worker)
+
+    def _offer(self, worker: _Worker, flight: _Flight) -> None:
+        decoder = min(self._decoders, key=lambda one: one.load)
+        decoder.offers.append((flight, worker))
+        self._fetch(decoder)
 
     def _fetch(self, worker: _Worker) -> None:
         """Fetch caches that were offered, while there is room for them and few wait already."""
@@ -290,8 +313,13 @@ class Simulation:
     def _moved(self, worker: _Worker, flight: _Flight, reader: _Worker, need: int) -> None:
         reader.held -= flight.moved
         self._wake(reader)
-        worker.incoming -= need
         worker.flights[flight.key] = flight
+        self._occupy(
+            worker, worker.plan.moves.taking_in(flight.moved), lambda: self._taken_in(worker, flight, need)
+        )  # fmt: skip
+
+    def _taken_in(self, worker: _Worker, flight: _Flight, need: int) -> None:
+        worker.incoming -= need
         prompt = flight.request.prompt
         worker.scheduler.add(Job(flight.key, prompt, self._need(worker, flight.request), read=prompt))
         self._wake(worker)
