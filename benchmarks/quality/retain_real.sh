@@ -1,6 +1,6 @@
 #!/bin/sh
 # Retaining heads of SmolLM2-135M: texts, training, and what they keep beside methods without training; hours on a CPU.
-#   DATA=FOLDER benchmarks/quality/retain_real.sh texts|train|text|recall|tables ...
+#   DATA=FOLDER benchmarks/quality/retain_real.sh texts|train|gate|text|recall|gate-recall|tables ...
 # DATA holds wikitext2_test.txt, bleak_house.txt, great_expectations.txt, and BOOKS (by default DATA) other novels as .txt.
 # Everything goes on where it stopped. MODEL: `millpond models get smollm2-135m` first. OUT: folder of heads and results.
 # STEPS: of the whole training. MINUTES: of this call's training. SAMPLES: windows and contexts of a row.
@@ -33,6 +33,15 @@ for part in "$@"; do
       "$bin/millpond" train retain --model "$model" --data "$out/texts.jsonl" --length 640,1024 --steps "${STEPS:-500}" \
         --max-minutes "${MINUTES:-120}" --threads 1 --card --out "$heads"
       ;;
+    gate)
+      # begins with the heads
+      "$bin/millpond" train gate --model "$model" --data "$out/texts.jsonl" --length 640,1024 --start "$heads" \
+        --target-keep 20% --steps 150 --max-minutes "${MINUTES:-120}" --threads 1 --card --out "$out/gate.safetensors"
+      ;;
+    gate-recall)
+      evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 \
+        --method "attention_gate:gate=$out/gate.safetensors"
+      ;;
     text)
       tasks=text:path=wikitext2_test.txt:$short,text:path=bleak_house.txt:$short
       evaluate text --tasks "$tasks" --method full
@@ -52,7 +61,7 @@ for part in "$@"; do
       sed -i "s#$out/##g" "$out"/text.json "$out"/text.md "$out"/recall.json "$out"/recall.md
       ;;
     *)
-      echo "no part '$part': texts, train, text, recall or tables" >&2
+      echo "no part '$part': texts, train, gate, text, recall, gate-recall or tables" >&2
       exit 2
       ;;
   esac
