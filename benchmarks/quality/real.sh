@@ -2,7 +2,7 @@
 # Perplexity of texts and answers about them under methods, budgets and number formats on a real model; hours, and it
 # goes on where it stopped.
 #   DATA=FOLDER benchmarks/quality/real.sh all|more|others|bits|novels|long|choose|presets|presets-judged|parts ...  then: real.sh table
-#   DATA=FOLDER benchmarks/quality/real.sh recall|turns|kvpress|xsum|gsm8k|multi-news ... then: real.sh answers
+#   DATA=FOLDER benchmarks/quality/real.sh recall|turns|kvpress|kvzip|xsum|gsm8k|multi-news ... then: real.sh answers
 #   DATA=FOLDER benchmarks/quality/real.sh quick          ten minutes on two cores: a few windows, the first five rows
 # DATA holds wikitext2_test.txt, wikitext2_valid.txt, bleak_house.txt and great_expectations.txt; for the parts
 # of their names xsum_0shot.jsonl, gsm8k_test.jsonl and longbench_multi_news.jsonl. The parts can run next to each other,
@@ -41,7 +41,7 @@ answers() {
 
 for part in "$@"; do
   case $part in
-    recall | turns | kvpress | xsum | gsm8k | multi-news) most=20 ;;
+    recall | turns | kvpress | kvzip | xsum | gsm8k | multi-news) most=20 ;;
     quick) most=8 ;;
     *) most=60 ;;
   esac
@@ -129,6 +129,13 @@ h2o:recent=0:sinks=0,h2o:recent=0"
           --python "$root/build/kvpress/bin/python"
       done
       ;;
+    kvzip)
+      # layers that compete for the budget, and layers of one size
+      evaluate r-kvzip --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --method full
+      evaluate r-kvzip --protocol agnostic --tasks "$facts:questions=3" --dtype bf16 --budget 20%,10% \
+        --method kvzip,kvzip:across=true
+      "$bin/python" "$quality/real_recall.py" "$out"/r-kvzip --out "$results/real-recall-kvzip.json"
+      ;;
     xsum)
       answers t-xsum h2o h2o,snapkv,expected_attention,window --tasks h2o_summary:path=xsum_0shot.jsonl
       ;;
@@ -157,7 +164,7 @@ h2o:recent=0:sinks=0,h2o:recent=0"
       ;;
     *)
       echo "no part called $part; there are: all others more bits novels long choose presets presets-judged parts greedy table table-parts \
-recall turns kvpress xsum gsm8k multi-news answers quick" >&2
+recall turns kvpress kvzip xsum gsm8k multi-news answers quick" >&2
       exit 2
       ;;
   esac
