@@ -12,26 +12,23 @@ from millpond.policy.view import View
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerScores:
-    """Scores of the entries of each layer.
+class LayersByScore:
+    """Which layers the entries of all layers are of, the best entry first.
 
     Attributes:
-        scores: (entries of all KV heads,) float32 of each layer. n_heads: KV heads of a layer.
+        order: (entries of all layers and KV heads,) int16, the layer of each. n_heads: KV heads of a layer.
     """
 
-    scores: tuple[Tensor, ...]
+    order: Tensor
     n_heads: int
 
     def check(self, n_layers: int) -> None:
         """Fits every model."""
 
     def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
-        """Of the `len(most) * n_heads * budget` highest scores those of each layer, by its KV heads."""
-        together = torch.cat(self.scores)
-        layers = torch.repeat_interleave(torch.tensor([len(scores) for scores in self.scores]))
-        best = together.topk(min(len(most) * self.n_heads * budget, len(together))).indices.cpu()
-        counts = torch.bincount(layers[best], minlength=len(self.scores))
-        return [count / self.n_heads for count in counts.tolist()]
+        """Of the `len(most) * n_heads * budget` best entries those of each layer, by its KV heads."""
+        best = self.order[: len(most) * self.n_heads * budget]
+        return [count / self.n_heads for count in torch.bincount(best, minlength=len(most)).tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,8 @@ class AcrossLayers:
         scores = view.signal.float().masked_fill(view.positions < self.sinks, torch.inf)
         return scores.masked_fill(~view.valid, -torch.inf)
 
-    def decide(self, measured: Sequence[Tensor]) -> LayerScores:
+    def decide(self, measured: Sequence[Tensor]) -> LayersByScore:
         """The allocation for layers of these scores."""
-        return LayerScores(tuple(scores.flatten() for scores in measured), len(measured[0]))
+        scores = [one.flatten().cpu() for one in measured]  # layers may be on several devices
+        layers = torch.repeat_interleave(torch.tensor([len(one) for one in scores])).short()
+        return LayersByScore(layers[torch.cat(scores).argsort(descending=True)], len(measured[0]))
