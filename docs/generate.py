@@ -157,13 +157,34 @@ def trained_section() -> str:
         "The context is compressed before any question is seen."
     )
     parts = [f"## With trained heads, beside `keydiff`\n\n{intro}\n"]
-    for folder, what in (("once", "Compressed once"), ("chunks", "Evicting while the prompt is read")):
+    for folder, what in (
+        ("once", "Compressed once"), ("chunks", "Evicting while the prompt is read"), ("seeds", "Three trainings"),
+    ):  # fmt: skip
         rows, (note, *_) = read_rows(LOCRET / folder), read_notes(LOCRET / folder)
         machine = f"{note['hardware']}, {note['software']}"
         parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
-    results = "../../../benchmarks/results/locret/once/summary.md"
-    parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results})).\n")
+    parts.append(
+        "`seed1` and `seed2` were trained as the heads of the package were, with other seeds of weights and texts.\n"
+    )
+    parts += ["### Facts of a kind that training left out\n", left_out_table()]
+    results = "../../../benchmarks/results/locret"
+    parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results}/once/summary.md)).\n")
     return "\n".join(parts)
+
+
+def left_out_table() -> str:
+    """Scores in the tasks whose kind of facts no text of training had, beside heads that saw them and keydiff."""
+    body = []
+    for folder in sorted((LOCRET / "without").iterdir()):
+        rows = read_rows(folder)
+        for task in dict.fromkeys(row.task for row in rows):
+            without, *others = sorted((row for row in rows if row.task == task), key=lambda row: ":" not in row.method)
+            shown = {row.method: f"{row.score:.3f} ({row.low:.3f} to {row.high:.3f})" for row in others}
+            kinds = folder.name.replace("-", ", ")
+            score = f"{without.score:.3f} ({without.low:.3f} to {without.high:.3f})"
+            body.append((task.partition(":")[0], kinds, score, shown["locret"], shown["keydiff"]))
+    head = ("task", "left out", "heads trained without (95 %)", "heads of the package", "`keydiff`")
+    return f"{markdown_table(head, body)}\n{trained_note(rows)} Budget {rows[0].budget}.\n"
 
 
 def gate_section() -> str:

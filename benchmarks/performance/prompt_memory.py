@@ -1,7 +1,7 @@
 """Peak memory of generate() on a long prompt: our caches and transformers' own, each in a fresh process.
 
     python benchmarks/performance/prompt_memory.py [--prompt 4096] [--chunk 512] [--runs 3]
-        [--model FOLDER] [--json FILE]
+        [--model FOLDER] [--heads FILE] [--json FILE]
 
 A process builds the model, makes the cache, and generates two tokens; what counts is the highest resident memory
 above what it held once model and cache were there. Medians over the runs, which take turns. Memory does not depend on
@@ -28,16 +28,23 @@ from millpond import compress
 from millpond.bench.generate.candidates import GenerateTiming, ModelShape, draw_prompts, timed
 from millpond.models.load import load_model
 
+#: Tokens between two evictions while a prompt is read.
+EVERY = 256
 #: The cache by name: its method (None: transformers' own), its budget, and how the prompt is read.
-CACHES = {
+CACHES: dict[str, tuple[str | None, str | int | None, str]] = {
     "DynamicCache": (None, None, "default"),
     "DynamicCache, chunks": (None, None, "chunks"),
     "full": ("full", None, "default"),
     "full, whole": ("full", None, "whole"),
+    "full, chunks": ("full", None, "chunks"),
     "h2o 20%": ("h2o", "20%", "default"),
     "h2o 20%, whole": ("h2o", "20%", "whole"),
     "h2o 20%, chunks": ("h2o", "20%", "chunks"),
+    "keydiff 2048, evicting": ("keydiff", 2048, "evicting"),
+    "locret 2048, evicting": ("locret", 2048, "evicting"),
 }
+#: Of one of these caches the script needs --heads.
+TRAINED = "locret"
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -47,10 +54,14 @@ def measure(name: str, args: argparse.Namespace, shape: ModelShape) -> GenerateT
     dtype = DTYPES[args.dtype]
     model: Any = load_model(args.model, args.dtype) if args.model else shape.build().to(dtype)
     prompts = draw_prompts(replace(shape, vocab=model.config.vocab_size), 1, args.prompt, seed=0)
-    given = {"default": {}, "whole": {"prefill_chunk_size": None}, "chunks": {"prefill_chunk_size": args.chunk}}
+    chunks = {"prefill_chunk_size": args.chunk}
+    given = {"default": {}, "whole": {"prefill_chunk_size": None}, "chunks": chunks, "evicting": chunks}
+    options: dict[str, Any] = {"prefill": "chunks", "chunk": EVERY} if reading == "evicting" else {}
+    if method == TRAINED:
+        options["heads"] = args.heads
     if method is None:
         return timed(model, prompts, args.new, DynamicCache(config=model.config), lambda: 0, **given[reading])
-    with compress(model, method, budget) as cache:
+    with compress(model, method, budget, **options) as cache:
         return timed(model, prompts, args.new, cache, lambda: cache.stats().kv_bytes, **given[reading])
 
 
@@ -60,6 +71,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="Tokens of a pass, where the prompt comes in chunks.")
     parser.add_argument("--new", type=int, default=2)
     parser.add_argument("--model", help="A folder; without it a random Llama of 168M parameters.")
+    parser.add_argument("--heads", help="A file of 'millpond train retain' for the model, for 'locret'.")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", choices=CACHES, action="append", help="One cache; may be given several times.")
@@ -69,8 +81,9 @@ def main() -> None:
         print(json.dumps(asdict(measure(args.child, args, shape))))
         return
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    names = args.only or [name for name, (method, _, _) in CACHES.items() if method != TRAINED or args.heads]
     for _ in range(args.runs):
-        for name in args.only or CACHES:
+        for name in names:
             found[name].append(_in_a_process(name))
             last = found[name][-1]
             print(f"{name:24} {last['peak_bytes'] / 1e6:6.0f} MB {last['prefill_s']:6.1f} s", flush=True)
@@ -81,7 +94,7 @@ def main() -> None:
         }
         for name, runs in found.items()
     ]  # fmt: skip
-    args.model = args.model and Path(args.model).name
+    args.model, args.heads = (name and Path(name).name for name in (args.model, args.heads))
     print("medians")
     for row in rows:
         print(f"{row['cache']:24} {row['peak_bytes'] / 1e6:6.0f} MB {row['prefill_s']:6.1f} s")

@@ -1,13 +1,17 @@
 #!/bin/sh
 # Retaining heads of pond-recall beside keydiff, the question unknown, into benchmarks/results/locret; then make docs.
-#   benchmarks/quality/locret.sh [once] [chunks]
-# once: four tasks at 1,024 words. chunks: eviction while 4,096 words are read, 205 entries per KV head. A quarter of an
-# hour on one core; goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES, TASKS: what is run.
-# OUT: another folder of results. The samples come from streams that no training reads.
+#   benchmarks/quality/locret.sh [once] [chunks] [seeds] [without]
+# once: four tasks at 1,024 words. chunks: eviction while 4,096 words are read, 205 entries per KV head. Both are run
+# where nothing is named: a quarter of an hour on one core. seeds: heads of two more seeds are trained, and all three
+# compared on 200 questions of five tasks. without: heads that are trained without a kind of fact answer it.
+# Goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES, TASKS: what is run. OUT: another folder
+# of results. HEADS: folder of the heads that are trained. The samples come from streams that no training reads.
 set -eu
 cd "$(dirname "$0")/../.."
 bin=${BIN:-.venv/bin}
+root=$PWD
 out=${OUT:-benchmarks/results/locret}
+trained=${HEADS:-out/locret-heads}
 export OMP_NUM_THREADS=1
 
 tasks=${TASKS:-recall niah_multiquery tracking copy}
@@ -22,6 +26,21 @@ tasks_of() {
   echo "${list#,}"
 }
 
+train() {
+  to=$1
+  shift
+  [ -f "$trained/$to" ] ||
+    "$bin/millpond" train retain --data recall --chunked 205,256 --threads 1 --card --out "$trained/$to" "$@"
+}
+
+# runs in the folder of the heads, so that rows name files and no folders
+evaluate() {
+  to=$1
+  shift
+  (cd "$trained" && "$root/$bin/millpond" eval --model pond-recall --protocol agnostic --seed 1303 --threads 1 \
+    --samples "${MANY_SAMPLES:-200}" --out "$root/$out/$to" "$@")
+}
+
 for part in ${*:-once chunks}; do
   case $part in
     once)
@@ -33,8 +52,28 @@ for part in ${*:-once chunks}; do
         --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-8}" --threads 1 --out "$out/chunks" \
         --method full,locret:prefill=chunks,keydiff:prefill=chunks
       ;;
+    seeds)
+      mkdir -p "$trained"
+      train seed1.safetensors --seed 1
+      train seed2.safetensors --seed 2
+      evaluate seeds --tasks "$(tasks_of 1024 $tasks frequent_words)" --budget 2.5%,5%,10%,20% \
+        --method full,locret,locret:heads=seed1.safetensors,locret:heads=seed2.safetensors,keydiff
+      ;;
+    without)
+      mkdir -p "$trained"
+      while read -r kinds about; do
+        train "without-$kinds.safetensors" --without "$(echo "$kinds" | tr - ,)"
+        evaluate "without/$kinds" --tasks "$(tasks_of 1024 $about)" --budget 10% \
+          --method "locret,locret:heads=without-$kinds.safetensors,keydiff"
+      done <<'END'
+pairs-manifold recall niah_multiquery
+chains tracking
+passages-retold copy
+common-frequent common_words frequent_words
+END
+      ;;
     *)
-      echo "no part '$part': once or chunks" >&2
+      echo "no part '$part': once, chunks, seeds or without" >&2
       exit 2
       ;;
   esac

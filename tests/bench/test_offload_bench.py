@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ def test_a_cell_of_ours_runs_one_block_to_its_end(tmp_path: Path, monkeypatch: p
         assert row["prefill_s"] + row["decode_s"] == pytest.approx(row["seconds"])
         assert 0 <= row["prefill_waited_s"] < row["prefill_s"]
     assert list((folder / "packed").glob("*.int4.weights"))
+    part = cell.run_ours(folder, "h2o", replace(settings, our_steps=2))
+    assert part["projected"]
+    assert part["new_tokens"] == 5 * part["requests"]
+    assert part["seconds"] == pytest.approx(part["prefill_s"] + part["decode_s"])
+    assert part["decode_s"] == pytest.approx(2 * part["decode_timed_s"])  # two of four steps
 
 
 class Held:

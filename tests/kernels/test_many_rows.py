@@ -8,6 +8,7 @@ from torch.nn import functional
 from millpond.kernels import many_rows
 from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.many_rows import multiply_rows
+from millpond.kernels.quantized_weight import QuantizedWeight
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -49,3 +50,27 @@ def test_linear_widens_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(linear(x, weight), multiply_rows(x, weight))
     wide = functional.linear(x.float(), weight.float()).bfloat16()
     assert torch.equal(linear(x, weight), wide)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 33])
+def test_16_bit_products_see_few_numbers_of_rows(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_rows, "_on_cpu", lambda dtype: True)
+    seen = []
+    own = functional.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(len(x))
+        return own(x, weight, bias)
+
+    monkeypatch.setattr(many_rows.functional, "linear", watched)
+    x, weight = draw(n, 64, dtype=torch.bfloat16), draw(30, 64, dtype=torch.bfloat16, seed=1)
+    found = multiply_rows(x, weight)
+    assert seen == [-(-n // 8) * 8]
+    torch.testing.assert_close(found, own(x, weight))
+    seen.clear()
+    codes = QuantizedWeight.quantize(weight, 8)
+    torch.testing.assert_close(multiply_rows(x, codes), own(x, codes.widen(torch.bfloat16)))
+    assert seen == [-(-n // 8) * 8]
+    seen.clear()
+    multiply_rows(x.float(), weight.float())
+    assert seen == [n]

@@ -20,7 +20,7 @@ from millpond.kernels import native
 from millpond.kernels.backends import NATIVE_DTYPES
 from millpond.kernels.decoder_rows import GatedActivation
 from millpond.kernels.linear import FEW_ROWS
-from millpond.kernels.many_rows import has_products, multiply_rows
+from millpond.kernels.many_rows import filled_up, has_products, multiply_rows
 from millpond.kernels.quantized_weight import Weight
 from millpond.kernels.thread_count import torch_on_all_threads
 
@@ -124,7 +124,7 @@ class DecoderOps:
         ((weight, bias),) = projection.parts
         if bias is None and isinstance(weight, Tensor) and has_products(x):
             with torch_on_all_threads():
-                return torch.addmm(residual, x, weight.t())
+                return torch.addmm(filled_up(residual), filled_up(x), weight.t())[: len(x)]
         return multiply_rows(x, weight, bias).add_(residual)
 
     def heads(

@@ -3,6 +3,9 @@
 Without AVX-512 (or its bf16 in 256-bit vectors) torch multiplies bf16 and f16 in a loop of its own, several times as
 slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once. A quantized matrix is
 widened so everywhere.
+
+For 16-bit numbers torch keeps a program of about 250 KB for each number of rows and shape of matrix that it has seen, up
+to a thousand of them. Rows are filled up to a multiple of ROW_STEP, so that it sees few.
 """
 
 from __future__ import annotations
@@ -18,11 +21,21 @@ from millpond.kernels.thread_count import torch_on_all_threads
 
 #: Numbers of a matrix that are widened at a time: 8 MB of float32.
 BLOCK = 2 << 20
+#: Numbers of rows of 16-bit products on a CPU are multiples of this.
+ROW_STEP = 8
 
 
 def has_products(x: Tensor) -> bool:
     """Whether torch multiplies numbers of this type, where they are, with instructions made for it."""
     return not x.is_cpu or _on_cpu(x.dtype)
+
+
+def filled_up(x: Tensor) -> Tensor:
+    """X (N, k) and rows of 0 behind it up to a multiple of ROW_STEP; itself where torch keeps no programs for it."""
+    missing = -len(x) % ROW_STEP
+    if not missing or not x.is_cpu or x.dtype.itemsize != 2:
+        return x
+    return functional.pad(x, (0, 0, 0, missing))
 
 
 @cache
@@ -44,13 +57,15 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    n, shape = len(rows), (*x.shape[:-1], len(weight))
     if isinstance(weight, Tensor) and has_products(x):
-        return functional.linear(x, weight, bias)
+        return functional.linear(filled_up(rows), weight, bias)[:n].view(shape)
     dtype = x.dtype if has_products(x) else torch.float32
-    wide, out = x.to(dtype), x.new_empty((*x.shape[:-1], len(weight)))
+    wide, out = filled_up(rows.to(dtype)), x.new_empty((n, len(weight)))
     step = max(1, BLOCK // weight.shape[1])
     for first in range(0, len(weight), step):
         part = slice(first, first + step)
         matrix = weight[part].to(dtype) if isinstance(weight, Tensor) else weight.rows(first, first + step).widen(dtype)
-        out[..., part] = functional.linear(wide, matrix, None if bias is None else bias[part].to(dtype))
-    return out
+        out[:, part] = functional.linear(wide, matrix, None if bias is None else bias[part].to(dtype))[:n]
+    return out.view(shape)

@@ -11,6 +11,8 @@ OURS: dict[str, dict[str, Any]] = {
     "h2o": {"method": "h2o", "budget": "20%"},
     "h2o-int4-kv": {"method": "h2o", "budget": "20%", "codec": "int4"},
     "h2o-int4-weights": {"method": "h2o", "budget": "20%", "weights": "int4"},
+    "h2o-rotated4-kv": {"method": "h2o", "budget": "20%", "codec": "rotated4"},
+    "h2o-int4-weights-rotated4-kv": {"method": "h2o", "budget": "20%", "codec": "rotated4", "weights": "int4"},
     "full-int4-weights": {"method": "full", "weights": "int4"},
     "full-no-overlap": {"method": "full"},
 }
@@ -25,7 +27,7 @@ class OffloadSettings:
 
     Attributes:
         shape: a name of `SHAPES`. memory: bytes that each may take. prompt, new: tokens of a request.
-        threads: of torch. steps: decoding steps of Accelerate that are timed.
+        threads: of torch. steps: decoding steps of Accelerate that are timed. our_steps: of ours; None: all.
     """
 
     shape: str = "1.04B"
@@ -34,3 +36,4 @@ class OffloadSettings:
     new: int = 128
     threads: int = 2
     steps: int = 10
+    our_steps: int | None = None

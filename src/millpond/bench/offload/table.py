@@ -11,7 +11,9 @@ PARTS = ("prefill", "decode")
 #: Cells of ours, as tables and pictures name them.
 NAMES = {
     "full": "Millpond, full cache", "h2o": "Millpond, H2O 20 %", "h2o-int4-kv": "Millpond, H2O 20 %, int4 KV",
-    "h2o-int4-weights": "Millpond, H2O 20 %, int4 weights", "full-int4-weights": "Millpond, full cache, int4 weights",
+    "h2o-int4-weights": "Millpond, H2O 20 %, int4 weights", "h2o-rotated4-kv": "Millpond, H2O 20 %, rotated4 KV",
+    "h2o-int4-weights-rotated4-kv": "Millpond, H2O 20 %, int4 weights, rotated4 KV",
+    "full-int4-weights": "Millpond, full cache, int4 weights",
     "full-no-overlap": "Millpond, full cache, no overlap",
 }  # fmt: skip
 
@@ -19,6 +21,7 @@ NAMES = {
 def markdown(data: dict[str, Any]) -> str:
     """A table with a row for each cell, and what it was measured on."""
     settings = data["settings"]
+    ours = settings.get("our_steps")
     others = [row for row in data["rows"] if row["cell"].startswith("accelerate") and "failed" not in row]
     best = max((row["tokens_per_s"] / (1 - waited_share(row)) for row in others), default=0)
     head = (
@@ -32,8 +35,8 @@ def markdown(data: dict[str, Any]) -> str:
         f"{settings['memory'] / 2**20:,.0f} MiB and {data['slack_bytes'] / 2**20:,.0f} MiB for what no ledger counts, "
         f"prompts of {settings['prompt']} and answers of {settings['new']} tokens, {settings['threads']} threads.",
         f"One run of each cell on {data['hardware']}; {data['software']}.",
-        "Ours runs one block of its plan to its end; rows with * are projected from the prompts and "
-        f"{settings['steps']} decoding steps.",
+        "Ours runs one block of its plan in the schedule zigzag or row; rows with * are projected from the prompts and "
+        f"{settings['steps']} decoding steps" + (f", of ours {ours}." if ours else "."),
         "Waited: share of the time in which the calling thread could have run and other processes had the cores; the "
         "columns from 'tok/s besides' to 'of decoding' are of the rest.",
         "Reads go on while it waits, so the rest of a part that reading bounds is too short.",

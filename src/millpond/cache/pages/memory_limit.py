@@ -44,7 +44,7 @@ class MemoryLimit:
         """Whether all these pages, of pools of this account, can be allocated."""
         if self.limit_bytes is None:
             return True
-        need = sum(pool.bytes_to_grow(pages.get(pool, 0)) for pool in self.pools)
+        need = sum(pool.bytes_to_grow(n) for pool, n in pages.items() if n)
         if need and self.nbytes + need > self.limit_bytes:
             for pool in self.pools:
                 if not pages.get(pool, 0):

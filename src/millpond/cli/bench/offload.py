@@ -21,6 +21,9 @@ def offload(
     new: Annotated[int, typer.Option(min=2, help="New tokens of an answer.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Decoding steps of Accelerate that are timed.")] = 10,
+    our_steps: Annotated[
+        int | None, optional(min=1, help="Decoding steps of ours that are timed behind the prompts. Default: all.")
+    ] = None,
     cells: Annotated[
         str | None,
         optional(help="Cells, separated by commas; others in the report are kept. Default: all."),
@@ -53,8 +56,9 @@ def offload(
             "or choose other --cells"
         )
     settings = OffloadSettings(
-        shape=shape, memory=parse_bytes(memory), prompt=prompt, new=new, threads=threads, steps=steps
-    )
+        shape=shape, memory=parse_bytes(memory), prompt=prompt, new=new, threads=threads, steps=steps,
+        our_steps=our_steps,
+    )  # fmt: skip
     file = None if out is None else out / "offload.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else None
 

@@ -30,6 +30,7 @@ def fastest_plan(
     workload: Workload | None,
     report: Report | None = None,
     *,
+    can: Capabilities = ENGINE,
     verified: bool = False,
 ) -> tuple[Plan, Workload]:
     """The fastest plan inside `memory` bytes, and the workload that it was made for.
@@ -39,6 +40,7 @@ def fastest_plan(
 
     Args:
         machine: constants; None: measured once and kept. workload: None for the longest of `usual` that fits.
+        can: what the plan may use.
         verified: all that is read is compared with its checksum, so embeddings and head, of which parts are read, stay
             in memory.
 
@@ -49,7 +51,7 @@ def fastest_plan(
     limits = Limits(
         memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit
     )  # fmt: skip
-    can = _capabilities(None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
+    can = _within(can, None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
     if verified:
         can = replace(can, ends=("host",))
     if workload is not None:
@@ -97,8 +99,8 @@ def _kv_that_fits(
     return kv_that_fits(size, kv, limits, can)
 
 
-def _capabilities(disk: Path | None) -> Capabilities:
-    """What may be chosen: KV stays in memory without a folder for it, or without the linear program for its share."""
+def _within(can: Capabilities, disk: Path | None) -> Capabilities:
+    """What may be chosen of `can`: KV stays in memory without a folder for it, or without the program for its share."""
     if disk is not None and find_spec("scipy") is not None:
-        return ENGINE
-    return replace(ENGINE, kv=tuple(tier for tier in ENGINE.kv if tier == HOST))
+        return can
+    return replace(can, kv=tuple(tier for tier in can.kv if tier == HOST))

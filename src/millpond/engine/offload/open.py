@@ -15,7 +15,7 @@ from millpond.cache.tiered.block_store import STORE_BYTES
 from millpond.cache.tiered.disk_tier import LEAST_SLOT_BYTES, N_SLOTS, SLOT_BYTES, DiskTier
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.capabilities import ENGINE
+from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.fastest_plan import fastest_plan
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
@@ -95,6 +95,7 @@ def open_in_memory(
     workload: Workload | None = None,
     report: Report | None = None,
     device: SimulatedDevice | None = None,
+    can: Capabilities = ENGINE,
     tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
@@ -111,7 +112,8 @@ def open_in_memory(
             that a plan puts on the disk; None: KV lies in that of the model. machine: its constants; None: measured
             once and kept. workload: that a plan is made for; None: `usual`. report: shown how far measuring and packing
             are. device: that stands for an accelerator, for tests; weights may lie there then, and layers are computed
-            from there. tiered: further arguments of `DiskTier`. streaming: of `StreamedLayers`.
+            from there. can: what a plan that is searched for may use. tiered: further arguments of `DiskTier`.
+            streaming: of `StreamedLayers`.
 
     Raises:
         BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
@@ -150,7 +152,7 @@ def open_in_memory(
     else:
         try:
             plan, workload = fastest_plan(
-                size, config, limit - beside, place, machine, workload, report, verified=verified
+                size, config, limit - beside, place, machine, workload, report, can=can, verified=verified
             )  # fmt: skip
         except BudgetError as error:
             if not beside:

@@ -1,0 +1,59 @@
+"""Freed memory goes back to the system, now and then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from millpond.tiers import free_memory
+from millpond.tiers.free_memory import FreeMemory
+
+HOLES = """
+import ctypes
+from pathlib import Path
+from millpond.tiers.free_memory import FreeMemory
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) >> 10
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+before = held()
+blocks = [libc.malloc(100_000) for _ in range(640)]
+for block in blocks:
+    ctypes.memset(block, 1, 100_000)
+for block in blocks[::2] + blocks[1:-1:2]:  # the last one stays, so the heap cannot shrink from its end
+    libc.free(block)
+kept = held() - before
+FreeMemory().give_back()
+print(kept, held() - before)
+"""
+
+
+def test_it_is_given_back_at_most_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    now = [100.0]
+    monkeypatch.setattr(free_memory, "_trim", lambda: trimmed.append)
+    monkeypatch.setattr(free_memory.time, "monotonic", lambda: now[0])
+    freed = FreeMemory()
+    assert [freed.give_back(), freed.give_back()] == [True, False]
+    now[0] += free_memory.EVERY_S
+    assert freed.give_back()
+    assert trimmed == [0, 0]
+
+
+def test_without_the_function_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "_trim", lambda: None)
+    assert FreeMemory().give_back()
+
+
+@pytest.mark.skipif(free_memory._trim() is None, reason="the C library has no malloc_trim")
+def test_holes_of_a_heap_leave_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    kept, after = map(int, done.stdout.split())
+    assert kept > 50
+    assert after < kept / 2
