@@ -157,10 +157,11 @@ def trained_section() -> str:
         "The context is compressed before any question is seen."
     )
     parts = [f"## With trained heads, beside `keydiff`\n\n{intro}\n"]
-    for folder, what in (
-        ("once", "Compressed once"), ("chunks", "Evicting while the prompt is read"), ("seeds", "Three trainings"),
+    once, chunks, seeds = [LOCRET / "once"], [LOCRET / "chunks"], sorted((LOCRET / "seeds").iterdir())
+    for folders, what in (
+        (once, "Compressed once"), (chunks, "Evicting while the prompt is read"), (seeds, "Three trainings"),
     ):  # fmt: skip
-        rows, (note, *_) = read_rows(LOCRET / folder), read_notes(LOCRET / folder)
+        rows, (note, *_) = [row for folder in folders for row in read_rows(folder)], read_notes(folders[0])
         machine = f"{note['hardware']}, {note['software']}"
         parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
     parts.append(

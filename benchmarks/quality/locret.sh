@@ -56,8 +56,10 @@ for part in ${*:-once chunks}; do
       mkdir -p "$trained"
       train seed1.safetensors --seed 1
       train seed2.safetensors --seed 2
-      evaluate seeds --tasks "$(tasks_of 1024 $tasks frequent_words)" --budget 2.5%,5%,10%,20% \
-        --method full,locret,locret:heads=seed1.safetensors,locret:heads=seed2.safetensors,keydiff
+      for task in $tasks ${MORE_TASKS-frequent_words}; do
+        evaluate "seeds/$task" --tasks "$task:length=1024" --budget 2.5%,5%,10%,20% \
+          --method full,locret,locret:heads=seed1.safetensors,locret:heads=seed2.safetensors,keydiff
+      done
       ;;
     without)
       mkdir -p "$trained"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Retaining heads of SmolLM2-135M: texts, training, and what they keep beside methods without training; hours on a CPU.
-#   DATA=FOLDER benchmarks/quality/retain_real.sh texts|train|gate|text|recall|gate-recall|tables ...
+#   DATA=FOLDER benchmarks/quality/retain_real.sh texts|train|gate|text|newest|recall|gate-recall|tables ...
 # DATA holds wikitext2_test.txt, bleak_house.txt, great_expectations.txt, and BOOKS (by default DATA) other novels as .txt.
 # Everything goes on where it stopped. MODEL: `millpond models get smollm2-135m` first. OUT: folder of heads and results.
 # STEPS: of the whole training. MINUTES: of this call's training. SAMPLES: windows and contexts of a row.
@@ -47,6 +47,12 @@ for part in "$@"; do
       evaluate text --tasks "$tasks" --method full
       evaluate text --tasks "$tasks" --budget 20%,10% --method "h2o,snapkv,locret:heads=$heads"
       ;;
+    newest)
+      # a larger share of the budget for the newest entries
+      share=locret:heads=$heads:recent
+      evaluate newest --tasks "text:path=wikitext2_test.txt:$short,text:path=bleak_house.txt:$short" --budget 20% \
+        --method "full,h2o,locret:heads=$heads,$share=0.3,$share=0.5,$share=0.7"
+      ;;
     recall)
       evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --method full
       evaluate recall --protocol agnostic --tasks "$facts" --dtype bf16 --budget 20%,10% \
@@ -58,10 +64,14 @@ for part in "$@"; do
     tables)
       "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-20}" --out "$out/text.json"
       "$bin/python" "$quality/real_recall.py" "$out/recall" --out "$out/recall.json"
+      if [ -d "$out/newest" ]; then
+        "$bin/python" "$quality/real_text.py" "$out/newest" --windows "${SAMPLES:-20}" --out "$out/newest.json"
+        sed -i "s#$out/##g" "$out"/newest.json "$out"/newest.md
+      fi
       sed -i "s#$out/##g" "$out"/text.json "$out"/text.md "$out"/recall.json "$out"/recall.md
       ;;
     *)
-      echo "no part '$part': texts, train, gate, text, recall, gate-recall or tables" >&2
+      echo "no part '$part': texts, train, gate, text, newest, recall, gate-recall or tables" >&2
       exit 2
       ;;
   esac

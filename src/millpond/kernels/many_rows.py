@@ -4,8 +4,8 @@ Without AVX-512 (or its bf16 in 256-bit vectors) torch multiplies bf16 and f16 i
 slow as float32. There the matrix is widened in blocks, multiplied and the sums rounded once. A quantized matrix is
 widened so everywhere.
 
-For 16-bit numbers torch keeps a program of about 250 KB for each number of rows and shape of matrix that it has seen, up
-to a thousand of them. Rows are filled up to a multiple of ROW_STEP, so that it sees few.
+For 16-bit numbers torch keeps a program of about 250 KB for each number of rows and shape of matrix that it has seen,
+up to a thousand of them. Rows are filled up to a multiple of ROW_STEP, so that it sees few.
 """
 
 from __future__ import annotations

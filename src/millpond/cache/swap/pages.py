@@ -18,6 +18,7 @@ from torch import Tensor
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+from millpond.cache.swap.rows import Rows, put_rows, take_rows
 
 #: What holds pages: the plain part of a table, or a packed one.
 Holder = PageTable | QuantizedStore
@@ -84,11 +85,11 @@ def read_pages(pool: RefCountedPool[Any], ids: PageIds, arrays: list[list[Tensor
             found.append(torch.empty(0))
         elif len(places_of) == 1:
             ((arena, _, rows),) = places_of
-            found.append(arenas[arena][rows.to(arenas[arena].device)].to("cpu"))
+            found.append(take_rows(arenas[arena], rows))
         else:
             out = torch.empty(len(ids), *arenas[0].shape[1:], dtype=arenas[0].dtype)
             for arena, places, rows in places_of:
-                out[places] = arenas[arena][rows.to(arenas[arena].device)].to("cpu")
+                put_rows(out, places, take_rows(arenas[arena], rows))
             found.append(out)
     return tuple(found)
 
@@ -100,8 +101,7 @@ def write_pages(
     places_of = _by_arena(pool, ids)
     for arenas, rows_of in zip(pool.arrays.arrays if arrays is None else arrays, content, strict=True):
         for arena, places, rows in places_of:
-            source = rows_of if len(places_of) == 1 else rows_of[places.to(rows_of.device)]
-            arenas[arena][rows.to(arenas[arena].device)] = source.to(arenas[arena].device)
+            put_rows(arenas[arena], rows, rows_of, None if len(places_of) == 1 else places)
 
 
 def parts_of(table: PageTable) -> list[Holder]:
@@ -109,7 +109,7 @@ def parts_of(table: PageTable) -> list[Holder]:
     return [table, *table.packed_parts]
 
 
-def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Tensor, Tensor]]:
+def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Rows, Rows]]:
     """For each arena that holds some of the pages: its number, which of `ids` (n,), and their rows in it."""
     per_arena = pool.arrays.pages_per_arena
     arenas = ids // per_arena
@@ -117,6 +117,5 @@ def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Tensor
     for arena in range(int(arenas.min(initial=0)), int(arenas.max(initial=-1)) + 1):
         places = np.flatnonzero(arenas == arena)
         if len(places):
-            rows = (ids if len(places) == len(ids) else ids[places]) % per_arena
-            found.append((arena, torch.from_numpy(places), torch.from_numpy(rows).long()))
+            found.append((arena, places, (ids if len(places) == len(ids) else ids[places]) % per_arena))
     return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.ref_counted_pool import PageIds
+from millpond.cache.swap.rows import take_rows
 
 
 class Patches:
@@ -61,11 +62,10 @@ class Patches:
         """
         found = place[self._pages]
         chosen = np.flatnonzero(found >= 0)
-        which = torch.from_numpy(chosen)
-        return found[chosen], self._slots[chosen], [rows[which] for rows in self._rows]
+        return found[chosen], self._slots[chosen], [take_rows(rows, chosen) for rows in self._rows]
 
     def _keep(self, stay: npt.NDArray[np.bool_]) -> None:
         if not stay.all():
-            which = torch.from_numpy(np.flatnonzero(stay))
+            which = np.flatnonzero(stay)
             self._pages, self._slots = self._pages[stay], self._slots[stay]
-            self._rows = [rows[which] for rows in self._rows]
+            self._rows = [take_rows(rows, which) for rows in self._rows]

@@ -13,6 +13,7 @@ from torch import Tensor
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
+from millpond.cache.swap.rows import put_rows, take_rows
 from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.extents import PageRun
 from millpond.errors import DataError
@@ -187,7 +188,7 @@ def unpacked(pool: RefCountedPool[Any], data: Tensor, n_pages: int, which: npt.N
         shape, dtype = arenas[0].shape[1:], arenas[0].dtype
         nbytes = n_pages * shape.numel() * dtype.itemsize
         content = data[begin : begin + nbytes].view(dtype).reshape(n_pages, *shape)
-        found.append(content if len(which) == n_pages and (np.diff(which) == 1).all() else content[which])
+        found.append(content if len(which) == n_pages and (np.diff(which) == 1).all() else take_rows(content, which))
         begin += nbytes
     return tuple(found)
 
@@ -199,7 +200,7 @@ def slot_rows(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.i
         flat = [arena.flatten(0, 1) for arena in arenas]
         out = flat[0].new_empty(len(pages), flat[0].shape[1])
         for arena, places, at in _slots_by_arena(pool, pages, slots):
-            out[places] = flat[arena][at]
+            put_rows(out, places, take_rows(flat[arena], at))
         found.append(out)
     return found
 
@@ -208,7 +209,7 @@ def _put(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.int64]
     """Put entries into slots of pages."""
     for arenas, content in zip(pool.arrays.contents, rows, strict=True):
         for arena, places, at in _slots_by_arena(pool, pages, slots):
-            arenas[arena].flatten(0, 1)[at] = content[places]
+            put_rows(arenas[arena].flatten(0, 1), at, content, places)
 
 
 def _slots_by_arena(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.int64]) -> Any:
