@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from millpond.tiers import free_memory
-from millpond.tiers.free_memory import FreeMemory
+from millpond.tiers.free_memory import GivingBack
 
 HOLES = """
 import ctypes
 from pathlib import Path
-from millpond.tiers.free_memory import FreeMemory
+from millpond.tiers.free_memory import give_back
 
 def held():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -29,7 +29,7 @@ for block in blocks:
 for block in blocks[::2] + blocks[1:-1:2]:  # the last one stays, so the heap cannot shrink from its end
     libc.free(block)
 kept = held() - before
-FreeMemory().give_back()
+give_back()
 print(kept, held() - before)
 """
 
@@ -39,16 +39,18 @@ def test_it_is_given_back_at_most_every_so_often(monkeypatch: pytest.MonkeyPatch
     now = [100.0]
     monkeypatch.setattr(free_memory, "_trim", lambda: trimmed.append)
     monkeypatch.setattr(free_memory.time, "monotonic", lambda: now[0])
-    freed = FreeMemory()
-    assert [freed.give_back(), freed.give_back()] == [True, False]
+    freed = GivingBack()
+    freed.between_sweeps()
+    freed.between_sweeps()
+    assert trimmed == [0]
     now[0] += free_memory.EVERY_S
-    assert freed.give_back()
+    freed.between_sweeps()
     assert trimmed == [0, 0]
 
 
 def test_without_the_function_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(free_memory, "_trim", lambda: None)
-    assert FreeMemory().give_back()
+    free_memory.give_back()
 
 
 @pytest.mark.skipif(free_memory._trim() is None, reason="the C library has no malloc_trim")

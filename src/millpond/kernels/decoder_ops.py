@@ -123,8 +123,9 @@ class DecoderOps:
         """X through the matrix, plus the residual (N, n)."""
         ((weight, bias),) = projection.parts
         if bias is None and isinstance(weight, Tensor) and has_products(x):
+            rows, more = filled_up(x), filled_up(residual)
             with torch_on_all_threads():
-                return torch.addmm(filled_up(residual), filled_up(x), weight.t())[: len(x)]
+                return torch.addmm(more, rows, weight.t())[: len(x)]
         return multiply_rows(x, weight, bias).add_(residual)
 
     def heads(

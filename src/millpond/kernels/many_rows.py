@@ -35,7 +35,10 @@ def filled_up(x: Tensor) -> Tensor:
     missing = -len(x) % ROW_STEP
     if not missing or not x.is_cpu or x.dtype.itemsize != 2:
         return x
-    return functional.pad(x, (0, 0, 0, missing))
+    found = x.new_empty(len(x) + missing, x.shape[1])
+    found[: len(x)] = x
+    found[len(x) :] = 0
+    return found
 
 
 @cache
@@ -52,20 +55,22 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
 
     Without gradients: a caller that needs some uses torch's own function.
     """
-    with torch_on_all_threads():
-        return _multiply(x, weight, bias)
-
-
-def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    n, shape = len(rows), (*x.shape[:-1], len(weight))
-    if isinstance(weight, Tensor) and has_products(x):
-        return functional.linear(filled_up(rows), weight, bias)[:n].view(shape)
-    dtype = x.dtype if has_products(x) else torch.float32
-    wide, out = filled_up(rows.to(dtype)), x.new_empty((n, len(weight)))
+    wide = filled_up(rows if has_products(x) else rows.float())
+    with torch_on_all_threads():
+        found = _multiply(wide, weight, bias, x.dtype)
+    return found[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
+def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor) and x.dtype is dtype:
+        return functional.linear(x, weight, bias)
+    out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
     step = max(1, BLOCK // weight.shape[1])
     for first in range(0, len(weight), step):
         part = slice(first, first + step)
-        matrix = weight[part].to(dtype) if isinstance(weight, Tensor) else weight.rows(first, first + step).widen(dtype)
-        out[:, part] = functional.linear(wide, matrix, None if bias is None else bias[part].to(dtype))[:n]
-    return out.view(shape)
+        matrix = (
+            weight[part].to(x.dtype) if isinstance(weight, Tensor) else weight.rows(first, first + step).widen(x.dtype)
+        )
+        out[:, part] = functional.linear(x, matrix, None if bias is None else bias[part].to(x.dtype))
+    return out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import Any
+from millpond.tiers.free_memory import give_back
+
+__all__ = ["LONG", "MANY", "give_back", "give_back_after"]
 
 #: Bytes of a pass's queries in one layer from which its temporaries are worth giving back.
 LONG = 2**22
@@ -29,19 +29,3 @@ def give_back_after(query_bytes: int) -> None:
     if query_bytes >= LONG or _read >= MANY:
         _read = 0
         give_back()
-
-
-def give_back() -> None:
-    """Return what was freed, where the allocator keeps it (glibc); it takes milliseconds."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _trim() -> Any:
-    """The allocator's function; None where there is none such."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):
-        return None

@@ -113,7 +113,7 @@ def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Rows, 
     """For each arena that holds some of the pages: its number, which of `ids` (n,), and their rows in it."""
     per_arena = pool.arrays.pages_per_arena
     arenas = ids // per_arena
-    found = []
+    found: list[tuple[int, Rows, Rows]] = []
     for arena in range(int(arenas.min(initial=0)), int(arenas.max(initial=-1)) + 1):
         places = np.flatnonzero(arenas == arena)
         if len(places):

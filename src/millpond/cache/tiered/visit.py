@@ -16,6 +16,7 @@ from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.swap.rows import put_rows, take_rows
 from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.extents import PageRun
+from millpond.cache.tiered.pages_into import PagesInto
 from millpond.errors import DataError
 from millpond.tiers.loader import Errand
 
@@ -143,9 +144,11 @@ class PageVisit:
             runs.append(run)
             targets[id(run)] = rows[places], self.pages[places]
 
+        pages_into = PagesInto(pool)
+
         def take(run: PageRun, data: Tensor) -> None:
             which, pages = targets[id(run)]
-            write_pages(pool, pages, unpacked(pool, data, run.n_pages, which), pool.arrays.contents)
+            pages_into.put(pages, data, run.n_pages, which)
 
         self.take = take
         self.errands = self.away.extents.read(runs, take)
@@ -179,18 +182,6 @@ def packed(pool: RefCountedPool[Any], pages: PageIds, room: Tensor) -> None:
     for content in read_pages(pool, pages, pool.arrays.contents):
         room[begin : begin + content.nbytes] = content.reshape(-1).view(room.dtype)
         begin += content.nbytes
-
-
-def unpacked(pool: RefCountedPool[Any], data: Tensor, n_pages: int, which: npt.NDArray[np.int64]) -> tuple[Tensor, ...]:
-    """The content of pages number `which` of those that `packed` put into data (n,) uint8."""
-    found, begin = [], 0
-    for arenas in pool.arrays.contents:
-        shape, dtype = arenas[0].shape[1:], arenas[0].dtype
-        nbytes = n_pages * shape.numel() * dtype.itemsize
-        content = data[begin : begin + nbytes].view(dtype).reshape(n_pages, *shape)
-        found.append(content if len(which) == n_pages and (np.diff(which) == 1).all() else take_rows(content, which))
-        begin += nbytes
-    return tuple(found)
 
 
 def slot_rows(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.int64]) -> list[Tensor]:

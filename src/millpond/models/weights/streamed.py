@@ -30,7 +30,7 @@ from millpond.tiers.backends.simulated import SimulatedDevice
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.device_loader import Arrival, DeviceLoader
 from millpond.tiers.files import DirectFile
-from millpond.tiers.free_memory import FreeMemory
+from millpond.tiers.free_memory import GivingBack
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.loader import Backend, Extent, Loader, Ticket
 from millpond.tiers.slots import Slot
@@ -115,7 +115,7 @@ class StreamedLayers:
         self.nbytes = sum(holding.nbytes for holding in self._holdings)
         self._files: dict[Path, Any] = {}
         self._open_file, self._overlap = open_file, overlap
-        self._loader, self._freed = Loader(backend or ThreadBackend()), FreeMemory()
+        self._loader, self._freed = Loader(backend or ThreadBackend()), GivingBack()
         self._free = [Slot(aligned_buffer(sizes.slot_bytes)) for _ in range(n_slots)]
         self._pending: deque[tuple[int, Ticket | Arrival]] = deque()
         self._in_use: Slot | None = None
@@ -241,7 +241,7 @@ class StreamedLayers:
             DataError: they could not be read.
         """
         if index == self._streamed[0]:
-            self._freed.give_back()
+            self._freed.between_sweeps()
         ahead = bool(self._pending) and self._pending[0][0] == index
         if not ahead:  # nothing was read ahead, or the sweep before did not come to its end
             while self._pending:
