@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from millpond.kernels import thread_count as thread_count_module
 from millpond.kernels.many_rows import multiply_rows
-from millpond.kernels.thread_count import thread_count, torch_on_all_threads, torch_on_one_thread
+from millpond.kernels.thread_count import end_own_threads, thread_count, torch_on_all_threads, torch_on_one_thread
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -64,3 +66,34 @@ def test_a_large_product_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_all_threads_alone_change_nothing() -> None:
     with torch_on_all_threads():
         assert torch.get_num_threads() == thread_count() == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.skipif(thread_count_module._openmp("omp_pause_resource_all") is None, reason="no OpenMP 5 runtime is seen")
+def test_threads_that_were_kept_for_loops_end() -> None:
+    x = torch.ones(1 << 20)
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def loops() -> None:
+        before = threads()
+        for _ in range(3):
+            x.add(1)
+            kept = threads() - before
+            end_own_threads()
+            found.append((kept, threads() - before))
+
+    found: list[tuple[int, int]] = []
+    worker = threading.Thread(target=loops)
+    worker.start()
+    worker.join()
+    assert found == [(1, 0)] * 3
+    assert x.add(1)[-1] == 2
+
+
+def test_a_runtime_without_that_function_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_count_module, "_openmp", lambda name: None)
+    end_own_threads()
+    with torch_on_one_thread():
+        assert thread_count() == 2

@@ -27,6 +27,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import MillpondError
+from millpond.kernels.thread_count import end_own_threads
 from millpond.models.weights.streamed import Verify
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class AsyncLLM:
         self._closing = self._stopped = False
         self._failed: BaseException | None = None
         self._since: float | None = None  # when the engine's thread began what it does now; None: it waits
+        end_own_threads()  # from here on the engine's thread computes, with threads of its own
         self._thread = threading.Thread(target=self._work, name="millpond-engine", daemon=True)
         self._thread.start()
 

@@ -10,6 +10,9 @@ from functools import cache
 
 import torch
 
+#: omp_pause_soft: what the program set stays as it is.
+_SOFT = 1
+
 
 class _Local(threading.local):
     count = 0  #: of native kernels on this thread; 0: as many as torch
@@ -24,12 +27,24 @@ def thread_count() -> int:
 
 
 @cache
-def _set_openmp() -> ctypes._NamedFuncPointer | None:
-    """omp_set_num_threads of the runtime that torch has loaded; None where its symbols cannot be seen."""
+def _openmp(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function of the runtime that torch has loaded; None where there is none, or its symbols cannot be seen."""
     try:
-        return ctypes.CDLL(None).omp_set_num_threads
-    except (OSError, AttributeError):
+        return getattr(ctypes.CDLL(None), name, None)
+    except (OSError, TypeError):
         return None
+
+
+def end_own_threads() -> None:
+    """End the threads that OpenMP keeps for loops of the calling thread; its next loop starts others.
+
+    Each thread that has run a loop keeps helpers. With those of two such threads there are more than CPUs, and then
+    OpenMP lets helpers sleep as soon as they wait, also those that are in use: waking them took half of a prompt's
+    time on two CPUs. So one that hands its work over to another thread ends its own.
+    """
+    pause = _openmp("omp_pause_resource_all")
+    if pause is not None:
+        pause(_SOFT)
 
 
 @contextmanager
@@ -40,7 +55,7 @@ def torch_on_one_thread() -> Iterator[None]:
     to another process. Between native kernels, whose threads do not wait like that, torch's loops are small. Only the
     calling thread is concerned, not the process as with `torch.set_num_threads`. Inside another one it does nothing.
     """
-    before, set_openmp = torch.get_num_threads(), _set_openmp()
+    before, set_openmp = torch.get_num_threads(), _openmp("omp_set_num_threads")
     if before == 1 or _local.count or set_openmp is None:
         yield
         return
@@ -56,7 +71,7 @@ def torch_on_one_thread() -> Iterator[None]:
 @contextmanager
 def torch_on_all_threads() -> Iterator[None]:
     """Inside `torch_on_one_thread`: a large computation of torch's own has the threads of before."""
-    count, set_openmp = _local.count, _set_openmp()
+    count, set_openmp = _local.count, _openmp("omp_set_num_threads")
     if not count or set_openmp is None:
         yield
         return
