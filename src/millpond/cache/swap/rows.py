@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Rows = npt.NDArray[np.integer[Any]]
-#: Numbers in which rows of so many bytes are copied, the widest first.
+#: Widths in bytes of the numbers in which rows are copied, the widest first.
 _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
