@@ -1,6 +1,6 @@
 #!/bin/sh
 # The committed results about quality, into benchmarks/results/quality. Hours on two cores; goes on where it stopped.
-#   benchmarks/quality/quality.sh PART ...    of: aware agnostic parts picture text text-long codecs codecs-text peers curves
+#   benchmarks/quality/quality.sh PART ...    of: aware agnostic trained parts picture text text-long codecs codecs-text peers curves
 #                                     curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings
 #                                     orderings-text bytes orderings-bytes pools; then make docs
 # BIN: folder of the programs. SAMPLES: of each task; PART_SAMPLES, TEXT_SAMPLES: of those parts. THREADS: of torch.
@@ -87,6 +87,10 @@ for part in "$@"; do
     agnostic)
       # the oracle looks at the question, so it bounds only those who see it
       evaluate --samples "$samples" --tasks "$tasks" --method "full,$methods" --protocol agnostic --out "$out/agnostic"
+      ;;
+    trained)
+      # heads that were trained for the model, on texts of the same families
+      evaluate --samples "$samples" --tasks "$tasks" --method "${TRAINED:-locret}" --protocol agnostic --out "$out/trained"
       ;;
     picture)
       # of the curves, those of the leaderboard
@@ -228,7 +232,7 @@ elastic${variants:+,$variants}" --out "$out/pairs-text"
       "$bin/python" benchmarks/quality/orderings.py "$out/pairs-text" --renew --out "$out/orderings.json"
       ;;
     *)
-      echo "no part called $part; there are: aware agnostic parts picture text text-long codecs codecs-text peers curves" \
+      echo "no part called $part; there are: aware agnostic trained parts picture text text-long codecs codecs-text peers curves" \
         "curve-peers curve-merge needles needle-map text-pairs fidelity-text orderings orderings-text bytes" \
         "orderings-bytes pools" >&2
       exit 2

@@ -160,3 +160,9 @@ def test_the_same_cell_may_come_twice_but_not_with_two_scores() -> None:
     assert unite([*ROWS, *ROWS]) == ROWS
     with pytest.raises(DataError, match=r"two results for h2o 20% on recall"):
         unite([*ROWS, row("h2o", "recall", 0.61)])
+
+
+def test_methods_with_trained_networks_are_named() -> None:
+    assert "trained for the model" not in render(ROWS)
+    page = render([*ROWS, row("locret:heads=a.safetensors", "recall", 0.9), row("attention_gate", "recall", 0.9)])
+    assert "`attention_gate`, `locret`: by networks that were trained for the model" in page

@@ -23,6 +23,8 @@ PROTOCOLS = {
     "turns": "the context is compressed before any question is seen; questions follow one another",
 }
 MASKED = "†"
+#: Methods that decide by networks that were trained for the model.
+TRAINED = ("attention_gate", "locret")
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,12 @@ def _legend(rows: Sequence[SummaryRow]) -> str:
         text += (
             f"\n{MASKED} hides entries instead of freeing them: its KV bytes are really held, its scores are those "
             "of the budget.\n"
+        )
+    trained = sorted({row.method.partition(":")[0] for row in rows} & {*TRAINED})
+    if trained:
+        text += (
+            f"\n{', '.join(f'`{name}`' for name in trained)}: by networks that were trained for the model; the card of "
+            "its networks says on what. Those of pond-recall saw texts of the same families as its tasks.\n"
         )
     return text
 
