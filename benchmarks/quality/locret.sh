@@ -3,8 +3,8 @@
 #   benchmarks/quality/locret.sh [once] [chunks] [seeds] [without]
 # once: four tasks at 1,024 words. chunks: eviction while 4,096 words are read, 205 entries per KV head. Both are run
 # where nothing is named: a quarter of an hour on one core. seeds: heads of two more seeds are trained, and all three
-# compared on 200 questions of five tasks. without: heads that are trained without a kind of fact answer it.
-# Goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES, TASKS: what is run. OUT: another folder
+# compared on 200 questions of each task. without: heads that are trained without a kind of fact answer it.
+# Goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES, MANY_SAMPLES (of seeds and without), TASKS: what is run. OUT: another folder
 # of results. HEADS: folder of the heads that are trained. The samples come from streams that no training reads.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -56,7 +56,7 @@ for part in ${*:-once chunks}; do
       mkdir -p "$trained"
       train seed1.safetensors --seed 1
       train seed2.safetensors --seed 2
-      for task in $tasks ${MORE_TASKS-frequent_words}; do
+      for task in $tasks; do
         evaluate "seeds/$task" --tasks "$task:length=1024" --budget 2.5%,5%,10%,20% \
           --method full,locret,locret:heads=seed1.safetensors,locret:heads=seed2.safetensors,keydiff
       done

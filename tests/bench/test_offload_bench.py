@@ -17,7 +17,11 @@ from millpond.bench.offload.settings import OffloadSettings
 from millpond.bench.offload.table import markdown
 from millpond.cli.app import app
 from millpond.cli.bench.offload_picture import draw
+from millpond.engine.config import EngineConfig
+from millpond.engine.offload.capabilities import ENGINE
+from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.planner import EXAMPLE
+from millpond.engine.offload.workload import Workload
 
 MiB = 2**20
 TINY = {
@@ -66,14 +70,31 @@ def test_a_cell_of_ours_runs_one_block_to_its_end(tmp_path: Path, monkeypatch: p
         assert row["new_tokens"] == 5 * row["requests"]
         assert row["ledger_peak_bytes"] <= settings.memory
         assert row["tokens_per_s"] > 0 < row["predicted_tokens_per_s"]
+        assert row["schedule"] in ("row", "zigzag")
         assert row["prefill_s"] + row["decode_s"] == pytest.approx(row["seconds"])
         assert 0 <= row["prefill_waited_s"] < row["prefill_s"]
     assert list((folder / "packed").glob("*.int4.weights"))
+    assert cell.run_ours(folder, "h2o-int4-weights-rotated4-kv", settings)["requests"] > 0
     part = cell.run_ours(folder, "h2o", replace(settings, our_steps=2))
     assert part["projected"]
     assert part["new_tokens"] == 5 * part["requests"]
     assert part["seconds"] == pytest.approx(part["prefill_s"] + part["decode_s"])
     assert part["decode_s"] == pytest.approx(2 * part["decode_timed_s"])  # two of four steps
+
+
+@pytest.mark.parametrize("schedule", ["row", "diagonal"])
+def test_a_plan_that_is_searched_for_uses_only_what_it_may(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    shapes.make_model(tmp_path / "model", "tiny")
+    opened = open_in_memory(
+        tmp_path / "model", 18 * MiB, None, None, EngineConfig(method="full"), machine=EXAMPLE,
+        workload=Workload(prompt=20, new=20), can=replace(ENGINE, schedules=(schedule,)),
+    )  # fmt: skip
+    assert opened.placement.plan.schedule == schedule
+    assert opened.streamed is not None
+    opened.streamed.close()
 
 
 class Held:

@@ -64,6 +64,20 @@ def test_requests_of_tasks_that_run_at_once_are_in_one_message_and_in_one_step(m
     assert {len(report.updates) for report in reports if report.updates} == {len(PROMPTS)}
 
 
+def submitted(local: LocalCluster, worker: LocalWorker, n: int) -> list[RequestOutput]:
+    """Where the ends of `n` requests come, each sent when a worker had a message."""
+    ends = list[RequestOutput]()
+
+    def deliver(output: RequestOutput) -> None:
+        if output.finished:
+            ends.append(output)
+
+    for index in range(n):
+        local.cluster.loop.call(lambda index=index: local.cluster.dispatcher.submit(request(index), deliver)).result()
+        local.wait_until(lambda: worker.messages)
+    return ends
+
+
 def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     start, gate = LocalWorker.start, asyncio.Event()
 
@@ -74,15 +88,7 @@ def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monk
     monkeypatch.setattr(LocalWorker, "start", slow)
     with LocalCluster(replicas=1) as local:
         dispatcher, loop, worker = local.cluster.dispatcher, local.cluster.loop, local.made[0]
-        ends = list[RequestOutput]()
-
-        def deliver(output: RequestOutput) -> None:
-            if output.finished:
-                ends.append(output)
-
-        for index in range(4):
-            loop.call(lambda index=index: dispatcher.submit(request(index), deliver)).result()
-            local.wait_until(lambda: worker.messages)
+        ends = submitted(local, worker, 4)
         loop.call(lambda: dispatcher.cancel("2")).result()
         assert worker.messages == [1]
         loop.call(gate.set).result()
@@ -107,15 +113,7 @@ def test_a_worker_that_dies_with_a_message_gets_no_more(monkeypatch: pytest.Monk
     monkeypatch.setattr(LocalWorker, "start", stuck)
     with LocalCluster(replicas=1) as local:
         dispatcher, loop, first = local.cluster.dispatcher, local.cluster.loop, local.made[0]
-        ends = list[RequestOutput]()
-
-        def deliver(output: RequestOutput) -> None:
-            if output.finished:
-                ends.append(output)
-
-        for index in range(2):
-            loop.call(lambda index=index: dispatcher.submit(request(index), deliver)).result()
-            local.wait_until(lambda: first.messages)
+        ends = submitted(local, first, 2)
         loop.call(first.die).result()
         local.wait_until(lambda: len(ends) == 2)
         assert first.messages == [1]

@@ -39,8 +39,8 @@ def end_own_threads() -> None:
     """End the threads that OpenMP keeps for loops of the calling thread; its next loop starts others.
 
     Each thread that has run a loop keeps helpers. With those of two such threads there are more than CPUs, and then
-    OpenMP lets helpers sleep as soon as they wait, also those that are in use: waking them took half of a prompt's
-    time on two CPUs. So one that hands its work over to another thread ends its own.
+    OpenMP lets helpers sleep as soon as they wait, also those that are in use: on two CPUs a short prompt took half as
+    long again. So a thread whose work goes on in another one ends its own.
     """
     pause = _openmp("omp_pause_resource_all")
     if pause is not None:

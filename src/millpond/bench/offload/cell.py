@@ -162,7 +162,7 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
         "decode_step_s": statistics.median(s for s, _ in steps), "decode_steps": len(steps),
         "decode_read_gb_per_s": sum(n for _, n in steps) / sum(s for s, _ in steps) / 1e9,
         "weights_on_disk": plan.share("weights", "disk"), "kv_on_disk": plan.share("kv", "disk"), "slots": plan.slots,
-        "prompt_rows": plan.prompt_rows,
+        "schedule": plan.schedule, "prompt_rows": plan.prompt_rows,
         "prefill_reads": [after - one for after, one in zip(prefill_reads, before_reads, strict=True)],
         "decode_reads": [after - one for after, one in zip(all_reads, prefill_reads, strict=True)],
         "open_s": open_s, "ledger_peak_bytes": opened.ledger.peak("host"), "planned_read_gb_per_s":

@@ -144,6 +144,8 @@ class PageVisit:
             runs.append(run)
             targets[id(run)] = rows[places], self.pages[places]
 
+        if not runs:
+            return
         pages_into = PagesInto(pool)
 
         def take(run: PageRun, data: Tensor) -> None:
