@@ -10,6 +10,9 @@ Sections (--only takes a comma-separated choice):
     codes    decode over packed pages, see gpu_codes.py: every format against the reference and bfloat16, and
              generate() over codes against the CPU
     sweep    decode with other split, block, warp and stage counts
+    methods  generate() of pond-recall with every method, against the CPU
+    engine   answers of the engine, against the CPU
+    generate time and memory of generate() on a random model of 8B parameters, beside transformers' cache
 Results go to DIR/gpu_check.json after each section. --interpret --tiny runs all of it on a CPU in the interpreter of
 Triton: a test of this script, not of speed.
 """
@@ -30,12 +33,13 @@ if "--interpret" in sys.argv:
 
 from gpu_codes import run_codes
 from gpu_machine import Machine, Row
+from gpu_models import run_engine, run_generate, run_methods
 from gpu_ops import run_check, run_graph
 from gpu_speed import run_decode, run_prefill, run_sweep
 
 SECTIONS: dict[str, Callable[[Machine], list[Row]]] = {
     "check": run_check, "graph": run_graph, "decode": run_decode, "prefill": run_prefill,
-    "codes": run_codes, "sweep": run_sweep,
+    "codes": run_codes, "sweep": run_sweep, "methods": run_methods, "engine": run_engine, "generate": run_generate,
 }  # fmt: skip
 
 

@@ -58,6 +58,10 @@ class LLM:
         new_tokens: of their answers; None: 128, or fewer.
         machine: constants of this machine for a plan; None: measured once, in about 30 s, and kept.
         verify: compare packed weights with their checksums at the "first" read, or "always".
+        device: "cuda" or "cuda:1": where a model runs that is given by name; None: the CPU.
+        device_memory: most bytes ("16GiB") of that device's memory that weights, KV and the buffers of a step take
+            together. Layers of a model that does not fit are copied there from the host's memory in every step, of
+            which they take at most `memory`; what is more is read from the model's folder. None: no limit.
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
@@ -89,12 +93,14 @@ class LLM:
         new_tokens: int | None = None,
         machine: MachineConstants | None = None,
         verify: Verify = "first",
+        device: str | None = None,
+        device_memory: str | int | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
         offload = Offload(
             memory=memory, disk=disk, plan=plan, prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine,
-            verify=verify,
+            verify=verify, device=device, device_memory=device_memory,
         )  # fmt: skip
         self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
         self._names = count()
@@ -267,7 +273,11 @@ def open_engine(
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
     if not offload.asked and not _packed_here(model, dtype, config):
+        if offload.device is not None and not isinstance(model, str | PathLike):
+            raise OptionError(f"device={offload.device!r} is for a model that is loaded here; move a loaded one itself")
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
+        if offload.gpu is not None:
+            loaded = loaded.to(offload.gpu)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
@@ -334,8 +344,15 @@ def requests_of(
     places = _places(breakpoints, len(each))
     return [
         Request(
-            request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
-            keep=tuple(keep), fair_shares=tuple(fair_shares), forget=tuple(forget), on_pressure=on_pressure,
+            request_id=str(next(names)),
+            prompt=prompt,
+            params=own,
+            cache=cache or CacheOptions(),
+            breakpoints=at,
+            keep=tuple(keep),
+            fair_shares=tuple(fair_shares),
+            forget=tuple(forget),
+            on_pressure=on_pressure,
         )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.swap.pages import Content
+from millpond.hf.empty_layer import EmptyLayer
 from millpond.hf.state_layers import States
 
 
@@ -42,7 +43,7 @@ class CarriedStates(States):
     def __init__(self, shape: StateShape, slots: StateSlots | None = None) -> None:
         super().__init__({number: LinearAttentionLayer(count) for number, count in shape.counts.items()})
         self.slots = slots
-        nothing = DummyLayer()  # type: ignore[no-untyped-call]
+        nothing = EmptyLayer()
         self.cache = Cache(layers=[self.layers.get(number, nothing) for number in range(shape.depth)])
         if slots is not None:
             slots.count(self)

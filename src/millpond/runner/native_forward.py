@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.errors import UnsupportedModelError
+from millpond.errors import OptionError, UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
@@ -22,6 +23,7 @@ from millpond.models.lean.decoder import StreamedBlocks
 from millpond.models.lean.describe import describe
 from millpond.models.lean.quantize import code_bytes, quantized, release
 from millpond.models.lean.watch import Watch, own_forward
+from millpond.runner.decode_graph import CudaRecord, DecodeGraph
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
 #: Where the tokens of the trial stand in their text.
@@ -74,6 +76,10 @@ class NativeForward:
                     "they compute in float32, bfloat16 and float16 on a CPU, and not with MILLPOND_KERNELS=reference"
                 )
 
+        self._graph: DecodeGraph | None = None
+        if model.device.type == "cuda" and streamed is None and recording():
+            self._graph = DecodeGraph(self._decoder.forward, CudaRecord(model.device))
+
     @property
     def code_bytes(self) -> int:
         """Bytes of matrices in codes; 0 where none is."""
@@ -97,10 +103,15 @@ class NativeForward:
 
     def _forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
         layers = self._decoder.in_one_call(len(ids)) if len(rows) == len(ids) else None
-        steps = None if layers is None else split.steps(self._shapes)
-        if layers is None or steps is None:
+        fused = layers is not None or (self._graph is not None and len(rows) == len(ids))
+        steps = split.steps(self._shapes) if fused else None
+        if steps is None:
             return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows)
-        logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
+        if layers is not None:
+            logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
+        else:
+            assert self._graph is not None, "one of the two"
+            logits, lse = self._graph.step(ids, positions, steps.regions())
         steps.end(lse)
         return logits
 
@@ -160,6 +171,18 @@ class NativeForward:
             ((found - expected).abs() - rounding <= TOLERANCE[found.dtype] * size.abs().max()).all()
         ):
             raise UnsupportedModelError(f"{part} of {self._name} computes something else than its family does")
+
+
+def recording() -> bool:
+    """Whether decoding steps on a GPU are recorded as graphs: MILLPOND_CUDA_GRAPHS says, by default they are.
+
+    Raises:
+        OptionError: another value than 0 or 1.
+    """
+    said = os.environ.get("MILLPOND_CUDA_GRAPHS", "1")
+    if said not in ("0", "1"):
+        raise OptionError(f"MILLPOND_CUDA_GRAPHS={said!r}: use 1 to record decoding steps as CUDA graphs, or 0")
+    return said == "1"
 
 
 def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:

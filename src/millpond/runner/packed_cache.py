@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DummyLayer
 
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.layer.decode_step import PendingStep
@@ -21,6 +20,7 @@ from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.attention import tag
+from millpond.hf.empty_layer import EmptyLayer
 from millpond.hf.single_pass_layer import PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
 
@@ -237,7 +237,7 @@ class PackedPass(Cache):
     """
 
     def __init__(self, served: Served, readers: Mapping[int, frozenset[int]], depth: int) -> None:
-        layers: list[Any] = [DummyLayer() for _ in range(depth)]  # type: ignore[no-untyped-call]
+        layers: list[Any] = [EmptyLayer() for _ in range(depth)]
         for nth, (number, by) in enumerate(readers.items()):
             layers[number] = _PackedLayer(number, nth, served, by)
         super().__init__(layers=layers)

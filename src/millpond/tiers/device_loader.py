@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from millpond.errors import DataError
-from millpond.tiers.backends.simulated import SimulatedDevice
+from millpond.tiers.backends.device import Copying, Device
 from millpond.tiers.loader import Errand, Extent, Loader
 from millpond.tiers.slots import Slot, SlotState
 
@@ -16,7 +16,7 @@ from millpond.tiers.slots import Slot, SlotState
 class Arrival:
     """One slot of a device that is being filled; used as a `Ticket` of a loader."""
 
-    def __init__(self, slot: Slot, errands: Sequence[Errand]) -> None:
+    def __init__(self, slot: Slot, errands: Sequence[Copying]) -> None:
         self.slot = slot
         self._errands = errands
 
@@ -48,12 +48,13 @@ class DeviceLoader:
         loader: reads the files. through: slots of the host that reads pass, each used in turn.
     """
 
-    def __init__(self, loader: Loader, device: SimulatedDevice, through: Sequence[Slot]) -> None:
+    def __init__(self, loader: Loader, device: Device, through: Sequence[Slot]) -> None:
         self._loader, self._device, self._through = loader, device, through
 
     def read(self, extents: Sequence[Extent], slot: Slot) -> Arrival:
         """Begin to fill a free slot from files: each part is copied as soon as it was read."""
         slot.to(SlotState.LOADING, of=(SlotState.FREE,))
+        self._device.fence(slot)
         errands: list[Errand] = []
         step = len(self._through[0].view)
         for extent in extents:
@@ -68,6 +69,7 @@ class DeviceLoader:
     def copy(self, source: Tensor, slot: Slot) -> Arrival:
         """Begin to fill a free slot from the host's memory."""
         slot.to(SlotState.LOADING, of=(SlotState.FREE,))
+        self._device.fence(slot)
         return Arrival(slot, [self._device.copy(source, slot)])
 
     def _pass_on(self, extent: Extent, slot: Slot, through: Slot) -> Errand:

@@ -20,16 +20,17 @@ class Slot:
     """A buffer that is read only while nothing is written to it.
 
     Args:
-        data: (n,) uint8, from `aligned_buffer`.
+        data: (n,) uint8, from `aligned_buffer` or of a device.
 
     Attributes:
-        state: who owns it. Only the thread that reads slots changes it.
+        state: who owns it. Only the thread that reads slots changes it. view: of the bytes; empty where they are on a
+            device.
     """
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.state = SlotState.FREE
-        numbers: Any = data.numpy()
+        numbers: Any = data.numpy() if data.is_cpu else b""
         self.view = memoryview(numbers)
 
     def to(self, state: SlotState, *, of: tuple[SlotState, ...]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 
+import torch
+
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.open import Opened, open_in_memory
+from millpond.engine.offload.open_on_device import open_on_device
 from millpond.engine.offload.plan import Plan
 from millpond.engine.offload.plan_file import load_plan
 from millpond.engine.offload.progress import bar
@@ -34,6 +37,8 @@ class Offload:
     new_tokens: int | None = None
     machine: MachineConstants | None = None
     verify: Verify = "first"
+    device: str | None = None
+    device_memory: str | int | None = None
 
     def __post_init__(self) -> None:
         if self.plan is not None and not isinstance(self.plan, Plan | str | PathLike):
@@ -41,8 +46,21 @@ class Offload:
                 f"plan={self.plan!r} must be a Plan, a file of 'millpond plan --out', 'auto', or be left out"
             )
         check_verify(self.verify)
-        if self.plan == AUTO and self.memory is None:
+        if self.device_memory is not None and self.gpu is None:
+            raise OptionError(
+                f"device_memory={self.device_memory!r} is memory of an accelerator, and device={self.device!r} is "
+                "none; give device='cuda', or memory= for the host's"
+            )
+        if self.plan == AUTO and self.memory is None and self.device_memory is None:
             raise OptionError("plan='auto' searches for a plan inside a memory limit; give memory=, such as '1GiB'")
+        if self.gpu is not None and self.asked:
+            for name in ("disk", "machine"):
+                if getattr(self, name) is not None:
+                    raise OptionError(f"{name}= is for models on the CPU; with device={self.device!r} leave it out")
+            if self.plan in (None, AUTO) and self.device_memory is None:
+                raise OptionError(
+                    f"memory= with device={self.device!r} needs device_memory=, such as '16GiB', or a plan"
+                )
         alone = {name: getattr(self, name) for name in ("disk", "machine", "prompt_tokens", "new_tokens")}
         if not self.asked:
             for name, value in alone.items():
@@ -60,7 +78,22 @@ class Offload:
     @property
     def asked(self) -> bool:
         """Whether memory is limited, or a plan given."""
-        return self.memory is not None or self.plan is not None
+        return self.memory is not None or self.plan is not None or self.device_memory is not None
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The accelerator that is named; None for a CPU.
+
+        Raises:
+            OptionError: torch knows no such device.
+        """
+        if self.device is None:
+            return None
+        try:
+            found = torch.device(self.device)
+        except RuntimeError as error:
+            raise OptionError(f"device={self.device!r}: {str(error).splitlines()[0]}") from error
+        return None if found.type == "cpu" else found
 
     def open(self, model: str | PathLike[str], dtype: str | None, config: EngineConfig) -> Opened:
         """The model in a folder, opened inside the limit; with a bar for what takes long.
@@ -76,6 +109,10 @@ class Offload:
         workload = None
         if self.prompt_tokens is not None and self.new_tokens is not None:
             workload = Workload(prompt=self.prompt_tokens, new=self.new_tokens)
+        if self.gpu is not None:
+            return open_on_device(
+                model, self.gpu, self.device_memory, self.memory, plan, dtype, config, workload=workload
+            )
         with bar() as report:
             return open_in_memory(
                 model, self.memory, plan, dtype, config, disk=self.disk, machine=self.machine, workload=workload,

@@ -46,13 +46,15 @@ class Placement:
 
     Attributes:
         plan: what it follows. bytes: by tier, then by purpose. memory_bytes: limit of the host; None: no limit.
-        workload: that the plan was made for; None for one that was given, or a model that fits.
+        workload: that the plan was made for; None for one that was given, or a model that fits. said: sentences of a
+            plan that predicts nothing else.
     """
 
     plan: Plan
     bytes: Mapping[str, Mapping[str, int]]
     memory_bytes: int | None
     workload: Workload | None = None
+    said: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -63,6 +65,7 @@ class Placement:
             lines.append(f"planned for prompts and answers of {self.workload}")
         if self.plan.prediction is not None:
             lines += sentences(self.plan)
+        lines += self.said
         return "\n".join(lines)
 
 
@@ -120,12 +123,7 @@ def open_in_memory(
             the saved one, a plan that the engine does not run, or a disk folder that is missing, cannot be written or
             lacks room. DataError, UnsupportedModelError: as `Skeleton.of`.
     """
-    folder = Path(resolve(name, "auto" if dtype is None else dtype))
-    if not folder.is_dir():
-        raise OptionError(
-            f"memory= needs a folder with safetensors files, a GGUF file, or the name of a model that is here; "
-            f"{str(name)!r} is none of them. Download it first, and give its folder"
-        )
+    folder = folder_of(name, dtype)
     place = None if disk is None else Path(disk)
     in_memory = config.weights is not None and memory is None and plan is None
     if place is not None:
@@ -136,7 +134,7 @@ def open_in_memory(
             "it with disk="
         )
     skeleton = Skeleton.of(folder, DTYPES.get(str(dtype)) if in_memory else None)
-    _check_dtype(dtype, skeleton)
+    check_dtype(dtype, skeleton)
     limit = None if memory is None else parse_bytes(memory)
     if plan is not None:
         (ENGINE if device is None else replace(ENGINE, weights=(DEVICE, *ENGINE.weights))).check(plan)
@@ -248,7 +246,26 @@ def _kv_slot_bytes(limit: int | None) -> int:
     return SLOT_BYTES if limit is None else min(SLOT_BYTES, max(LEAST_SLOT_BYTES, aligned_down(limit // 64)))
 
 
-def _check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
+def folder_of(name: str | PathLike[str], dtype: str | None) -> Path:
+    """The folder of a model, GGUF files made into one.
+
+    Raises:
+        OptionError: it is not here.
+    """
+    folder = Path(resolve(name, "auto" if dtype is None else dtype))
+    if not folder.is_dir():
+        raise OptionError(
+            f"memory= needs a folder with safetensors files, a GGUF file, or the name of a model that is here; "
+            f"{str(name)!r} is none of them. Download it first, and give its folder"
+        )
+    return folder
+
+
+def check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
+    """
+    Raises:
+        OptionError: an unknown dtype, or another than that of the files.
+    """
     if dtype not in (None, "auto", *DTYPES):
         raise unknown("dtype", str(dtype), ["auto", *DTYPES])
     if dtype not in (None, "auto") and DTYPES.get(str(dtype)) != skeleton.dtype:

@@ -26,7 +26,7 @@ from millpond.models.weights.matrix_on_disk import RowRange
 from millpond.models.weights.sizes import PartLayout, WeightSizes
 from millpond.models.weights.skeleton import Skeleton, with_parameters
 from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.simulated import SimulatedDevice
+from millpond.tiers.backends.device import Device
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.device_loader import Arrival, DeviceLoader
 from millpond.tiers.files import DirectFile
@@ -80,7 +80,7 @@ class StreamedLayers:
         overlap: bool = True,
         open_file: Callable[[Path], Any] = DirectFile,
         verify: Verify = "first",
-        device: SimulatedDevice | None = None,
+        device: Device | None = None,
         on_device: Iterable[int] = (),
         ends_on_disk: bool = False,
         pack: Callable[[PartLayout, Tensor], None] | None = None,
@@ -116,15 +116,18 @@ class StreamedLayers:
         self._files: dict[Path, Any] = {}
         self._open_file, self._overlap = open_file, overlap
         self._loader, self._freed = Loader(backend or ThreadBackend()), GivingBack()
-        self._free = [Slot(aligned_buffer(sizes.slot_bytes)) for _ in range(n_slots)]
+        self._device, self._to_device = device, None
+        self._free = [Slot(self._near(sizes.slot_bytes)) for _ in range(n_slots)]
         self._pending: deque[tuple[int, Ticket | Arrival]] = deque()
         self._in_use: Slot | None = None
         self._blocks: dict[tuple[int, int], _Layer] = {}
         self._kept: dict[int, Slot] = {}
         self._sources: dict[int, Slot] = {}
-        self._device, self._to_device = device, None
         if device is not None:
+            _move_buffers(self.model, device)
             self._through = [Slot(aligned_buffer(_THROUGH_BYTES)) for _ in range(_N_THROUGH)]
+            for slot in self._through:
+                device.pin(slot.data)
             self._to_device = DeviceLoader(self._loader, device, self._through)
         try:
             if far is None:
@@ -133,8 +136,10 @@ class StreamedLayers:
                 self._open_ends(skeleton, far)
             for index in stays:
                 self._kept[index] = self._read_now(self._layouts[index])
-            for index in kept if device is not None else ():
-                self._sources[index] = self._read_now(self._layouts[index], self._loader)
+            if device is not None:
+                for index in kept:
+                    self._sources[index] = self._read_now(self._layouts[index], self._loader)
+                    device.pin(self._sources[index].data)
         except BaseException:
             self.close()
             raise
@@ -328,12 +333,16 @@ class StreamedLayers:
 
     def _read_now(self, layout: PartLayout, loader: Loader | None = None) -> Slot:
         """What stays, read to where layers are computed, or by another loader."""
-        slot = Slot(aligned_buffer(layout.nbytes))
+        slot = Slot(self._near(layout.nbytes) if loader is None else aligned_buffer(layout.nbytes))
         if self._pack is not None:
             self._pack(layout, slot.data)
             return slot
         self.bytes_read += sum(run.nbytes for run in layout.runs)
         return (loader or self._to_device or self._loader).read(self._extents(layout.runs), slot).wait()
+
+    def _near(self, nbytes: int) -> Tensor:
+        """Memory where layers are computed."""
+        return aligned_buffer(nbytes) if self._device is None else self._device.buffer(nbytes)
 
     def _extents(self, runs: Iterable[FileRun], check: bool = True) -> list[Extent]:
         return [
@@ -347,6 +356,14 @@ class StreamedLayers:
         if path not in self._files:
             self._files[path] = self._open_file(path)
         return self._files[path]
+
+
+def _move_buffers(model: nn.Module, device: Device) -> None:
+    """What the modules hold besides parameters goes to where they compute."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device.where)
 
 
 def check_verify(verify: str) -> None:

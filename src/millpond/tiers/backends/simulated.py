@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.loader import Backend, Errand
 from millpond.tiers.slots import Slot
@@ -35,9 +37,20 @@ class SimulatedDevice:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.tier = Tier("device", "device", capacity_bytes)
+        self.where = torch.device("cpu")
         self.bytes_copied = 0
         self._bytes_per_s, self._sleep = bytes_per_s, sleep
         self._backend = backend or ThreadBackend()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """(n,) uint8."""
+        return aligned_buffer(nbytes)
+
+    def pin(self, source: Tensor) -> None:
+        """Nothing: all memory is the host's."""
+
+    def fence(self, slot: Slot) -> None:
+        """Nothing: who releases a slot has computed with it."""
 
     def copy(self, source: Tensor, slot: Slot, place: int = 0) -> Errand:
         """Begin to copy bytes (n,) uint8 of the host to a place in a slot of the device; `source` stays as it is."""

@@ -1,0 +1,170 @@
+"""Whole models on a CUDA GPU: the sections `methods`, `engine` and `generate` of gpu_check.py."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import traceback
+from typing import Any
+
+import torch
+from gpu_codes import shared
+from gpu_machine import Machine, Row
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import millpond as mp
+from millpond.methods import list_methods
+
+CPU = torch.device("cpu")
+#: What a method needs to be told here; those that are not named run as they are with a fifth of the entries.
+GIVEN: dict[str, dict[str, Any]] = {
+    "full": {}, "attention_gate": {}, "fastgen": {}, "minference": {}, "dms": {"budget": "20%", "window": 32},
+    "duo_attention": {"budget": "50%", "recent": 32}, "infllm": {"budget": "20%", "sinks": 4, "block": 8},
+    "simlayerkv": {"budget": "20%", "recent": 32}, "layer_table": {"budget": "20%", "table": "3;1"},
+}  # fmt: skip
+TEXT = "anna kettle " + "quiet rain past meadow and old stone on river " * 30 + "boris lantern "
+QUESTIONS = ("<ask> anna <is>", "<ask> boris <is>")
+ENGINE_METHODS = ("full", "h2o", "snapkv", "ada", "streaming", "kvmerger", "tova", "locret")
+ENGINE_CODECS = ("plain", "int4", "rotated4")
+
+
+def run_methods(machine: Machine) -> list[Row]:
+    """generate() of pond-recall in float32 with every method, on the CPU and on the device: tokens and kept entries."""
+    model, tokenizer = mp.load_model("pond-recall").float(), mp.load_tokenizer("pond-recall")
+    ids = torch.cat([tokenizer(TEXT + asked, return_tensors="pt").input_ids for asked in QUESTIONS])
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    rows = []
+    for name in ("full", "h2o") if machine.tiny else list_methods():
+        options = GIVEN.get(name, {"budget": "20%"})
+        row: Row = {"op": "method", "method": name}
+        try:
+            found = []
+            for device in (CPU, machine.device):
+                model.to(device)
+                with torch.no_grad(), mp.compress(model, name, tokenizer=tokenizer, **options) as cache:
+                    out = model.generate(
+                        ids.to(device), attention_mask=mask.to(device), cache=cache, do_sample=False,
+                        max_new_tokens=24, min_new_tokens=24, disable_compile=True,
+                    )  # fmt: skip
+                    kept = [[cache.positions(layer, s) for s in range(2)] for layer in range(len(cache.layer_caches))]
+                    found.append((out[:, ids.shape[1] :].cpu(), kept))
+            (tokens, kept), (tokens2, kept2) = found
+            row |= {"same_tokens": float((tokens == tokens2).float().mean()), "same_kept": shared(kept, kept2)}
+            row["ok"] = row["same_tokens"] == 1.0 and row["same_kept"] >= 0.98
+        except Exception as error:  # what a method does not do on the device is a result
+            row |= {"ok": False, "failure": repr(error)[:400], "where": traceback.format_exc()[-700:]}
+        rows.append(row)
+        print("method", {key: value for key, value in row.items() if key != "op"}, flush=True)
+    return rows
+
+
+def run_engine(machine: Machine) -> list[Row]:
+    """Answers of the engine to prompts of many lengths, on the CPU and on the device."""
+    tokenizer = mp.load_tokenizer("pond-recall")
+    prompts = [TEXT[: 60 * n] + QUESTIONS[0] for n in range(1, 10)]
+    params = mp.SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    rows = []
+    cells = [("h2o", "plain")] if machine.tiny else list(itertools.product(ENGINE_METHODS, ENGINE_CODECS))
+    for method, codec in cells:
+        row: Row = {"op": "engine", "method": method, "codec": codec}
+        options: dict[str, Any] = {} if method == "full" else {"budget": "20%"}
+        if codec != "plain":
+            options["codec"] = codec
+        try:
+            found = []
+            for device in (CPU, machine.device):
+                model = mp.load_model("pond-recall").float().to(device)
+                with mp.LLM(model, tokenizer=tokenizer, method=method, **options) as llm:
+                    found.append([list(out.completions[0].token_ids) for out in llm.generate(prompts, params)])
+            same = [a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True)]
+            row["same_tokens"] = sum(same) / len(same)
+            row["ok"] = row["same_tokens"] == 1.0 or (codec != "plain" and row["same_tokens"] >= 0.9)
+        except Exception as error:
+            row |= {"ok": False, "failure": repr(error)[:400], "where": traceback.format_exc()[-900:]}
+        rows.append(row)
+        print("engine", {key: value for key, value in row.items() if key != "op"}, flush=True)
+    return rows
+
+
+def random_llama(machine: Machine, layers: int) -> Any:
+    """A random Llama of the shape of an 8B model, in bf16 on the device."""
+    small = machine.tiny
+    config: Any = LlamaConfig(
+        vocab_size=512 if small else 128_256, hidden_size=64 if small else 4096,
+        intermediate_size=128 if small else 14_336, num_hidden_layers=layers, num_attention_heads=4 if small else 32,
+        num_key_value_heads=2 if small else 8, max_position_embeddings=65_536, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model: Any = LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(before)
+    model.train(False)
+    return model
+
+
+CACHES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("DynamicCache", {}),
+    ("full", {"method": "full"}),
+    ("h2o 20%", {"method": "h2o", "budget": "20%"}),
+    ("h2o 20% int4", {"method": "h2o", "budget": "20%", "codec": "int4"}),
+    ("snapkv 20%", {"method": "snapkv", "budget": "20%"}),
+    ("streaming 20%", {"method": "streaming", "budget": "20%"}),
+)
+
+
+def run_generate(machine: Machine) -> list[Row]:
+    """Seconds of generate() for a prompt and its answer, and the most memory beside the weights."""
+    model = random_llama(machine, 2 if machine.tiny else 32)
+    shapes = [(2, 64, 4)] if machine.tiny else [(1, 8192, 64), (8, 8192, 64), (32, 4096, 64)]
+    rows = []
+    for batch, prompt, new in shapes:
+        ids = torch.randint(2, 500, (batch, prompt), device=machine.device)
+        for name, given in CACHES:
+            row: Row = {"op": "generate", "batch": batch, "prompt": prompt, "cache": name}
+            try:
+                row |= {"prefill_s": time_generate(machine, model, ids, 1, given)}
+                row |= {"whole_s": time_generate(machine, model, ids, new + 1, given)}
+                row["step_ms"] = (row["whole_s"] - row["prefill_s"]) / new * 1e3
+                row["tokens_per_s"] = batch * new / (row["whole_s"] - row["prefill_s"])
+                if machine.cuda:
+                    row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            except Exception as error:
+                row |= {"failure": repr(error)[:400], "where": traceback.format_exc()[-900:]}
+            rows.append(row)
+            print(
+                "generate",
+                {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "op"},
+                flush=True,
+            )
+            gc.collect()
+            if machine.cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    return rows
+
+
+def time_generate(machine: Machine, model: Any, ids: torch.Tensor, new: int, given: dict[str, Any]) -> float:
+    """Seconds of the second of two runs."""
+    times = []
+    for _ in range(2):
+        if machine.cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        options: dict[str, Any] = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, disable_compile=True)
+        with torch.no_grad():
+            if given:
+                with mp.compress(model, **given) as cache:
+                    model.generate(ids, cache=cache, **options)
+            else:
+                model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+        if machine.cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return times[-1]

@@ -1,0 +1,112 @@
+"""Decoding steps that are recorded and replayed: who gets one, and that it changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from millpond.engine.engine import Engine
+from millpond.errors import NumericsError, OptionError
+from millpond.kernels import ops
+from millpond.models.lean.decoder import Decoder
+from millpond.runner import decode_graph
+from millpond.runner.decode_graph import DecodeGraph
+from millpond.runner.native_forward import NativeForward, recording
+from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
+
+#: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, or entries merge.
+BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv", "streaming"}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
+    """Engines made from now on record their steps, as work that is done again."""
+    made: list[DecodeGraph] = []
+    real = NativeForward.__init__
+
+    def init(self: NativeForward, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        made.append(DecodeGraph(self._decoder.forward, lambda work: work))
+        self._graph = made[-1]
+
+    monkeypatch.setattr(NativeForward, "__init__", init)
+    monkeypatch.setattr(Decoder, "in_one_call", lambda self, n: None)
+    return made
+
+
+def launching(engine: Engine) -> Engine:
+    """An engine that records nothing."""
+    lean = engine._model._lean
+    assert lean is not None
+    lean._graph = None
+    return engine
+
+
+def answers(engine: Engine, *lengths: int, new: int = 20) -> dict[str, list[int]]:
+    add(engine, *(ask(length, greedy(new)) for length in lengths or (40, 57)))
+    done = {name: tokens(output) for name, output in finish(engine).items()}
+    engine.close()
+    return done
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_are_those_of_steps_that_are_launched(method: str, graphs: list[DecodeGraph]) -> None:
+    found = answers(engine_for(method))
+    assert bool(graphs[-1].replayed) == (method not in BY_LAYER)
+    assert answers(launching(engine_for(method))) == found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt_neox"])
+def test_families(family: str, graphs: list[DecodeGraph]) -> None:
+    found = answers(engine_for(family=family))
+    assert graphs[-1].replayed > 10
+    assert answers(launching(engine_for(family=family))) == found
+
+
+def test_new_pages_do_not_make_another_graph(graphs: list[DecodeGraph]) -> None:
+    answers(engine_for("full"), 40, new=60)  # pages of 4 tokens: 15 times one is added
+    assert graphs[-1].recorded == 2  # when the tables of 16 pages were full, once more
+    assert graphs[-1].replayed > 50
+
+
+def test_a_batch_that_changes_is_recorded_again(graphs: list[DecodeGraph]) -> None:
+    engine = engine_for("h2o")
+    add(engine, ask(40, greedy(8)), ask(57, greedy(30)), ask(31, greedy(18)))
+    done = {name: tokens(output) for name, output in finish(engine).items()}
+    assert graphs[-1].recorded >= 2
+    engine.close()
+    for length, new in ((40, 8), (57, 30), (31, 18)):
+        assert answers(engine_for("h2o"), length, new=new)[str(length)] == done[str(length)]
+
+
+def test_spans_are_launched(graphs: list[DecodeGraph]) -> None:
+    engine = engine_for("h2o")
+    add(engine, ask(40, keep=((3, 7),)))
+    finish(engine)
+    assert graphs[-1].replayed == 0
+    engine.close()
+
+
+def test_nan_ends_a_request(graphs: list[DecodeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for()
+    add(engine, ask(40, greedy(20)))
+    while not graphs[-1].replayed:
+        engine.step()
+    real = ops.decode
+    monkeypatch.setattr(
+        decode_graph.ops, "decode", lambda args: (found := real(args))._replace(lse=found.lse * torch.nan)
+    )
+    output = finish(engine)["40"]
+    assert isinstance(output.error, NumericsError)
+    engine.close()
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recording()
+    monkeypatch.setenv("MILLPOND_CUDA_GRAPHS", "0")
+    assert not recording()
+    monkeypatch.setenv("MILLPOND_CUDA_GRAPHS", "yes")
+    with pytest.raises(OptionError, match="MILLPOND_CUDA_GRAPHS='yes'"):
+        recording()
