@@ -7,11 +7,13 @@ Sections (--only takes a comma-separated choice):
     graph    a decode step with eviction, captured in a CUDA graph and replayed, against the reference
     decode   attention of one layer, 32 query heads over 8 KV heads of width 128, as a share of copy bandwidth
     prefill  causal attention with and without column sums, against the flash attention of torch
-    codes    decode over packed pages, see gpu_codes.py: every format against the reference and bfloat16, and
-             generate() over codes against the CPU
+    codes    decode over packed pages, see gpu_codes.py: every format against the reference
+    code-speed, code-generate  every format against bfloat16; generate() over codes against the CPU
     sweep    decode with other split, block, warp and stage counts
     methods  generate() of pond-recall with every method, against the CPU
     engine   answers of the engine, against the CPU
+    placed   answers of the engine with layers on the device, in the host's memory and on the disk
+    throughput  tokens per second of the engine on that model, with and without graphs of decoding steps
     generate time and memory of generate() on a random model of 8B parameters, beside transformers' cache
 Results go to DIR/gpu_check.json after each section. --interpret --tiny runs all of it on a CPU in the interpreter of
 Triton: a test of this script, not of speed.
@@ -31,15 +33,17 @@ from typing import Any
 if "--interpret" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-from gpu_codes import run_codes
+from gpu_codes import run_code_generate, run_code_speed, run_codes
 from gpu_machine import Machine, Row
-from gpu_models import run_engine, run_generate, run_methods
+from gpu_models import run_engine, run_generate, run_methods, run_placed, run_throughput
 from gpu_ops import run_check, run_graph
 from gpu_speed import run_decode, run_prefill, run_sweep
 
 SECTIONS: dict[str, Callable[[Machine], list[Row]]] = {
     "check": run_check, "graph": run_graph, "decode": run_decode, "prefill": run_prefill,
-    "codes": run_codes, "sweep": run_sweep, "methods": run_methods, "engine": run_engine, "generate": run_generate,
+    "codes": run_codes, "code-speed": run_code_speed, "code-generate": run_code_generate,
+    "sweep": run_sweep, "methods": run_methods, "engine": run_engine, "generate": run_generate, "placed": run_placed,
+    "throughput": run_throughput,
 }  # fmt: skip
 
 
@@ -48,9 +52,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
     parser.add_argument("--interpret", action="store_true", help="run on the CPU in the interpreter of Triton")
+    parser.add_argument("--part", default="0/1", help="K/N: the K-th of N parts of the checks")
     parser.add_argument("--tiny", action="store_true", help="the smallest shapes")
     options = parser.parse_args()
-    machine = Machine(options.interpret, options.tiny)
+    k, n = map(int, options.part.split("/"))
+    machine = Machine(options.interpret, options.tiny, (k, n))
     options.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine.describe()}
     print(report["machine"])

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
-from gpu_machine import SCORE_TOLERANCE, Machine, Row
+from gpu_machine import CODE_TOLERANCE, Machine, Row
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,6 +141,8 @@ def checked(machine: Machine, codec: str) -> Iterator[Row]:
     shapes = [(2, 64)] if machine.tiny else [(4, 64), (4, 128), (1, 256)]  # heads of a group, dim
     dtypes = (torch.bfloat16,) if machine.tiny else (torch.bfloat16, torch.float32)
     for dtype, (group, dim), rule in itertools.product(dtypes, shapes, RULES):
+        if not machine.mine():
+            continue
         torch.manual_seed(0)
         n_seq, heads, stored = 2, 2, 128 if machine.tiny else 640
         regions = n_seq * heads
@@ -165,6 +167,7 @@ def checked(machine: Machine, codec: str) -> Iterator[Row]:
             "exact": torch.equal(gone2.cpu(), gone) and torch.equal(ours.dead.cpu(), codes.dead)
             and torch.equal(ours.pages.positions[0].cpu(), codes.pages.positions[0])
             and torch.equal(there[3].cpu(), lens), "limit": TOLERANCE[dtype],
+            "sharp_limit": CODE_TOLERANCE[dtype],
         }  # fmt: skip
 
 
@@ -175,11 +178,11 @@ def check(machine: Machine) -> list[Row]:
         same = list(checked(machine, codec))
         rows += same
         for row in same:
-            sharp = max(row["lse"], row["scores"]) <= SCORE_TOLERANCE
+            sharp = max(row["lse"], row["scores"]) <= row["sharp_limit"]
             row["ok"] = bool(row["exact"] and sharp and row["out"] <= row["limit"])
             if not row["ok"]:
                 print("MISMATCH", row, flush=True)
-        worst = ", ".join(f"{name} {max(r[name] for r in same):.1e}" for name in ("out", "lse", "scores"))
+        worst = ", ".join(f"{name} {max((r[name] for r in same), default=0):.1e}" for name in ("out", "lse", "scores"))
         print(f"codes {codec:9} {sum(r['ok'] for r in same)}/{len(same)} ok, max error {worst}", flush=True)
     return rows
 
@@ -284,5 +287,15 @@ def generated(machine: Machine) -> list[Row]:
 
 
 def run_codes(machine: Machine) -> list[Row]:
-    """Check every format, time it, and generate with it."""
-    return check(machine) + timed(machine) + generated(machine)
+    """Check every format."""
+    return check(machine)
+
+
+def run_code_speed(machine: Machine) -> list[Row]:
+    """Time every format."""
+    return timed(machine)
+
+
+def run_code_generate(machine: Machine) -> list[Row]:
+    """generate() over codes."""
+    return generated(machine)

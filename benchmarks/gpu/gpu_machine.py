@@ -23,13 +23,21 @@ ARENA_BYTES = 2**28
 #: relative to the largest number of the reference: float32 has the order of sums, the others the rounding of p
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SCORE_TOLERANCE = 1e-4
+#: of log-sum-exp and scores over codes: a GPU rounds once where two products are added, so that a key may become the
+#: number of 16 bits beside that of the reference
+CODE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FAR = 1e9  # an infinity that JSON can hold
 
 
 class Machine:
-    """Where the script runs, and how it measures time there."""
+    """Where the script runs, and how it measures time there.
 
-    def __init__(self, interpret: bool, tiny: bool) -> None:
+    Args:
+        part: (k, n): of all checks every n-th from the k-th on, so that n processes compile kernels side by side.
+    """
+
+    def __init__(self, interpret: bool, tiny: bool, part: tuple[int, int] = (0, 1)) -> None:
+        self._part, self._counted = part, 0
         self.cuda = not interpret
         self.tiny = tiny
         if self.cuda and not torch.cuda.is_available():
@@ -41,6 +49,11 @@ class Machine:
         name = torch.cuda.get_device_name() if self.cuda else "cpu, interpreter"
         triton = importlib.import_module("triton")
         return {"device": name, "torch": torch.__version__, "triton": triton.__version__, "tiny": self.tiny}
+
+    def mine(self) -> bool:
+        """Whether the next check is of this process."""
+        self._counted += 1
+        return self._counted % self._part[1] == self._part[0]
 
     def ms(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
         """Median time of `run` in milliseconds, after three runs that do not count."""

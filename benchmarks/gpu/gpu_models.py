@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import statistics
 import time
 import traceback
 from typing import Any
@@ -14,6 +16,7 @@ from gpu_machine import Machine, Row
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import millpond as mp
+from millpond.engine.request import Request
 from millpond.methods import list_methods
 
 CPU = torch.device("cpu")
@@ -37,6 +40,8 @@ def run_methods(machine: Machine) -> list[Row]:
     mask[1, :7] = 0
     rows = []
     for name in ("full", "h2o") if machine.tiny else list_methods():
+        if not machine.mine():
+            continue
         options = GIVEN.get(name, {"budget": "20%"})
         row: Row = {"op": "method", "method": name}
         try:
@@ -68,6 +73,8 @@ def run_engine(machine: Machine) -> list[Row]:
     rows = []
     cells = [("h2o", "plain")] if machine.tiny else list(itertools.product(ENGINE_METHODS, ENGINE_CODECS))
     for method, codec in cells:
+        if not machine.mine():
+            continue
         row: Row = {"op": "engine", "method": method, "codec": codec}
         options: dict[str, Any] = {} if method == "full" else {"budget": "20%"}
         if codec != "plain":
@@ -168,3 +175,92 @@ def time_generate(machine: Machine, model: Any, ids: torch.Tensor, new: int, giv
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     return times[-1]
+
+
+ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("full", {"method": "full"}),
+    ("h2o 20%", {"method": "h2o", "budget": "20%"}),
+    ("h2o 20% int4", {"method": "h2o", "budget": "20%", "codec": "int4"}),
+)
+
+
+def run_throughput(machine: Machine) -> list[Row]:
+    """Tokens per second of the engine with little memory for KV, and of steps of one request; with and without graphs.
+
+    Each row is the second of two equal runs; a step is the time between the tokens of an answer, once all are read.
+    """
+    model = random_llama(machine, 2 if machine.tiny else 32)
+    shapes = [(1, 4096, 96, "8GiB"), (16, 4096, 96, "16GiB"), (96, 2048, 96, "8GiB")]
+    if machine.tiny:
+        shapes = [(2, 64, 4, "4MiB")]
+    rows = []
+    for (n, prompt, new, memory), (name, given), graphs in itertools.product(shapes, ENGINES, ("1", "0")):
+        if graphs == "0" and n > 16:
+            continue
+        row: Row = {"op": "engine", "requests": n, "prompt": prompt, "new": new, "cache": name, "graphs": graphs == "1"}
+        try:
+            row |= time_engine(machine, model, (n, prompt, new, memory), given, graphs)
+        except Exception as error:
+            row |= {"failure": repr(error)[:400], "where": traceback.format_exc()[-900:]}
+        rows.append(row)
+        shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+        print("engine", shown, flush=True)
+        gc.collect()
+    return rows
+
+
+def time_engine(
+    machine: Machine, model: Any, shape: tuple[int, int, int, str], given: dict[str, Any], graphs: str
+) -> Row:  # fmt: skip
+    n, prompt, new, memory = shape
+    os.environ["MILLPOND_CUDA_GRAPHS"] = graphs
+    prompts = [torch.randint(2, 500, (prompt,)).tolist() for _ in range(n)]
+    params = mp.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    found: Row = {}
+    with mp.LLM(model, kv_memory=memory, max_step_tokens=4096, max_running=256, **given) as llm:
+        for _ in range(2):
+            begin, arrivals = time.perf_counter(), []
+            for number, ids in enumerate(prompts):
+                llm.engine.add(Request(request_id=str(number), prompt=tuple(ids), params=params))
+            while llm.engine.busy:
+                llm.engine.step()
+                arrivals.append(time.perf_counter())
+            spent = time.perf_counter() - begin
+            steps = [late - early for early, late in itertools.pairwise(arrivals[-new // 2 :])]
+            found = {"seconds": spent, "tokens_per_s": n * new / spent, "step_ms": statistics.median(steps) * 1e3}
+        graph = getattr(getattr(llm.engine._model, "_lean", None), "_graph", None)
+        if graph is not None:
+            found |= {"recorded": graph.recorded, "replayed": graph.replayed}
+        stats = llm.stats()
+        found["preempted"] = getattr(stats, "preemptions", None)
+    os.environ.pop("MILLPOND_CUDA_GRAPHS")
+    return found
+
+
+PLACES = (
+    {"device": 1.0}, {"device": 0.4, "host": 0.6}, {"host": 1.0}, {"device": 0.2, "host": 0.4, "disk": 0.4}, {"disk": 1.0},
+)  # fmt: skip
+
+
+def run_placed(machine: Machine) -> list[Row]:
+    """Answers of the engine with layers on the device, in the host's memory and on the disk, against the CPU."""
+    tokenizer = mp.load_tokenizer("pond-recall")
+    prompts = [TEXT[: 60 * n] + QUESTIONS[0] for n in range(1, 10)]
+    params = mp.SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    rows = []
+    for method, weights in itertools.product(("full", "h2o"), PLACES):
+        row: Row = {"op": "placed", "method": method, "weights": weights}
+        options: dict[str, Any] = {"method": method} | ({} if method == "full" else {"budget": "20%"})
+        try:
+            found = []
+            for given in ({}, {"device": str(machine.device), "plan": mp.Plan(weights=weights)}):
+                with mp.LLM("pond-recall", tokenizer=tokenizer, **options, **given) as llm:
+                    found.append([list(out.completions[0].token_ids) for out in llm.generate(prompts, params)])
+            same = [a == b for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True)]
+            row["same_tokens"] = sum(same) / len(same)
+            row["ok"] = row["same_tokens"] >= 0.98  # weights are in bf16
+        except Exception as error:
+            row |= {"ok": False, "failure": repr(error)[:400], "where": traceback.format_exc()[-900:]}
+        rows.append(row)
+        print("placed", {key: value for key, value in row.items() if key != "op"}, flush=True)
+    return rows

@@ -38,6 +38,8 @@ def check_decode(machine: Machine) -> Iterator[Row]:
     dtypes = (torch.bfloat16,) if machine.tiny else (torch.bfloat16, torch.float16, torch.float32)
     shapes = DECODE_SHAPES[1:3] if machine.tiny else DECODE_SHAPES
     for dtype, shape, (rule, softcap, window, has_sink) in itertools.product(dtypes, shapes, DECODE_RULES):
+        if not machine.mine():
+            continue
         heads, group, dims, slots, stored = shape
         stored = stored // 8 if machine.tiny else stored
         lens = [stored, stored, stored // 2, 0]
@@ -85,6 +87,8 @@ def check_prefill(machine: Machine) -> Iterator[Row]:
     for dtype, shape, (colsum, softcap, window, has_sink) in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), shapes, settings
     ):
+        if not machine.mine():
+            continue
         heads, group, dims, rows, past = shape
         rows = rows // 8 if machine.tiny else rows
         torch.manual_seed(0)
@@ -108,6 +112,8 @@ def check_prefill(machine: Machine) -> Iterator[Row]:
 def check_copies(machine: Machine) -> Iterator[Row]:
     device = machine.device
     for dtype, dims, slots in itertools.product((torch.bfloat16, torch.float32), ((128, 128), (80, 33)), (16, 256)):
+        if not machine.mine():
+            continue
         width = 40 if machine.tiny else 700
         layer = Layer(machine, dtype, dims, slots, 6, width + 7, [0] * 6)
         twin = layer.twin()

@@ -32,5 +32,5 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_the_checks_pass_in_the_interpreter(tmp_path: Path) -> None:
-    options = ("--interpret", "--tiny", "--only", "check,graph,codes")
+    options = ("--interpret", "--tiny", "--only", "check,graph,codes,code-generate")
     assert "all checks passed" in run("gpu_check.py", *options, "--out", str(tmp_path))
