@@ -238,7 +238,8 @@ def time_engine(
 
 
 PLACES = (
-    {"device": 1.0}, {"device": 0.4, "host": 0.6}, {"host": 1.0}, {"device": 0.2, "host": 0.4, "disk": 0.4}, {"disk": 1.0},
+    {"device": 1.0}, {"device": 0.4, "host": 0.6}, {"host": 1.0}, {"device": 0.2, "host": 0.4, "disk": 0.4},
+    {"disk": 1.0},
 )  # fmt: skip
 
 

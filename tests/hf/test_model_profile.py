@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import millpond as mp
+from millpond.errors import UnsupportedModelError
 from millpond.hf.model_profile import FULL, LatentShape, ModelProfile
 from tests.helpers.hf.families import FAMILIES, WINDOW, family
 
@@ -39,6 +40,13 @@ def test_layers_of_two_kinds() -> None:
     profile = ModelProfile.of(family("gemma2").make())
     assert profile.windows == (WINDOW, 0, WINDOW)
     assert profile.layer_types[1] == FULL
+
+
+def test_shared_keys_that_transformers_does_not_name() -> None:
+    model = family("llama").make()
+    model.config.num_kv_shared_layers = 1  # as Gemma 3n before transformers 5.23
+    with pytest.raises(UnsupportedModelError, match=r"read the keys of others.*upgrade it to 5\.23"):
+        ModelProfile.of(model)
 
 
 def test_latents() -> None:

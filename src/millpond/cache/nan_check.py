@@ -33,9 +33,23 @@ class NanCheck:
         self._nan = lse.isnan().any() if self._nan is None else self._nan | lse.isnan().any()
         if columns % NAN_CHECK_COLUMNS:
             return
-        nan, self._nan = bool(self._nan), None
+        nan, self._nan = bool(self._nan.any()), None
         self._refuse(nan)
 
-    def _refuse(self, nan: bool) -> None:
+    def check_layers(self, lse: Tensor, columns: int) -> None:
+        """The same for this layer and those after it, whose steps ran together on a device: lse (layers, S, Hq).
+
+        Raises:
+            NumericsError: attention of one of them is NaN.
+        """
+        found = lse.isnan().flatten(1).any(1)
+        self._nan = found if self._nan is None else self._nan | found
+        if columns % NAN_CHECK_COLUMNS:
+            return
+        nan, self._nan = self._nan.tolist(), None
+        if any(nan):
+            self._refuse(True, nan.index(True))
+
+    def _refuse(self, nan: bool, behind: int = 0) -> None:
         if nan:
-            raise NumericsError(f"layer {self._layer}: attention is NaN; check the model's weights and inputs")
+            raise NumericsError(f"layer {self._layer + behind}: attention is NaN; check the model's weights and inputs")

@@ -44,6 +44,8 @@ from millpond.hf.signals.token_entropy import TokenEntropyHook
 from millpond.hf.state_layers import build_layers
 from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
+from millpond.kernels.recorded.decode import RecordedDecode
+from millpond.kernels.recorded.record import record_cuda, recording
 from millpond.policy.policy import Policy
 
 AnySpan = TypeVar("AnySpan", Span, FairShare)
@@ -113,6 +115,9 @@ class MillpondCache(Cache):
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
         budgets.at_prompt_end = self.parts.expected
         attach_rotations(profile, cores)
+        if model.device.type == "cuda" and recording():
+            for core in cores:
+                core.attention.recorded = RecordedDecode(record_cuda)
         self.shared_layers = profile.shared
         layers, self.states = build_layers(profile, cores, self.journal, self.passes)
         super().__init__(layers=layers)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from millpond.errors import UnsupportedModelError
 
 #: Kind of an attention layer that sees all positions.
 FULL = "full_attention"
@@ -144,12 +147,22 @@ def named(config: PreTrainedConfig, field: str) -> Any:
 
 
 def _shared(config: PreTrainedConfig, kinds: tuple[str, ...]) -> dict[int, int]:
-    """Layers that read the keys of the last layer of their kind that has some, where a configuration says so."""
+    """Layers that read the keys of the last layer of their kind that has some, where a configuration says so.
+
+    Raises:
+        UnsupportedModelError: some do, and this version of transformers does not say which.
+    """
     if not named(config, "num_kv_shared_layers"):
         return {}
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:
+        raise UnsupportedModelError(
+            f"{config.num_kv_shared_layers} layers of this model read the keys of others, and transformers "
+            f"{transformers.__version__} does not say which; upgrade it to 5.23 or newer"
+        )
     owners: dict[str, int] = {}
     shared: dict[int, int] = {}
-    for number, (kind, mode) in enumerate(zip(kinds, config.kv_sharing_modes, strict=True)):
+    for number, (kind, mode) in enumerate(zip(kinds, modes, strict=True)):
         if mode == "reuse":
             shared[number] = owners[kind]
         else:

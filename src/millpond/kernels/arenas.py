@@ -33,6 +33,7 @@ class Arenas(ABC):
     scores: list[Tensor]
     log_masses: list[Tensor]
     bases: Tensor
+    _nbytes: int
 
     @property
     @abstractmethod
@@ -54,8 +55,8 @@ class Arenas(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, summed from the buffers themselves."""
-        return sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
+        """Bytes of all buffers."""
+        return self._nbytes
 
     def add_arena(self, n_pages: int | None = None) -> None:
         """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
@@ -74,7 +75,8 @@ class Arenas(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Note the addresses of the arenas again."""
+        """Note the addresses and the bytes of the arenas again."""
+        self._nbytes = sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
         contents = [*self.contents, []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]

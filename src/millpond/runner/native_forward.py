@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,17 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.errors import OptionError, UnsupportedModelError
+from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
 from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
+from millpond.kernels.recorded.record import record_cuda, recording
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
 from millpond.models.lean.decoder import StreamedBlocks
 from millpond.models.lean.describe import describe
 from millpond.models.lean.quantize import code_bytes, quantized, release
 from millpond.models.lean.watch import Watch, own_forward
-from millpond.runner.decode_graph import CudaRecord, DecodeGraph
+from millpond.runner.decode_graph import DecodeGraph
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
 #: Where the tokens of the trial stand in their text.
@@ -77,8 +77,9 @@ class NativeForward:
                 )
 
         self._graph: DecodeGraph | None = None
-        if model.device.type == "cuda" and streamed is None and recording():
-            self._graph = DecodeGraph(self._decoder.forward, CudaRecord(model.device))
+        resident = streamed is None or streamed.resident
+        if model.device.type == "cuda" and resident and recording():
+            self._graph = DecodeGraph(self._decoder.forward, record_cuda)
 
     @property
     def code_bytes(self) -> int:
@@ -171,18 +172,6 @@ class NativeForward:
             ((found - expected).abs() - rounding <= TOLERANCE[found.dtype] * size.abs().max()).all()
         ):
             raise UnsupportedModelError(f"{part} of {self._name} computes something else than its family does")
-
-
-def recording() -> bool:
-    """Whether decoding steps on a GPU are recorded as graphs: MILLPOND_CUDA_GRAPHS says, by default they are.
-
-    Raises:
-        OptionError: another value than 0 or 1.
-    """
-    said = os.environ.get("MILLPOND_CUDA_GRAPHS", "1")
-    if said not in ("0", "1"):
-        raise OptionError(f"MILLPOND_CUDA_GRAPHS={said!r}: use 1 to record decoding steps as CUDA graphs, or 0")
-    return said == "1"
 
 
 def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:

@@ -59,7 +59,10 @@ class FusedSteps(NamedTuple):
 
     def end(self, lse: Tensor) -> None:
         """Take note of what happened; `lse`: (layers, S, Hq)."""
-        for core, step, sums in zip(self.cores, self.newest, lse, strict=True):
+        together = lse.device.type != "cpu"
+        if together:
+            self.cores[0].check_layers(lse)
+        for core, step, sums in zip(self.cores, self.newest, [None] * len(lse) if together else lse, strict=True):
             core.end_step(step, sums)
 
 

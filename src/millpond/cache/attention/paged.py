@@ -18,6 +18,7 @@ from millpond.codec.rotate import rotate
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, PrefillArgs, StepRegions, WindowSignalArgs
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce
+from millpond.kernels.recorded.decode import RecordedDecode
 
 
 class PagedAttention:
@@ -28,6 +29,7 @@ class PagedAttention:
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
         rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by the model integration.
         outputs: see `View.outputs`. Set by the model integration.
+        recorded: runs steps as recorded graphs; None: each is launched. Set by the model integration.
         shares_runs: a step may read what several sequences begin with once for all, which adds in another order.
     """
 
@@ -37,6 +39,7 @@ class PagedAttention:
         self.rope: RotaryEmbedding | None = None
         self.outputs: Callable[[], Tensor] | None = None
         self.shares_runs = True
+        self.recorded: RecordedDecode | None = None
         self._companions = companions
 
     def value_dim(self, v: Tensor) -> int:
@@ -69,7 +72,8 @@ class PagedAttention:
         runs = self.runs(table, rule, self.shape)
         if runs is not None:
             return self._two_phases(table, runs, q, k, v, q_pos)
-        out, lse, _ = ops.decode(DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos)))
+        args = DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos))
+        out, lse, _ = ops.decode(args) if self.recorded is None else self.recorded.decode(args)
         return out, lse
 
     def runs(self, table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:

@@ -180,8 +180,12 @@ class DecodeStep:
         (rivals or table).make_room(always)
         return PendingStep(table, rule, self._attention.shape, positions, q_pos, rivals)
 
-    def end(self, step: PendingStep, lse: Tensor, columns: int) -> None:
-        """Update counts, scores and positions after attention. lse: (S, Hq).
+    def check_layers(self, lse: Tensor, columns: int) -> None:
+        """Refuse NaN in this layer and those after it: see `NanCheck.check_layers`."""
+        self._finite.check_layers(lse, columns)
+
+    def end(self, step: PendingStep, lse: Tensor | None, columns: int) -> None:
+        """Update counts, scores and positions after attention. lse: (S, Hq); None: NaN was looked for elsewhere.
 
         Raises:
             NumericsError: attention is NaN.
@@ -190,7 +194,7 @@ class DecodeStep:
         always, headwise = rule.evict is Evict.NEVER, self._companions.headwise
         table.stepped(always, positions >= 0)
         leaves = self._evicts.evict is not Evict.NEVER
-        if not always or leaves or headwise is not None or self._policy.plans_each_step:
+        if lse is not None and (not always or leaves or headwise is not None or self._policy.plans_each_step):
             self._finite.check(lse, columns)
         if headwise is not None:
             assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"

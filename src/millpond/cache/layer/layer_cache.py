@@ -221,8 +221,18 @@ class LayerCache(LayerStorage):
         span = self._newest_span(table, n_seq)
         return self._stepper.begin(table, span.token(0), span.device, span.q_pos)
 
-    def end_step(self, step: PendingStep, lse: Tensor) -> None:
-        """Behind `ops.decode`, whose log-sum-exp is `lse` (S, Hq).
+    def check_layers(self, lse: Tensor) -> None:
+        """Look for NaN in the attention of all layers, of which this is the first; before their `end_step`.
+
+        lse: (layers, S, Hq) on a device, which no step waits for.
+
+        Raises:
+            NumericsError: attention is NaN.
+        """
+        self._stepper.check_layers(lse, self.columns)
+
+    def end_step(self, step: PendingStep, lse: Tensor | None) -> None:
+        """Behind `ops.decode`, whose log-sum-exp is `lse` (S, Hq); None after `check_layers`.
 
         Raises:
             NumericsError: attention is NaN.
