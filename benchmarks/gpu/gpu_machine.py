@@ -74,6 +74,21 @@ class Machine:
             times.append(spent)
         return statistics.median(times[3:] if self.cuda else times)
 
+    def wait(self) -> None:
+        """Until all that was launched is done."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def reset_memory(self) -> None:
+        """Count the most memory from now on."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """The most memory of the device since `reset_memory`."""
+        return torch.cuda.max_memory_allocated() if self.cuda else 0
+
     def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
         """`run` as one replay of a CUDA graph; `run` itself on the CPU. Runs it twice to compile."""
         if not self.cuda:

@@ -8,16 +8,18 @@ import os
 import statistics
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
 from gpu_codes import shared
 from gpu_machine import Machine, Row
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import millpond as mp
 from millpond.engine.request import Request
 from millpond.methods import list_methods
+from millpond.models.cache_argument import cache_argument
 
 CPU = torch.device("cpu")
 #: What a method needs to be told here; those that are not named run as they are with a fifth of the entries.
@@ -126,55 +128,59 @@ CACHES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+class TokenTimes(StoppingCriteria):
+    """Notes when each token of generate() was there, and never stops it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.BoolTensor:
+        self._machine.wait()
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+
 def run_generate(machine: Machine) -> list[Row]:
-    """Seconds of generate() for a prompt and its answer, and the most memory beside the weights."""
+    """Seconds of generate() to the first token, milliseconds of a step (the median), and the most memory."""
     model = random_llama(machine, 2 if machine.tiny else 32)
-    shapes = [(2, 64, 4)] if machine.tiny else [(1, 8192, 64), (8, 8192, 64), (32, 4096, 64)]
+    shapes = [(2, 64, 4)] if machine.tiny else [(1, 8192, 48), (8, 8192, 32)]
     rows = []
     for batch, prompt, new in shapes:
         ids = torch.randint(2, 500, (batch, prompt), device=machine.device)
         for name, given in CACHES:
             row: Row = {"op": "generate", "batch": batch, "prompt": prompt, "cache": name}
             try:
-                row |= {"prefill_s": time_generate(machine, model, ids, 1, given)}
-                row |= {"whole_s": time_generate(machine, model, ids, new + 1, given)}
-                row["step_ms"] = (row["whole_s"] - row["prefill_s"]) / new * 1e3
-                row["tokens_per_s"] = batch * new / (row["whole_s"] - row["prefill_s"])
-                if machine.cuda:
-                    row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                time_generate(machine, model, ids, 4, given)  # kernels are compiled
+                row |= time_generate(machine, model, ids, new, given)
             except Exception as error:
                 row |= {"failure": repr(error)[:400], "where": traceback.format_exc()[-900:]}
             rows.append(row)
-            print(
-                "generate",
-                {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "op"},
-                flush=True,
-            )
-            gc.collect()
-            if machine.cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+            print("generate", shown, flush=True)
     return rows
 
 
-def time_generate(machine: Machine, model: Any, ids: torch.Tensor, new: int, given: dict[str, Any]) -> float:
-    """Seconds of the second of two runs."""
-    times = []
-    for _ in range(2):
-        if machine.cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        options: dict[str, Any] = dict(do_sample=False, max_new_tokens=new, min_new_tokens=new, disable_compile=True)
-        with torch.no_grad():
-            if given:
-                with mp.compress(model, **given) as cache:
-                    model.generate(ids, cache=cache, **options)
-            else:
-                model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
-        if machine.cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return times[-1]
+def time_generate(machine: Machine, model: Any, ids: torch.Tensor, new: int, given: dict[str, Any]) -> Row:
+    gc.collect()
+    machine.reset_memory()
+    times = TokenTimes(machine)
+    options: dict[str, Any] = {
+        "do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "disable_compile": True,
+        "stopping_criteria": StoppingCriteriaList([times]),
+    }  # fmt: skip
+    begin = time.perf_counter()
+    with torch.no_grad():
+        if given:
+            with mp.compress(model, **given) as cache:
+                model.generate(ids, **cache_argument(cache), **options)
+        else:
+            model.generate(ids, **cache_argument(DynamicCache(config=model.config)), **options)
+    steps = [late - early for early, late in itertools.pairwise(times.times[1:])]
+    return {
+        "first_token_s": times.times[0] - begin, "step_ms": statistics.median(steps) * 1e3,
+        "tokens_per_s": len(ids) / statistics.median(steps), "peak_gb": machine.peak_bytes() / 1e9,
+    }  # fmt: skip
 
 
 ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -187,15 +193,16 @@ ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
 def run_throughput(machine: Machine) -> list[Row]:
     """Tokens per second of the engine with little memory for KV, and of steps of one request; with and without graphs.
 
-    Each row is the second of two equal runs; a step is the time between the tokens of an answer, once all are read.
+    Another run comes first, in which kernels are compiled; a step is the time between the tokens of an answer, once all
+    prompts are read.
     """
     model = random_llama(machine, 2 if machine.tiny else 32)
-    shapes = [(1, 4096, 96, "8GiB"), (16, 4096, 96, "16GiB"), (96, 2048, 96, "8GiB")]
+    shapes = [(1, 4096, 96, "8GiB"), (16, 4096, 96, "16GiB"), (64, 1024, 96, "8GiB")]
     if machine.tiny:
         shapes = [(2, 64, 4, "4MiB")]
     rows = []
     for (n, prompt, new, memory), (name, given), graphs in itertools.product(shapes, ENGINES, ("1", "0")):
-        if graphs == "0" and n > 16:
+        if graphs == "0" and (n > 1 or "int4" in name) and not machine.tiny:
             continue
         row: Row = {"op": "engine", "requests": n, "prompt": prompt, "new": new, "cache": name, "graphs": graphs == "1"}
         try:
@@ -218,10 +225,10 @@ def time_engine(
     params = mp.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     found: Row = {}
     with mp.LLM(model, kv_memory=memory, max_step_tokens=4096, max_running=256, **given) as llm:
-        for _ in range(2):
+        for some, most in ((prompts[:2], replace(params, max_tokens=8)), (prompts, params)):
             begin, arrivals = time.perf_counter(), []
-            for number, ids in enumerate(prompts):
-                llm.engine.add(Request(request_id=str(number), prompt=tuple(ids), params=params))
+            for number, ids in enumerate(some):
+                llm.engine.add(Request(request_id=str(number), prompt=tuple(ids), params=most))
             while llm.engine.busy:
                 llm.engine.step()
                 arrivals.append(time.perf_counter())

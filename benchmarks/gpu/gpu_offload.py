@@ -4,7 +4,7 @@
 
 Weights of a random Llama of the shape of an 8B model (16 GB in bf16) are written to a folder. Each cell is a process of
 its own, in which torch's allocator may not take more than `--memory` of the GPU, all of it counted: distinct prompts of
-512 tokens, answers of 64. Ours runs as many requests as its plan says, at most 256; Accelerate batches of 16 and 64.
+512 tokens, answers of 32. Ours runs as many requests as its plan says, at most 128; Accelerate batches of 16 and 64.
 Accelerate keeps layers on the GPU for which `--accelerate-weights` has room, so that its cache fits in the rest.
 --tiny: a small model, on whatever device there is: a test of this script, not of speed.
 """
@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import millpond as mp
 from millpond.budget import parse_bytes
+from millpond.engine.request import Request
 
-PROMPT, NEW, MOST = 512, 64, 256
+PROMPT, NEW, MOST = 512, 32, 128
 OURS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "h2o": {"method": "h2o", "budget": "20%"},
@@ -67,8 +68,6 @@ def ours(folder: Path, name: str, memory: str, tiny: bool) -> dict[str, Any]:
         n = 4 if tiny else int(said.split("at most ")[1].split(" ")[0]) if "at most " in said else MOST
         prompts = [torch.randint(2, 500, (prompt,)).tolist() for _ in range(n)]
         began, steps = time.perf_counter(), []
-        from millpond.engine.request import Request
-
         for number, ids in enumerate(prompts):
             llm.engine.add(Request(request_id=str(number), prompt=tuple(ids), params=params))
         while llm.engine.busy:
@@ -122,6 +121,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--cells", default=",".join([*OURS, *BATCHES]))
     parser.add_argument("--cell", help="run this one alone, and print it")
+    parser.add_argument("--make", action="store_true", help="write the model to --folder, and end")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.cell:
@@ -130,6 +130,8 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp())
     if not (folder / "config.json").exists():
         make(folder, options.tiny)
+    if options.make:
+        return
     rows = []
     for name in options.cells.split(","):
         command = [
