@@ -34,6 +34,14 @@ ENGINE_METHODS = ("full", "h2o", "snapkv", "ada", "streaming", "kvmerger", "tova
 ENGINE_CODECS = ("plain", "int4", "rotated4")
 
 
+#: Engines with more than a method and a codec: shared prefixes, preemption, prompts that are evicted from while read.
+FEATURES: list[tuple[str, str, dict[str, Any]]] = [
+    ("full", "plain", {"prefix_cache": True}),
+    ("h2o", "plain", {"kv_memory": "1MiB", "overcommit": 4}),
+    ("locret", "plain", {"options": {"prefill": "chunks", "chunk": 64}}),
+]
+
+
 def run_methods(machine: Machine) -> list[Row]:
     """generate() of pond-recall in float32 with every method, on the CPU and on the device: tokens and kept entries."""
     model, tokenizer = mp.load_model("pond-recall").float(), mp.load_tokenizer("pond-recall")
@@ -73,12 +81,13 @@ def run_engine(machine: Machine) -> list[Row]:
     prompts = [TEXT[: 60 * n] + QUESTIONS[0] for n in range(1, 10)]
     params = mp.SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     rows = []
-    cells = [("h2o", "plain")] if machine.tiny else list(itertools.product(ENGINE_METHODS, ENGINE_CODECS))
-    for method, codec in cells:
+    codecs = [(method, codec, {}) for method, codec in itertools.product(ENGINE_METHODS, ENGINE_CODECS)]
+    cells = [("h2o", "plain", {})] if machine.tiny else FEATURES + codecs
+    for method, codec, more in cells:
         if not machine.mine():
             continue
-        row: Row = {"op": "engine", "method": method, "codec": codec}
-        options: dict[str, Any] = {} if method == "full" else {"budget": "20%"}
+        row: Row = {"op": "engine", "method": method, "codec": codec, "options": more}
+        options: dict[str, Any] = ({} if method == "full" else {"budget": "20%"}) | more
         if codec != "plain":
             options["codec"] = codec
         try:

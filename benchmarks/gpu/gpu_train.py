@@ -34,7 +34,9 @@ def make(folder: Path, tiny: bool) -> None:
         num_key_value_heads=2 if tiny else 8, max_position_embeddings=65_536, pad_token_id=0, bos_token_id=1,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = LlamaForCausalLM(config)
+    model.bfloat16().cpu().save_pretrained(folder)
     rng = random.Random(0)
     words = ["river", "stone", "lamp", "letter", "ship", "winter", "garden", "silver", "road", "window"]
     (folder / "text.txt").write_text(" ".join(rng.choice(words) for _ in range(4_000 if tiny else 120_000)))
@@ -60,7 +62,8 @@ def main() -> None:
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     found = {
-        "device": name, "torch": torch.__version__, "tokens": length, "steps": options.steps, "seconds": spent, "peak_bytes": peak, "log": [json.loads(line) for line in lines],
+        "device": name, "torch": torch.__version__, "tokens": length, "steps": options.steps, "seconds": spent,
+        "peak_bytes": peak, "log": [json.loads(line) for line in lines],
     }  # fmt: skip
     print(found)
     if options.out:
