@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import millpond as mp
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.pages.ref_counted_pool import arena_bytes_on
 from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
+from millpond.kernels.pages import PageArrays
 from millpond.kernels.recorded.decode import RecordedDecode
 from millpond.kernels.recorded.record import recording
 from tests.helpers.hf.families import generate, left_padded, shared_model
@@ -51,3 +54,25 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_CUDA_GRAPHS", "yes")
     with pytest.raises(OptionError, match="MILLPOND_CUDA_GRAPHS='yes'"):
         recording()
+
+
+def test_the_addresses_of_arenas_stay_where_they_are_on_a_device() -> None:
+    pages = PageArrays(4, 16, 8, 8, torch.float32, torch.device("meta"))
+    pages.add_arena()
+    first = pages.bases
+    assert first.shape == (5, 64)
+    for _ in range(63):
+        pages.add_arena()
+    assert pages.bases is first
+    pages.add_arena()
+    assert pages.bases.shape == (5, 128)
+    here = PageArrays(4, 16, 8, 8, torch.float32, torch.device("cpu"))
+    here.add_arena()
+    assert here.bases.shape == (5, 1)
+    assert here.nbytes == 4 * 16 * (2 * 8 * 4 + 8)
+
+
+def test_arenas_are_larger_on_a_device() -> None:
+    assert arena_bytes_on(torch.device("cpu"), None) == 8 << 20
+    assert arena_bytes_on(torch.device("meta"), None) == 64 << 20
+    assert arena_bytes_on(torch.device("meta"), MemoryLimit(64 << 20)) == 1 << 20

@@ -7,6 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+#: Arenas whose addresses there is room for on a device.
+_LEAST_ROOM = 64
+
 
 class Arenas(ABC):
     """Arenas of equal size (the last may be shorter).
@@ -21,8 +24,9 @@ class Arenas(ABC):
         scores: per arena (pages_per_arena, slots) float32: the accumulator of the policy.
         log_masses: per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
             stands for, which attention adds to its logit. 0 for one entry as it came.
-        bases: (5, n_arenas) int64: the addresses of the one or two arrays of `contents`, of positions, scores and log
-            masses, on the pool's device; 0 for an array that there is not.
+        bases: (5, n) int64: the addresses of the one or two arrays of `contents`, of positions, scores and log masses,
+            on the pool's device; 0 for an array that there is not. On a CPU n is `n_arenas`; elsewhere there is room
+            for more, so that recorded steps go on with the same tensor when a pool grows.
     """
 
     pages_per_arena: int
@@ -58,6 +62,10 @@ class Arenas(ABC):
         """Bytes of all buffers."""
         return self._nbytes
 
+    def _count_bytes(self) -> int:
+        """Bytes of all buffers, summed from the buffers themselves."""
+        return sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
+
     def add_arena(self, n_pages: int | None = None) -> None:
         """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
         n, p, dev = n_pages or self.pages_per_arena, self.slots, self.device
@@ -76,11 +84,18 @@ class Arenas(ABC):
 
     def refresh(self) -> None:
         """Note the addresses and the bytes of the arenas again."""
-        self._nbytes = sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
+        self._nbytes = self._count_bytes()
         contents = [*self.contents, []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
-        self.bases = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        found = torch.tensor(rows, dtype=torch.int64).view(len(rows), self.n_arenas)
+        if self.device.type == "cpu":
+            self.bases = found
+            return
+        if self.bases.device.type == "cpu" or self.bases.shape[1] < self.n_arenas:
+            room = max(_LEAST_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
+            self.bases = torch.zeros(len(rows), room, dtype=torch.int64, device=self.device)
+        self.bases[:, : self.n_arenas].copy_(found)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.pages.ref_counted_pool import ARENA_BYTES
+from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, DEVICE_ARENA_BYTES
 
 #: Arenas that the limit is cut into, so that pools of several shapes can share it.
 GRAIN = 64
@@ -27,8 +27,16 @@ class MemoryLimit:
 
     @property
     def arena_bytes(self) -> int:
-        """The grain in which its pools take memory."""
-        return ARENA_BYTES if self.limit_bytes is None else min(ARENA_BYTES, self.limit_bytes // GRAIN)
+        """The grain in which its pools take memory of the host."""
+        return self._grain(ARENA_BYTES)
+
+    @property
+    def device_arena_bytes(self) -> int:
+        """The grain in which its pools take memory of an accelerator."""
+        return self._grain(DEVICE_ARENA_BYTES)
+
+    def _grain(self, most: int) -> int:
+        return most if self.limit_bytes is None else min(most, self.limit_bytes // GRAIN)
 
     @property
     def nbytes(self) -> int:

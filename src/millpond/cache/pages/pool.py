@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, Limit, PageIds, RefCountedPool, pages_per_arena
+from millpond.cache.pages.ref_counted_pool import Limit, PageIds, RefCountedPool, arena_bytes_on, pages_per_arena
 from millpond.errors import OptionError
 from millpond.kernels.pages import PageArrays
 
@@ -45,8 +45,7 @@ class PagePool(RefCountedPool[PageArrays]):
         check_slots(slots)
         kv_bytes = slots * (key_dim + value_dim) * torch.empty(0, dtype=dtype).element_size()
         page_bytes = kv_bytes + slots * side_bytes(masses)
-        arena_bytes = ARENA_BYTES if account is None else account.arena_bytes
-        n_pages = pages_per_arena(page_bytes, arena_bytes)
+        n_pages = pages_per_arena(page_bytes, arena_bytes_on(torch.device(device), account))
         arrays = PageArrays(n_pages, slots, key_dim, value_dim, dtype, torch.device(device), masses)
         super().__init__(arrays, kv_bytes, page_bytes, limit_bytes, account)
         self.until_plan = until_plan

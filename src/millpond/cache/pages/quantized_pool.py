@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from millpond.cache.pages.pool import side_bytes
-from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, Limit, RefCountedPool, pages_per_arena
+from millpond.cache.pages.ref_counted_pool import Limit, RefCountedPool, arena_bytes_on, pages_per_arena
 from millpond.kernels.packed.arrays import PackedArrays
 from millpond.kernels.packed.layout import PackedLayout
 
@@ -32,6 +32,6 @@ class QuantizedPool(RefCountedPool[PackedArrays]):
         account: Limit | None = None,
     ) -> None:
         page_bytes = layout.page_bytes + layout.slots * side_bytes(masses)
-        per_arena = pages_per_arena(page_bytes, ARENA_BYTES if account is None else account.arena_bytes)
+        per_arena = pages_per_arena(page_bytes, arena_bytes_on(torch.device(device), account))
         arrays = PackedArrays(per_arena, layout, torch.device(device), masses)
         super().__init__(arrays, layout.page_bytes, page_bytes, limit_bytes, account)

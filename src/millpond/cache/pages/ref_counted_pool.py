@@ -21,6 +21,8 @@ PageIds = npt.NDArray[np.int32]
 
 #: Bytes that one arena takes, at most: the unit in which memory is allocated and freed.
 ARENA_BYTES = 8 * 2**20
+#: The same on an accelerator, which notes the addresses of all arenas again whenever one is added.
+DEVICE_ARENA_BYTES = 64 * 2**20
 
 
 class Limit(Protocol):
@@ -31,6 +33,9 @@ class Limit(Protocol):
 
     @property
     def arena_bytes(self) -> int: ...
+
+    @property
+    def device_arena_bytes(self) -> int: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -215,6 +220,13 @@ class RefCountedPool(Generic[A]):
         """Count the holders of `n` more pages, which are free."""
         self._refs = np.concatenate([self._refs, np.zeros(n, dtype=np.int32)])
         self._lives = np.concatenate([self._lives, np.zeros(n, dtype=np.int64)])
+
+
+def arena_bytes_on(device: torch.device, account: Limit | None) -> int:
+    """Bytes of an arena of a pool on a device, whose limit is `account`; None: it has none."""
+    if device.type == "cpu":
+        return ARENA_BYTES if account is None else account.arena_bytes
+    return DEVICE_ARENA_BYTES if account is None else account.device_arena_bytes
 
 
 def pages_per_arena(page_bytes: int, arena_bytes: int = ARENA_BYTES) -> int:

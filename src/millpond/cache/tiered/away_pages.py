@@ -39,6 +39,10 @@ class SideArrays(Arenas):
     def contents(self) -> list[list[Tensor]]:
         return []
 
+    @property
+    def nbytes(self) -> int:
+        return self._count_bytes()
+
     def extend(self, n_pages: int) -> None:
         """Have `n_pages` more pages; none moves."""
         for arenas, dtype in zip(self.arrays, (torch.int32, torch.float32, torch.float32), strict=False):

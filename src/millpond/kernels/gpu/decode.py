@@ -49,7 +49,8 @@ TUNING = Tuning()
 class Part(NamedTuple):
     """The pages of one kind that regions hold, and their share of the scratch memory."""
 
-    where: tuple[Any, ...]  #: bases, n_arenas, table and its stride
+    where: tuple[Any, ...]  #: bases, for how many arenas they have room, table and its stride
+    n_arenas: int  #: that there are
     lens: Tensor  #: (R,) slots in use
     full: Tensor  #: (R,) slots in use from which on the region is full
     logs: dict[str, int]
@@ -59,7 +60,7 @@ class Part(NamedTuple):
     @property
     def chunks(self) -> int:
         """Programs of `score` per region; none where there are no pages."""
-        return triton.cdiv(self.n_splits * TUNING.split, TUNING.chunk) if self.where[1] else 0
+        return triton.cdiv(self.n_splits * TUNING.split, TUNING.chunk) if self.n_arenas else 0
 
 
 def _parts(
@@ -67,15 +68,15 @@ def _parts(
 ) -> tuple[Part, ...]:
     """The plain part, and the packed one where there is one. Nothing waits for the device."""
     n_splits = triton.cdiv(table.shape[1] * pages.slots, TUNING.split)
-    where = (pages.bases, pages.n_arenas, table, table.stride(0))
-    plain = Part(where, lens, caps.contiguous(), page_logs(pages), 0, n_splits)
+    where = (pages.bases, pages.bases.shape[1], table, table.stride(0))
+    plain = Part(where, pages.n_arenas, lens, caps.contiguous(), page_logs(pages), 0, n_splits)
     if packed is None:
         return (plain,)
     theirs, ids = packed.pages, rows_of(packed.table)
     assert packed.dead.stride() == (1,), "dead is written in place"
     codes = Part(
-        (theirs.bases, theirs.n_arenas, ids, ids.stride(0)), packed.lens.contiguous(), caps - lens + packed.dead,
-        page_logs(theirs), n_splits, triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
+        (theirs.bases, theirs.bases.shape[1], ids, ids.stride(0)), theirs.n_arenas, packed.lens.contiguous(),
+        caps - lens + packed.dead, page_logs(theirs), n_splits, triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
     )  # fmt: skip
     return plain._replace(full=caps - packed.lens + packed.dead), codes
 
@@ -143,7 +144,7 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             float(shape.scale), float(shape.softcap), shape.window, DOT=dot, BLOCK=block, HAS_MASSES=pages.masses,
             num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2, **shapes, **stored,
         )  # fmt: skip
-    if packed and codes.n_splits and codes.where[1]:
+    if packed and codes.n_splits and codes.n_arenas:
         attend_codes(
             packed, q, codes.where, q_pos, (*partial, logits, n_splits, codes.first_split),
             (float(shape.scale), float(shape.softcap), shape.window), shapes, dot, (n_regions, codes.n_splits),

@@ -121,7 +121,7 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
     score_strides = scores.stride() if scores is not None else (0, 0)
     mass_strides = log_masses.stride() if log_masses is not None else (0, 0)
     _write[(n_regions, triton.cdiv(width, BLOCK))](
-        pages.bases, pages.n_arenas, table, table.stride(0), rows.start.contiguous(),
+        pages.bases, pages.bases.shape[1], table, table.stride(0), rows.start.contiguous(),
         rows.count.contiguous(), index.contiguous(), width, keys, values, positions,
         scores if scores is not None else positions,
         log_masses if log_masses is not None else positions,
@@ -149,7 +149,7 @@ def read(regions: PageRegions, width: int) -> PaddedEntries:
     if n and width:
         table = rows_of(table)
         _read[(n, triton.cdiv(width, BLOCK))](
-            pages.bases, pages.n_arenas, table, table.stride(0), lens.contiguous(), width,
+            pages.bases, pages.bases.shape[1], table, table.stride(0), lens.contiguous(), width,
             keys, values, positions, scores, log_masses if log_masses is not None else scores,
             KEY_DIM=pages.key_dim, VALUE_DIM=pages.value_dim,
             KEY_BLOCK=block_of(pages.key_dim), VALUE_BLOCK=block_of(pages.value_dim),

@@ -66,10 +66,11 @@ def key_of(regions: Sequence[StepRegions]) -> tuple[Any, ...] | None:
     for one in regions:
         if one.kept is not None or one.least is not None:
             return None
-        numbers += (one.shape.scale, one.shape.softcap, one.shape.window)
+        numbers += (one.shape.scale, one.shape.softcap, one.shape.window, bool(one.plain.pages.n_arenas))
         found += (one.plain.pages, one.plain.pages.bases, one.rule, one.shape.sink_logits)
         if one.packed is not None:
             packed = one.packed
+            numbers.append(bool(packed.pages.n_arenas))
             found += (packed.pages, packed.pages.bases, packed.channels, packed.balance, packed.key_scales, packed.rope)
     return numbers, *found
 
