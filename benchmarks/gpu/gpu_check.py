@@ -14,7 +14,7 @@ Sections (--only takes a comma-separated choice):
     engine   answers of the engine, against the CPU
     placed   answers of the engine with layers on the device, in the host's memory and on the disk
     throughput  tokens per second of the engine on that model, with and without graphs of decoding steps
-    generate time and memory of generate() on a random model of 8B parameters, beside transformers' cache
+    generate time and memory of generate() on a random model of 8B parameters, and with transformers' cache
 Results go to DIR/gpu_check.json after each section. --interpret --tiny runs all of it on a CPU in the interpreter of
 Triton: a test of this script, not of speed.
 """

@@ -24,7 +24,7 @@ ARENA_BYTES = 2**28
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SCORE_TOLERANCE = 1e-4
 #: of log-sum-exp and scores over codes: a GPU rounds once where two products are added, so that a key may become the
-#: number of 16 bits beside that of the reference
+#: number of 16 bits next to that of the reference
 CODE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FAR = 1e9  # an infinity that JSON can hold
 

@@ -22,7 +22,7 @@ from millpond.methods import list_methods
 from millpond.models.cache_argument import cache_argument
 
 CPU = torch.device("cpu")
-#: What a method needs to be told here; those that are not named run as they are with a fifth of the entries.
+#: Options of some methods here; the others run as they are with a fifth of the entries.
 GIVEN: dict[str, dict[str, Any]] = {
     "full": {}, "attention_gate": {}, "fastgen": {}, "minference": {}, "dms": {"budget": "20%", "window": 32},
     "duo_attention": {"budget": "50%", "recent": 32}, "infllm": {"budget": "20%", "sinks": 4, "block": 8},

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 import millpond
+from millpond.cli import model_options
 from millpond.cli.app import app
 from millpond.cli.console import size
 from millpond.models.load import load_model, resolve
@@ -228,7 +229,7 @@ def test_notes_are_one_sentence(folder: str) -> None:
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt", "x", "--weights", "int5"], "unknown format of weights 'int5'; did you mean 'int"),
         (["--prompt", "x", "--weights", "int4", "--chunk", "8"], "--chunk 8: with --weights prompts are read"),
-        (["--prompt", "x", "--weights", "int4", "--device", "cuda"], "--device cuda: --weights runs on a CPU"),
+        (["--prompt", "x", "--weights", "int4", "--device", "cuda"], "--device cuda: --disk and --weights run on a"),
         (["--prompt", "x", "--disk", "."], "disk= belongs to memory= or plan="),
         (["--prompt-file", "no-such-file"], "cannot be read"),
         (["--prompt", "x", "--prompt-file", "y"], "either as --prompt"),
@@ -321,3 +322,18 @@ def test_a_note_without_a_card_is_refused(tmp_path: Path) -> None:
 
 def test_sizes_as_people_read_them() -> None:
     assert [size(n) for n in (0, 1023, 1024, 3 * 2**20, 2**41)] == ["0 B", "1023 B", "1.0 KiB", "3.0 MiB", "2048.0 GiB"]
+
+
+def test_the_device_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU if there is one, unless something is asked for that runs on a CPU."""
+    monkeypatch.setattr(model_options, "pick_device", lambda name: torch.device(name or "cuda"))
+    assert model_options.device_of_engine(None) == "cuda"
+    assert model_options.device_of_engine("cuda:1", None) == "cuda:1"
+    assert model_options.device_of_engine("cpu") is None
+    assert model_options.device_of_engine(None, None, "int4") is None
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "batch"])
+def test_a_device_that_is_not_there(command: str) -> None:
+    arguments = {"serve": [], "chat": [], "batch": ["requests.jsonl", "--out", "answers.jsonl"]}[command]
+    assert "--device cuda:7: torch cannot use it here" in wrong(command, *arguments, "--device", "cuda:7")

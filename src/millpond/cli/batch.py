@@ -11,8 +11,9 @@ from rich.markup import escape
 
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, notes
+from millpond.cli.model_options import device_of_engine
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Disk, DtypeName, Memory, ModelName, Threads, optional
+from millpond.cli.options import DeviceMemory, DeviceName, Disk, DtypeName, Memory, ModelName, Threads, optional
 from millpond.cli.serve import name_of
 from millpond.cli.serve_options import EngineChoice
 from millpond.errors import OptionError
@@ -44,6 +45,8 @@ def batch(
     engine: EngineChoice,
     memory: Memory = None,
     disk: Disk = None,
+    device: DeviceName = None,
+    device_memory: DeviceMemory = None,
     dtype: DtypeName = "auto",
     threads: Threads = None,
 ) -> None:
@@ -64,7 +67,8 @@ def batch(
     with notes():
         llm = AsyncLLM(
             model, config, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype,
-            threads=threads, memory=memory, disk=disk,
+            threads=threads, memory=memory, disk=disk, device=device_of_engine(device, disk, config.weights, memory),
+            device_memory=device_memory,
         )  # fmt: skip
 
         async def answer() -> None:

@@ -15,8 +15,21 @@ from rich.markup import escape
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
+from millpond.cli.model_options import device_of_engine
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Disk, DtypeName, Memory, OverflowRule, Temperature, TopP, TypicalP, Weights, optional
+from millpond.cli.options import (
+    DeviceMemory,
+    DeviceName,
+    Disk,
+    DtypeName,
+    Memory,
+    OverflowRule,
+    Temperature,
+    TopP,
+    TypicalP,
+    Weights,
+    optional,
+)
 from millpond.errors import MillpondError, OptionError
 
 if TYPE_CHECKING:
@@ -52,6 +65,8 @@ def chat(
     ] = None,
     memory: Memory = None,
     disk: Disk = None,
+    device: DeviceName = None,
+    device_memory: DeviceMemory = None,
     weights: Weights = None,
     overflow: OverflowRule = "refuse",
     dtype: DtypeName = "auto",
@@ -84,16 +99,24 @@ def chat(
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
         config |= {"overflow": overflow}
         config |= {} if kept_session is None else {"cache_dir": kept_session.cache_dir}
+        place = device_of_engine(device, disk, weights, memory)
         who: AbstractContextManager[ChatBackend] = _here(
-            model or "pond-recall", None if dtype == "auto" else dtype, memory, disk, config, drawn
+            model or "pond-recall",
+            None if dtype == "auto" else dtype,
+            memory,
+            disk,
+            config,
+            drawn,
+            place,
+            device_memory,
         )
     elif (
-        kv_memory or memory or disk or weights or dtype != "auto" or cache.calibration or cache.fit
-        or overflow != "refuse"
+        kv_memory or memory or disk or device or device_memory or weights or dtype != "auto" or cache.calibration
+        or cache.fit or overflow != "refuse"
     ):  # fmt: skip
         raise OptionError(
-            "--kv-memory, --memory, --disk, --weights, --dtype, --calibration, --fit and --overflow are the server's; "
-            "leave them out with --url"
+            "--kv-memory, --memory, --disk, --device, --device-memory, --weights, --dtype, --calibration, --fit and "
+            "--overflow are the server's; leave them out with --url"
         )
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
@@ -190,7 +213,14 @@ def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str]
 
 @contextmanager
 def _here(
-    model: str, dtype: str | None, memory: str | None, disk: Path | None, config: dict[str, Any], drawn: dict[str, Any]
+    model: str,
+    dtype: str | None,
+    memory: str | None,
+    disk: Path | None,
+    config: dict[str, Any],
+    drawn: dict[str, Any],
+    device: str | None,
+    device_memory: str | None,
 ) -> Iterator[LocalBackend]:
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
@@ -198,7 +228,10 @@ def _here(
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
-        llm = LLM(model, EngineConfig(**config), dtype=dtype, memory=memory, disk=disk)
+        llm = LLM(
+            model, EngineConfig(**config), dtype=dtype, memory=memory, disk=disk, device=device,
+            device_memory=device_memory,
+        )  # fmt: skip
     with llm:
         yield LocalBackend(llm, params, model)
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes
-from millpond.cli.model_options import ModelOptions
+from millpond.cli.model_options import ModelOptions, device_of_engine
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import Disk, Memory, Weights
+from millpond.cli.options import DeviceMemory, Disk, Memory, Weights
 from millpond.cli.prompt_options import encode, wants_template
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
@@ -23,22 +23,24 @@ class Placing(OptionGroup):
     """Where the weights of a model lie, and in how many bits."""
 
     memory: Memory = None
+    device_memory: DeviceMemory = None
     disk: Disk = None
     weights: Weights = None
 
     @property
     def asked(self) -> bool:
         """Whether the model runs on an engine."""
-        return (self.memory or self.disk or self.weights) is not None
+        return (self.memory or self.device_memory or self.disk or self.weights) is not None
 
     def check(self, device: str | None, chunk: int | None) -> None:
         """
         Raises:
             OptionError: options of `generate` that the engine does not have.
         """
-        given = ", ".join(f"--{name}" for name in ("memory", "disk", "weights") if getattr(self, name) is not None)
-        if device not in (None, "cpu"):
-            raise OptionError(f"--device {device}: {given} runs on a CPU; leave --device out")
+        names = ("memory", "device_memory", "disk", "weights")
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
+        if device not in (None, "cpu") and (self.disk or self.weights) is not None:
+            raise OptionError(f"--device {device}: --disk and --weights run on a CPU; leave --device out")
         if chunk is not None:
             raise OptionError(
                 f"--chunk {chunk}: with {given} prompts are read in steps of the engine; leave --chunk out"
@@ -61,7 +63,11 @@ def generate_in_engine(
 
     config = EngineConfig(**settings, weights=placing.weights)
     dtype = None if model.dtype == "auto" else model.dtype
-    with notes(), LLM(model.model, config, dtype=dtype, memory=placing.memory, disk=placing.disk) as llm:
+    device = device_of_engine(model.device, placing.disk, placing.weights, placing.memory)
+    with notes(), LLM(
+        model.model, config, dtype=dtype, memory=placing.memory, disk=placing.disk, device=device,
+        device_memory=placing.device_memory,
+    ) as llm:  # fmt: skip
         partner = LocalBackend(llm, params, model.model)
         ids = encode(llm.tokenizer, text, chat)[0].tolist()
         for part in partner.stream(tuple(ids), turn=wants_template(llm.tokenizer, chat)):

@@ -44,6 +44,19 @@ def load_on(model: str, dtype: str, device: str | None) -> tuple[Any, PreTrained
     return loaded.to(where), load_tokenizer(model)
 
 
+def device_of_engine(name: str | None, *on_cpu: object) -> str | None:
+    """The device of an engine's model: the one of that name; without a name a GPU if there is one, but not where one of
+    the settings `on_cpu` is given, which are for a CPU.
+
+    Raises:
+        OptionError: torch knows no such device, or cannot use it here.
+    """
+    if name is None and any(setting is not None for setting in on_cpu):
+        return None
+    found = pick_device(name)
+    return None if found.type == "cpu" else str(found)
+
+
 def pick_device(name: str | None) -> torch.device:
     """The device of that name; without a name, a GPU if there is one.
 

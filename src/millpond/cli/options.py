@@ -43,6 +43,13 @@ Memory = Annotated[
         "fit are read from the model's folder in every step. Default: no limit."
     ),
 ]
+DeviceMemory = Annotated[
+    str | None,
+    optional(
+        help="Limit of the device's memory for weights, caches and buffers together ('16GiB'); layers that do not fit "
+        "are copied there in every step. Default: no limit."
+    ),
+]
 Disk = Annotated[
     Path | None,
     optional(help="Folder for packed --weights and other files of a model that runs with --memory. Default: none."),

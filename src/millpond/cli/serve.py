@@ -10,8 +10,9 @@ from rich.markup import escape
 
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors
+from millpond.cli.model_options import device_of_engine
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Disk, DtypeName, Memory, ModelName, Threads, optional
+from millpond.cli.options import DeviceMemory, DeviceName, Disk, DtypeName, Memory, ModelName, Threads, optional
 from millpond.cli.serve_options import Access, EngineChoice, RequestLimits, Workers
 from millpond.errors import OptionError
 
@@ -30,6 +31,8 @@ def serve(
     engine: EngineChoice,
     memory: Memory = None,
     disk: Disk = None,
+    device: DeviceName = None,
+    device_memory: DeviceMemory = None,
     dtype: DtypeName = "auto",
     threads: Threads = None,
     tool_parser: Annotated[
@@ -63,13 +66,18 @@ def serve(
     if workers.several:
         from millpond.cluster.async_llm import AsyncClusterLLM
 
+        if device is not None or device_memory is not None:
+            raise OptionError("workers compute on a CPU: leave --device and --device-memory out with workers")
         if memory is not None or disk is not None or config.chunk_store is not None or config.cache_dir is not None:
             raise OptionError(
                 "--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with workers"
             )
         llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=threads, **layout)
     else:
-        llm = AsyncLLM(model, config, model_name=name, dtype=kind, threads=threads, memory=memory, disk=disk)
+        llm = AsyncLLM(
+            model, config, model_name=name, dtype=kind, threads=threads, memory=memory, disk=disk,
+            device=device_of_engine(device, disk, config.weights, memory), device_memory=device_memory,
+        )  # fmt: skip
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "

@@ -81,12 +81,14 @@ class AsyncLLM:
         new_tokens: int | None = None,
         machine: MachineConstants | None = None,
         verify: Verify = "first",
+        device: str | None = None,
+        device_memory: str | int | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         config = EngineConfig.of(config, options)
         offload = Offload(
             memory=memory, disk=disk, plan=plan, prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine,
-            verify=verify,
+            verify=verify, device=device, device_memory=device_memory,
         )  # fmt: skip
         self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
         self.model_name = model_name or str(

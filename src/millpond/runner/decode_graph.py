@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.kernels import ops
 from millpond.kernels.args import DecodeArgs, StepRegions
-from millpond.kernels.recorded.record import Record
+from millpond.kernels.recorded.record import GraphRecorder
 from millpond.kernels.recorded.step_inputs import StepInputs, key_of, same_key
 from millpond.models.lean.block import Attend
 
@@ -46,7 +46,7 @@ class DecodeGraph:
         recorded, replayed: graphs that were made, and steps that they ran.
     """
 
-    def __init__(self, forward: Forward, record: Record) -> None:
+    def __init__(self, forward: Forward, record: GraphRecorder) -> None:
         self._forward, self._record = forward, record
         self._seen: tuple[Any, ...] | None = None
         self._graphs: OrderedDict[int, _Graph] = OrderedDict()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millpond.kernels import ops
 from millpond.kernels.args import DecodeArgs, DecodeOutput
-from millpond.kernels.recorded.record import Record
+from millpond.kernels.recorded.record import GraphRecorder
 from millpond.kernels.recorded.step_inputs import StepInputs, key_of, same_key
 
 
@@ -23,7 +23,7 @@ class RecordedDecode:
         recorded, replayed: graphs that were made, and steps that they ran.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: GraphRecorder) -> None:
         self._record = record
         self._key: tuple[Any, ...] | None = None
         self._inputs: StepInputs | None = None

@@ -1,4 +1,4 @@
-"""How work on a GPU is recorded and done again: as a CUDA graph."""
+"""Recording of work on a GPU as a CUDA graph, which does it again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from millpond.errors import OptionError
 
 
-class Record(Protocol):
-    """How work is recorded."""
+class GraphRecorder(Protocol):
+    """What records work."""
 
     def __call__(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
         """What does the same again with the tensors that `work` reads and writes; it is run once before."""

@@ -107,7 +107,7 @@ def _tables(one: StepRegions) -> list[Tensor]:
 
 
 def _given(one: StepRegions) -> tuple[Tensor, ...]:
-    """What the host makes anew whenever it changes."""
+    """What is another tensor whenever the host changes it."""
     own = (one.plain.table, one.caps, one.recent)
     return own if one.packed is None else (*own, one.packed.table, one.packed.lens)
 

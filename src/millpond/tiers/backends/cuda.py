@@ -1,4 +1,4 @@
-"""A CUDA GPU as a device: copies run in a stream of their own, from pinned memory, beside what is computed."""
+"""Backend of a CUDA GPU: copies from pinned memory, in a stream of their own while kernels run."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class CudaDevice:
         return Bandwidths(link, 2 * copied)  # a copy reads and writes
 
     def close(self) -> None:
-        """End the copies, and let go of pinned memory; a second call changes nothing."""
+        """End the copies, and unpin memory; a second call changes nothing."""
         self._copies.synchronize()
         while self._pinned:
             self._unpin(self._pinned.pop())

@@ -1,4 +1,4 @@
-"""What a device must do for a loader: hold slots, and take bytes of the host in the background."""
+"""Interface of a device for a loader: it holds slots, and takes bytes of the host in the background."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """End what it has begun, and let go of pinned memory."""
+        """End what it has begun, and unpin memory."""
         ...
