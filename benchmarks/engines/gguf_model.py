@@ -1,4 +1,4 @@
-"""A folder with a Llama's config.json and model.safetensors, as one GGUF file in bfloat16: gguf_model.py FROM TO.
+"""A folder with a Llama's config.json and safetensors files, as one GGUF file in bfloat16: gguf_model.py FROM TO.
 
 There is no tokenizer: the prompts of `millpond bench engines` are ids.
 """
@@ -73,7 +73,8 @@ def main(source: Path, out: Path) -> None:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer = GGUFWriter(out, "llama")
     write_settings(writer, config)
-    for name, bits in read(source / "model.safetensors").items():
+    tensors = {name: bits for file in sorted(source.glob("*.safetensors")) for name, bits in read(file).items()}
+    for name, bits in tensors.items():
         part = name.split(".")[-2]
         if part in heads:
             bits = interleaved(bits, heads[part])

@@ -19,13 +19,15 @@ class LlamaCpp:
     """A context over a file that gguf_model.py made, with a cache for every sequence.
 
     Settings: model, threads; batch, room: sequences, and entries of each; cache: one of TYPES; step_tokens: of prompts
-    in one call.
+    in one call; repack: weights may be packed again in memory, by default.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         lib.llama_backend_init()
         lib.llama_log_set(_silent, None)
-        model = lib.llama_model_load_from_file(settings["model"].encode(), lib.llama_model_default_params())
+        how = lib.llama_model_default_params()
+        how.use_extra_bufts = settings.get("repack", True)
+        model = lib.llama_model_load_from_file(settings["model"].encode(), how)
         if not model:
             raise RuntimeError(f"{settings['model']} cannot be loaded")
         params = lib.llama_context_default_params()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from millpond.bench.offload import cell, shapes
+from millpond.bench.offload import cell, llamacpp, shapes
 from millpond.bench.offload.settings import OffloadSettings
 from millpond.bench.offload.table import markdown
 from millpond.cli.app import app
@@ -97,6 +97,34 @@ def test_a_plan_that_is_searched_for_uses_only_what_it_may(
     opened.streamed.close()
 
 
+#: In place of the script and its environment: says what it was asked, and makes the file.
+PEER = """#!{python}
+import json, pathlib, sys
+asked = json.loads(sys.argv[2])
+if asked["make"]:
+    pathlib.Path(asked["file"]).write_text("")
+    print(json.dumps({{}}))
+elif asked["memory"] < 1000:
+    sys.exit("too little memory")
+else:
+    print(json.dumps({{"prefill_s": len(asked["prompts"]) * 1.0, "decode_step_s": 0.5}}))
+"""
+
+
+def test_a_cell_of_llamacpp(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(PEER.format(python=sys.executable))
+    python.chmod(0o755)
+    settings = OffloadSettings(shape="0.16B", prompt=8, new=5, steps=2)
+    llamacpp.prepare(tmp_path, "q4_0", settings, python)
+    assert (tmp_path / "llamacpp" / "q4_0.gguf").exists()
+    row = llamacpp.run_llamacpp(tmp_path, "q4_0", 4, settings, python)
+    assert row["seconds"] == 4 + 4 * 0.5
+    assert row["tokens_per_s"] == pytest.approx(20 / 6)
+    with pytest.raises(RuntimeError, match="too little memory"):
+        llamacpp.run_llamacpp(tmp_path, "q4_0", 4, replace(settings, memory=10), python)
+
+
 class Held:
     """In place of a cap, which would hold the process of the tests."""
 
@@ -109,6 +137,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (["--shape", "2B"], "unknown shape '2B'"),
         (["--cells", "h2o,h20"], "did you mean 'h2o'"),
         (["--accelerate", str(tmp_path)], "holds no package accelerate"),
+        (["--cells", "llamacpp-bf16-4", "--llamacpp", str(tmp_path / "python")], "environment with llama.cpp"),
     ):
         shown = CliRunner().invoke(app, ["bench", "offload", *options], env={"COLUMNS": "200"})
         assert shown.exit_code == 2
@@ -130,6 +159,7 @@ def test_the_table_compares_with_the_best_of_the_others(tmp_path: Path) -> None:
             {"cell": "accelerate-1", **row, **waited, "tokens_per_s": 1.0, "projected": True},
             {"cell": "accelerate-4", **row, **waited, "tokens_per_s": 3.0, "projected": True},
             {"cell": "accelerate-8", "failed": "taken, and allowed"},
+            {"cell": "llamacpp-q4_0-4", **row, **waited, "tokens_per_s": 1.5, "projected": True},
         ],
     }  # fmt: skip
     text = markdown(json.loads(json.dumps(data)))
@@ -139,6 +169,7 @@ def test_the_table_compares_with_the_best_of_the_others(tmp_path: Path) -> None:
     )
     assert "| Accelerate, disk offload, batch 4* | 4 | 3.00 | 25% | 4.00 | 1.0 |" in text
     assert "| Accelerate, disk offload, batch 8 |  | taken, and allowed |" in text
+    assert "| llama.cpp, q4_0 mapped from a file, batch 4* | 4 | 1.50 | 25% | 2.00 | 0.5 |" in text
     assert "Packing to int4: 300 MB/s" in text
     picture = draw(data, tmp_path / "offload.svg").read_text(encoding="utf-8")
     assert "Millpond, H2O 20 %" in picture

@@ -14,6 +14,8 @@ from pathlib import Path
 SLACK = 64 << 20
 #: MADV_PAGEOUT; and the number of cachestat, Linux 6.5.
 _PAGEOUT, _CACHESTAT = 21, 451
+#: Of files with weights.
+_SUFFIXES = (".safetensors", ".dat", ".weights", ".gguf")
 
 
 def anonymous_bytes() -> int:
@@ -61,7 +63,7 @@ class Cap:
             time.sleep(0.02)
 
     def _files(self) -> list[Path]:
-        return [path for path in self._folder.rglob("*") if path.suffix in (".safetensors", ".dat", ".weights")]
+        return [path for path in self._folder.rglob("*") if path.suffix in _SUFFIXES]
 
     def _cached(self) -> int:
         """Bytes of the page cache that hold the files; 0 where the system does not say."""

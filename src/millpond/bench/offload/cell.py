@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millpond.bench.offload.cap import Cap
+from millpond.bench.offload.llamacpp import run_llamacpp
 from millpond.bench.offload.settings import OURS, OffloadSettings
 from millpond.bench.offload.shapes import SHAPES, prompts_of
 from millpond.engine.config import EngineConfig
@@ -204,16 +205,21 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     }  # fmt: skip
 
 
-def run_cell(cell: str, folder: Path, accelerate: Path, settings: OffloadSettings) -> dict[str, Any]:
+def run_cell(
+    cell: str, folder: Path, accelerate: Path, llamacpp: Path, settings: OffloadSettings
+) -> dict[str, Any]:  # fmt: skip
     """A cell in this process.
 
     Args:
-        accelerate: a folder that holds the package of that name.
+        accelerate: a folder that holds the package of that name. llamacpp: Python of an environment with llama.cpp.
     """
     torch.set_num_threads(settings.threads)
     before = bandwidth(folder)
     if cell in OURS:
         found = run_ours(folder, cell, settings)
+    elif cell.startswith("llamacpp"):
+        _, weights, batch = cell.split("-")
+        found = run_llamacpp(folder, weights, int(batch), settings, llamacpp)
     else:
         found = run_accelerate(folder, int(cell.rpartition("-")[2]), settings, accelerate)
     found["bandwidth_gb_per_s"] = [before, bandwidth(folder)]
@@ -223,5 +229,5 @@ def run_cell(cell: str, folder: Path, accelerate: Path, settings: OffloadSetting
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    paths = Path(given["folder"]), Path(given["accelerate"])
+    paths = Path(given["folder"]), Path(given["accelerate"]), Path(given["llamacpp"])
     print(json.dumps(run_cell(given["cell"], *paths, OffloadSettings(**given["settings"]))))

@@ -15,6 +15,7 @@ import torch
 
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.offload.cap import SLACK
+from millpond.bench.offload.llamacpp import prepare as prepare_llamacpp
 from millpond.bench.offload.settings import CELLS, OffloadSettings
 from millpond.bench.offload.shapes import COMMON, SHAPES, make_model, weight_bytes
 from millpond.engine.offload.planner import constants_for
@@ -49,6 +50,7 @@ def prepare(folder: Path, settings: OffloadSettings, measure: bool) -> dict[str,
 def run(
     folder: Path,
     accelerate: Path,
+    llamacpp: Path,
     settings: OffloadSettings,
     cells: Sequence[str],
     *,
@@ -60,6 +62,7 @@ def run(
 
     Args:
         folder: where the model is, or comes to be. accelerate: a folder that holds the package of that name.
+        llamacpp: Python of an environment with llama.cpp.
         before: a report, whose other cells are kept if it is of the same settings. measure: measure the machine first.
         keep: called with the report after each cell.
     """
@@ -74,7 +77,12 @@ def run(
         "model": {**SHAPES[settings.shape], **COMMON}, "model_bytes": weight_bytes(folder), **kept, **packing,
     }  # fmt: skip
     for cell in cells:
-        given = {"cell": cell, "folder": str(folder), "accelerate": str(accelerate), "settings": asdict(settings)}
+        if cell.startswith("llamacpp"):
+            prepare_llamacpp(folder, cell.split("-")[1], settings, llamacpp)
+        given = {
+            "cell": cell, "folder": str(folder), "accelerate": str(accelerate), "llamacpp": str(llamacpp),
+            "settings": asdict(settings),
+        }  # fmt: skip
         command = [sys.executable, "-m", "millpond.bench.offload.cell", json.dumps(given)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -18,7 +18,12 @@ OURS: dict[str, dict[str, Any]] = {
 }
 #: Batches of Accelerate that are tried.
 BATCHES = (1, 2, 4, 8, 16)
-CELLS = (*OURS, *(f"accelerate-{batch}" for batch in BATCHES))
+#: Formats of llama.cpp's weights, and its batches.
+LLAMACPP, LLAMACPP_BATCHES = ("bf16", "q4_0"), (1, 4, 16)
+CELLS = (
+    *OURS, *(f"accelerate-{batch}" for batch in BATCHES),
+    *(f"llamacpp-{weights}-{batch}" for weights in LLAMACPP for batch in LLAMACPP_BATCHES),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,7 @@ class OffloadSettings:
 
     Attributes:
         shape: a name of `SHAPES`. memory: bytes that each may take. prompt, new: tokens of a request.
-        threads: of torch. steps: decoding steps of Accelerate that are timed. our_steps: of ours; None: all.
+        threads: of each. steps: decoding steps of the others that are timed. our_steps: of ours; None: all.
     """
 
     shape: str = "1.04B"

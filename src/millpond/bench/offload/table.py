@@ -81,4 +81,7 @@ def waited_share(row: dict[str, Any]) -> float:
 
 def name_of(cell: str) -> str:
     """What ran in a cell."""
+    if cell.startswith("llamacpp"):
+        _, weights, batch = cell.split("-")
+        return f"llama.cpp, {weights} mapped from a file, batch {batch}"
     return NAMES.get(cell, f"Accelerate, disk offload, batch {cell.rpartition('-')[2]}")

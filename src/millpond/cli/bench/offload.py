@@ -1,4 +1,4 @@
-"""`millpond bench offload`: a model that does not fit in memory, ours and Accelerate's disk offload in one cap."""
+"""`millpond bench offload`: a model that does not fit in memory, ours, Accelerate and llama.cpp in one cap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def offload(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     new: Annotated[int, typer.Option(min=2, help="New tokens of an answer.")] = 128,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of Accelerate that are timed.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of the others that are timed.")] = 10,
     our_steps: Annotated[
         int | None, optional(min=1, help="Decoding steps of ours that are timed behind the prompts. Default: all.")
     ] = None,
@@ -32,11 +32,15 @@ def offload(
     accelerate: Annotated[
         Path, typer.Option(help="Folder with the package: pip install --no-deps --target FOLDER accelerate psutil.")
     ] = Path("build/accelerate"),
+    llamacpp: Annotated[
+        Path, typer.Option(help="Python of an environment with llama.cpp (benchmarks/engines/llamacpp_env.sh).")
+    ] = Path("build/llamacpp/bin/python"),
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 30 s.")] = False,
     out: Report = None,
 ) -> None:
-    """Time our sweep and Accelerate's disk offload, all in one cap on memory, and compare ours with its plan."""
+    """Time our sweep, Accelerate's disk offload and llama.cpp, all in one cap on memory, and ours against its plan."""
     from millpond.bench.common.report import write_report
+    from millpond.bench.offload.llamacpp import check
     from millpond.bench.offload.run import run
     from millpond.bench.offload.settings import CELLS, OffloadSettings
     from millpond.bench.offload.shapes import SHAPES
@@ -55,6 +59,8 @@ def offload(
             f"{accelerate} holds no package accelerate: pip install --no-deps --target {accelerate} accelerate psutil, "
             "or choose other --cells"
         )
+    if any(name.startswith("llamacpp") for name in chosen):
+        check(llamacpp)
     settings = OffloadSettings(
         shape=shape, memory=parse_bytes(memory), prompt=prompt, new=new, threads=threads, steps=steps,
         our_steps=our_steps,
@@ -69,7 +75,7 @@ def offload(
             write_report(out, "offload", data, markdown(data))
 
     with errors().status("measuring"):
-        data = run(folder, accelerate, settings, chosen, before=before, measure=measure, keep=keep)
+        data = run(folder, accelerate, llamacpp, settings, chosen, before=before, measure=measure, keep=keep)
     deliver("offload", data, markdown(data), out)
     if out is not None:
         typer.echo(f"wrote {draw(data, out / 'offload.svg')}")
