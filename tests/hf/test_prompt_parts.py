@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import millpond as mp
+from millpond.errors import OptionError
 from millpond.hf import prompt_parts
 from millpond.hf.document import read_document
 from tests.helpers.matrix.models import llama, prompts
@@ -104,6 +105,7 @@ def test_codes_are_made_at_the_end_of_the_parts(method: str, codec: str) -> None
     assert (found[1][0] - whole[1][0]).abs().max() < 2e-5  # the first token sees no code
 
 
+@pytest.mark.skipif(not prompt_parts.CUTS_LATER_TURNS, reason="transformers before 5.21 cuts the whole text")
 @pytest.mark.usefixtures("small")
 def test_a_long_later_turn_is_read_in_parts_too() -> None:
     model, (ids, _) = llama("gqa", torch.float32), prompts(1, length=400)
@@ -119,6 +121,23 @@ def test_a_long_later_turn_is_read_in_parts_too() -> None:
             ends.append((out.tolist(), cache.positions(0), cache.positions(1), len(passes)))
     assert ends[0][:3] == ends[1][:3]
     assert (ends[0][3], ends[1][3]) == (4 + 3, 1 + 3)
+
+
+@pytest.mark.usefixtures("small")
+def test_transformers_that_reads_a_later_turn_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before 5.21: later turns are not cut, and a stated size is refused."""
+    monkeypatch.setattr(prompt_parts, "CUTS_LATER_TURNS", False)
+    model, (ids, _) = llama("gqa", torch.float32), prompts(1, length=400)
+    with torch.no_grad(), mp.compress(model, "h2o", 60) as cache:
+        model.generate(ids[:, :150], max_new_tokens=2, do_sample=False, cache=cache)
+        passes: list[int] = []
+        hook = widths(model, passes)
+        text = torch.cat([ids[:, :150], cache.text.ids[:, 150:].to(ids), ids[:, 150:]], 1)
+        with pytest.raises(OptionError, match=r"has read \d+ tokens of it; upgrade it to 5\.21"):
+            model.generate(text, max_new_tokens=4, do_sample=False, cache=cache, prefill_chunk_size=50)
+        model.generate(text, max_new_tokens=4, do_sample=False, cache=cache)
+        hook.remove()
+    assert len(passes) == 1 + 3
 
 
 def test_parts_have_at_most_512_tokens_and_short_prompts_are_whole() -> None:

@@ -70,7 +70,7 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         cache.reset()
         cache.filled_inside = True
     kwargs = with_cache(kwargs, cache)
-    check_uncut(cache.parts.policy, ids, config, kwargs)
+    check_uncut(cache.parts.policy, cache.timeline.columns, ids, config, kwargs)
     parts = part_of_generate(self, cache.parts, cache.timeline.columns, ids, config, kwargs)
     if parts is not None:
         kwargs["prefill_chunk_size"] = parts.size

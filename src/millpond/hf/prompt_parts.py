@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import transformers
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -25,6 +26,8 @@ PART = 512
 WHOLE = 2048
 #: Tensor arguments of generate() that can be cut where the ids are.
 _CUT = {"input_ids", "inputs", "attention_mask", *CACHE_ARGUMENTS}
+#: Whether `generate` of the installed transformers cuts what is new of a later turn; before 5.21 it cuts the whole.
+CUTS_LATER_TURNS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 #: Methods of GenerationMixin that cut prompts; a model that has its own may do otherwise.
 _OWN = ("generate", "_prefill")
 #: Settings of generate() under which a prompt is read otherwise, or its pass is observed.
@@ -113,7 +116,7 @@ def part_of_generate(
 
     columns: those that the cache has read. config, kwargs: settings of the call.
     """
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or (columns and len(ids) > 1):
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or (columns and (len(ids) > 1 or not CUTS_LATER_TURNS)):
         return None
     if "prefill_chunk_size" in kwargs or any(kwargs.get(name, getattr(config, name, None)) for name in _OTHERWISE):
         return None
@@ -127,16 +130,24 @@ def part_of_generate(
     return None if size is None else PromptCut(size, columns + n_new)
 
 
-def check_uncut(policy: Policy, ids: Any, config: Any, kwargs: dict[str, Any]) -> None:
+def check_uncut(policy: Policy, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]) -> None:
     """
     Args:
-        ids: (S, n), the prompts of a call of `generate`. config, kwargs: its settings.
+        columns: those that the cache has read. ids: (S, n), the prompts of a call of `generate`. config, kwargs: its
+            settings.
 
     Raises:
-        OptionError: the call would cut a prompt, and its method takes it uncut.
+        OptionError: the call would cut a prompt, and its method takes it uncut, or transformers would read it again.
     """
     size = kwargs.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
-    if policy.needs.uncut and size is not None and isinstance(ids, Tensor) and ids.shape[-1] > size:
+    if size is None or not isinstance(ids, Tensor) or ids.shape[-1] <= size:
+        return
+    if columns and not CUTS_LATER_TURNS:
+        raise OptionError(
+            f"prefill_chunk_size={size}: transformers {transformers.__version__} would read the whole text again in "
+            f"parts, and the cache has read {columns} tokens of it; upgrade it to 5.21, or leave prefill_chunk_size out"
+        )
+    if policy.needs.uncut:
         raise OptionError(
             f"prefill_chunk_size={size} cuts this prompt of {ids.shape[-1]} tokens, and this method decides what to "
             "keep by all of it; leave prefill_chunk_size out"
