@@ -220,8 +220,9 @@ def test_patches_of_one_slot_replace_each_other() -> None:
     assert patches.counts(6).tolist() == [0, 0, 0, 2, 0, 1]
     place = np.full(6, -1)
     place[3] = 0
-    found, at, (rows,) = patches.of(place)
-    assert dict(zip(at.tolist(), rows[:, 0].tolist(), strict=True)) == {0: 1.0, 1: 9.0}
+    found, at, which = patches.of(place)
+    (rows,) = patches.rows
+    assert dict(zip(at.tolist(), rows[which, 0].tolist(), strict=True)) == {0: 1.0, 1: 9.0}
     assert found.tolist() == [0, 0]
     gone = np.zeros(6, dtype=bool)
     gone[3] = True

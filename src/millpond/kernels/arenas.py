@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Arenas(ABC):
@@ -33,6 +37,7 @@ class Arenas(ABC):
     scores: list[Tensor]
     log_masses: list[Tensor]
     bases: Tensor
+    _derived: dict[Hashable, Any] | None = None
 
     @property
     @abstractmethod
@@ -55,7 +60,17 @@ class Arenas(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, summed from the buffers themselves."""
-        return sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
+        return self.derived("nbytes", lambda: sum(t.numel() * t.element_size() for one in self.arrays for t in one))
+
+    def derived(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes of the arenas; it is kept until there are others."""
+        known = self._derived
+        if known is None:
+            known = self._derived = {}
+        if name not in known:
+            known[name] = make()
+        found: T = known[name]
+        return found
 
     def add_arena(self, n_pages: int | None = None) -> None:
         """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
@@ -75,7 +90,8 @@ class Arenas(ABC):
 
     def refresh(self) -> None:
         """Note the addresses of the arenas again."""
-        contents = [*self.contents, []][:2]
+        self._derived = None
+        contents = [*self.contents, [], []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
         self.bases = torch.tensor(rows, dtype=torch.int64).to(self.device)

@@ -145,7 +145,7 @@ class RefCountedPool(Generic[A]):
             )
         missing = n - (self.n_pages - self.n_live)
         while missing > 0:
-            missing -= self._grow()
+            missing -= self._grow(missing)
         ids = np.flatnonzero(self._refs == 0)[:n].astype(np.int32)
         self._refs[ids] = 1
         self._n_allocations += 1
@@ -202,7 +202,8 @@ class RefCountedPool(Generic[A]):
                 np.add.at(counted, ids, 1)
             assert (counted == self._refs).all(), "a page leaked or was freed while held"
 
-    def _grow(self) -> int:
+    def _grow(self, missing: int) -> int:
+        """Have more free pages, of which `missing` are wanted; returns how many more."""
         step = self.arrays.pages_per_arena
         if self.max_pages is not None:
             step = min(step, self.max_pages - self.n_pages)
