@@ -21,6 +21,8 @@ PageIds = npt.NDArray[np.int32]
 
 #: Bytes that one arena takes, at most: the unit in which memory is allocated and freed.
 ARENA_BYTES = 8 * 2**20
+#: Where at least one of this many pages is named, holders of all pages are counted at once, which takes less time.
+MANY = 16
 
 
 class Limit(Protocol):
@@ -154,16 +156,16 @@ class RefCountedPool(Generic[A]):
 
     def retain(self, ids: PageIds) -> None:
         """One more holder for each page; a page may be named several times."""
-        if np.any(self._refs[ids] == 0):
+        if not self._refs[ids].all():
             raise AssertionError("retained a free page")
-        np.add.at(self._refs, ids, 1)
+        self._count(ids, 1)
 
     def release(self, ids: PageIds) -> None:
         """One holder less for each page; a page without holders is free at once."""
         self.n_releases += 1
-        np.subtract.at(self._refs, ids, 1)
-        if np.any(self._refs[ids] < 0):
-            np.add.at(self._refs, ids, 1)
+        self._count(ids, -1)
+        if (self._refs[ids] < 0).any():
+            self._count(ids, 1)
             raise AssertionError("released a free page")
 
     def privatise(self, ids: PageIds) -> PageIds:
@@ -201,6 +203,13 @@ class RefCountedPool(Generic[A]):
             for ids in holders:
                 np.add.at(counted, ids, 1)
             assert (counted == self._refs).all(), "a page leaked or was freed while held"
+
+    def _count(self, ids: PageIds, more: int) -> None:
+        """Let each page have `more` holders for each time that it is named."""
+        if len(ids) < len(self._refs) // MANY:
+            np.add.at(self._refs, ids, more)
+        else:
+            self._refs += more * np.bincount(ids, minlength=len(self._refs)).astype(np.int32)
 
     def _grow(self, missing: int) -> int:
         """Have more free pages, of which `missing` are wanted; returns how many more."""

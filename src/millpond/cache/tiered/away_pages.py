@@ -42,8 +42,11 @@ class SideArrays(Arenas):
     def extend(self, n_pages: int) -> None:
         """Have `n_pages` more pages; none moves."""
         for arenas, dtype in zip(self.arrays, (torch.int32, torch.float32, torch.float32), strict=False):
-            more = torch.empty(n_pages, self.slots, dtype=dtype)
-            arenas[:] = [torch.cat([*arenas, more])]
+            n = sum(map(len, arenas))
+            grown = torch.empty(n + n_pages, self.slots, dtype=dtype)
+            for before in arenas:
+                grown.numpy()[:n] = before.numpy()  # torch would wake its threads for it
+            arenas[:] = [grown]
         self.refresh()
 
     def clear(self) -> None:

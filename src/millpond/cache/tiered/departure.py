@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
@@ -63,8 +62,8 @@ def depart(
     else:
         some = np.arange(len(pages))
     sides = read_pages(pool, pages[some], PagePart.SIDES)
-    if len(some):
-        sides[0][torch.from_numpy(np.arange(pool.slots) >= used[some, None])] = NOTHING
+    if len(some):  # by numpy, here and below: torch would wake its threads for it
+        sides[0].numpy()[np.arange(pool.slots) >= used[some, None]] = NOTHING
     changed = np.zeros((len(pages), pool.slots), dtype=bool)
     alone = np.ones(len(pages), dtype=bool)
     known = some[place[some] >= 0]
@@ -89,14 +88,12 @@ def depart(
     ids = np.zeros(len(pages), dtype=np.int32)
     if visit is not None:
         ids[~fresh] = visit.ids[place[~fresh]]
-        away.retain(ids[inverse][~fresh[inverse]])
-        away.release(visit.held)
-        visit.held = visit.held[:0]
+        _hold(away, visit, place, ids[inverse], ~fresh[inverse])
     ids[fresh] = away.allocate(int(fresh.sum()))
     away.retain(np.repeat(ids[fresh], counts[fresh] - 1))
     noted = fresh[some] | alone[some]
     if not noted.all():
-        sides = tuple(side[torch.from_numpy(noted)] for side in sides)
+        sides = tuple(take(RowArrays.of_tensors(sides), np.flatnonzero(noted)))
     write_pages(away, ids[some[noted]], sides)
     if not patched.any():
         anew = patched
@@ -107,8 +104,8 @@ def depart(
         anew = patched
     written |= anew
     patched &= ~anew
-    which, slots = np.nonzero(changed & patched[:, None])
-    if len(which):
+    if patched.any():
+        which, slots = np.nonzero(changed & patched[:, None])
         rows = pages[which].astype(np.int64) * pool.slots + slots
         away.patches.put(ids[which], slots, take(RowArrays.of_slots(pool.arrays), rows))
     lost = _write(pool, away, pages, ids, sequence, written)
@@ -117,6 +114,23 @@ def depart(
     pool.release(pages[inverse])
     part.exchange(lists_with(part, away, ids[inverse]))
     return lost
+
+
+def _hold(away: AwayPages, visit: PageVisit, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
+    """Give up what a visit holds of `away`, and hold some of it again.
+
+    Args:
+        place: (n,) of the pages that leave, in the visit; -1: other ones. ids: (held,) what the part will hold.
+        known: (held,) which of these the visit held.
+    """
+    held, visit.held = visit.held, visit.held[:0]
+    if len(held) == len(visit.ids) and len(ids) == len(place):  # each once, before and after: most stay as they are
+        gone = np.ones(len(held), dtype=bool)
+        gone[place[known]] = False
+        away.release(visit.ids[gone])
+    else:
+        away.retain(ids[known])
+        away.release(held)
 
 
 def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:

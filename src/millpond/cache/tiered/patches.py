@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from millpond.cache.pages.ref_counted_pool import PageIds
-from millpond.kernels.page_rows import RowArrays, take
+from millpond.kernels.page_rows import RowArrays, move_rows, take
 
 
 class Patches:
@@ -37,11 +36,15 @@ class Patches:
         width = int(max(slots.max(), self._slots.max(initial=0))) + 1
         replaced = np.zeros((int(max(pages.max(), self._pages.max(initial=0))) + 1) * width, dtype=bool)
         replaced[pages.astype(np.int64) * width + slots] = True
-        self._keep(~replaced[self._pages.astype(np.int64) * width + self._slots])
-        self._pages = np.concatenate([self._pages, pages]).astype(np.int32)
-        self._slots = np.concatenate([self._slots, slots])
-        own = self.rows or [row[:0] for row in rows]
-        self.rows = [torch.cat(pair) for pair in zip(own, rows, strict=True)]
+        stay = np.flatnonzero(~replaced[self._pages.astype(np.int64) * width + self._slots])
+        n, m = len(stay), len(pages)
+        before = RowArrays.of_tensors(self.rows or [row[:0] for row in rows])
+        self.rows = [row.new_empty(n + m, *row.shape[1:]) for row in rows]
+        kept = RowArrays.of_tensors(self.rows)  # by move_rows, for torch would wake its threads for it
+        move_rows(before, stay, kept, None, n)
+        move_rows(RowArrays.of_tensors(rows), None, kept, np.arange(n, n + m), m)
+        self._pages = np.concatenate([self._pages[stay], pages]).astype(np.int32)
+        self._slots = np.concatenate([self._slots[stay], slots])
         self._count()
 
     def drop(self, gone: npt.NDArray[np.bool_]) -> None:
