@@ -76,7 +76,7 @@ def test_slots_of_pages(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(keys, torch.cat(arrays.keys).flatten(0, 1)[torch.from_numpy(rows)])
     assert torch.equal(values, torch.cat(arrays.values).flatten(0, 1)[torch.from_numpy(rows)])
     dense = RowArrays.of_tensors([keys * 2, values * 2])
-    move_rows(dense, np.array([2, 0]), RowArrays.of_slots(arrays), np.array([5, 6]), 2)
+    move_rows(dense, np.array([2, 0], dtype=np.int32), RowArrays.of_slots(arrays), np.array([5, 6]), 2)
     assert torch.equal(arrays.keys[0].flatten(0, 1)[5:7], 2 * keys[[2, 0]])
     assert torch.equal(arrays.values[0].flatten(0, 1)[5:7], 2 * values[[2, 0]])
 

@@ -142,6 +142,7 @@ def _row_bytes(rows: Tensor) -> int:
 
 def _by_arena(per_arena: int, rows: Rows) -> list[tuple[int, Rows, Rows]]:
     """For each arena that holds some of the rows: its number, which of `rows` (n,), and their rows in it."""
+    rows = rows.astype(np.int64)
     arenas = rows // per_arena
     places = ((arena, np.flatnonzero(arenas == arena)) for arena in np.unique(arenas).tolist())
     return [(arena, which, rows[which] % per_arena) for arena, which in places]
