@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from millpond.kernels.args.runs import RunsInBuffer, WantedPages
@@ -31,13 +28,11 @@ def pack_run(pages: RowArrays, ids: Rows, room: Tensor, generation: int) -> int:
         found = page_rows.pack(pages.numbers, ids, room, generation)
         if found >= 0:
             return found
-    begin, tensors = 0, pages.empty(len(ids))
-    move_rows(pages, ids, RowArrays.of_tensors(tensors), None, len(ids))
-    for rows in tensors:
-        room[begin : begin + rows.nbytes] = rows.reshape(-1).view(torch.uint8)
-        begin += rows.nbytes
-    room[begin:] = 0
-    return crc32(room[:begin], generation)
+    views = _views(room, 0, len(ids), pages)
+    move_rows(pages, ids, RowArrays.of_tensors(views), None, len(ids))
+    needed = sum(rows.nbytes for rows in views)
+    room.numpy()[needed:] = 0
+    return crc32(room[:needed], generation)
 
 
 def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: WantedPages, first: Numbers) -> int:
@@ -56,20 +51,20 @@ def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: Want
             return found
     bounds = first.tolist()
     for n, (place, n_pages, generation, checksum) in enumerate(zip(*(x.tolist() for x in runs), strict=True)):
-        arrays = _views(data, place, n_pages, pages.arenas)
-        if crc32(data[place : place + sum(rows.nbytes for rows in arrays)], generation) != checksum:
+        views = _views(data, place, n_pages, pages)
+        if crc32(data[place : place + sum(rows.nbytes for rows in views)], generation) != checksum:
             return n
         part = slice(bounds[n], bounds[n + 1])
-        found_here = [rows[torch.from_numpy(wanted.rows[part])] for rows in arrays]
-        move_rows(RowArrays.of_tensors(found_here), None, pages, wanted.ids[part], bounds[n + 1] - bounds[n])
+        move_rows(RowArrays.of_tensors(views), wanted.rows[part], pages, wanted.ids[part], part.stop - part.start)
     return len(runs.places)
 
 
-def _views(data: Tensor, place: int, n_pages: int, arenas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The arrays of a run, (n_pages, bytes of a page) uint8 each, of which torch makes numbers when they are put."""
+def _views(data: Tensor, place: int, n_pages: int, pages: RowArrays) -> list[Tensor]:
+    """The arrays of a run that begins at a place, (n_pages, bytes of a page) uint8 each."""
     found = []
-    for pieces in arenas:
-        nbytes = n_pages * pieces[0][0].nbytes
-        found.append(data[place : place + nbytes].clone().view(pieces[0].dtype).reshape(n_pages, *pieces[0].shape[1:]))
-        place += nbytes
+    for pieces in pages.arenas:
+        assert pieces[0].is_cpu, "a disk is read into the host's memory, byte by byte"
+        nbytes = pieces[0][0].nbytes
+        found.append(data[place : place + n_pages * nbytes].view(n_pages, nbytes))
+        place += n_pages * nbytes
     return found
