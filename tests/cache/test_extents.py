@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from millpond.cache.tiered.extents import LayerExtents, PageRun, Transit
+from millpond.cache.tiered.extents import LayerExtents, Transit
 from millpond.errors import DataError
+from millpond.kernels.args.runs import RunsInBuffer
+from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import ALIGNMENT, aligned_buffer
 from millpond.tiers.loader import Errand, Loader
 from millpond.tiers.slots import Slot
@@ -71,6 +73,16 @@ class MemoryFile:
         return fault
 
 
+def filled(value: int, n: int) -> Callable[[Tensor, int], int]:
+    """What fills n bytes of a run with a value."""
+
+    def fill(room: Tensor, generation: int) -> int:
+        room.fill_(value)
+        return crc32(room[:n], generation)
+
+    return fill
+
+
 class ExtentsMachine(RuleBasedStateMachine):
     """Writes, reads, frees and reuses runs, of which the tasks end late and in any order, and some fail."""
 
@@ -80,9 +92,10 @@ class ExtentsMachine(RuleBasedStateMachine):
         slots = [Slot(aligned_buffer(SLOT)) for _ in range(4)]
         self.transit = Transit(Loader(self.backend), slots[:2], slots[2:])
         self.extents = LayerExtents(self.file, self.transit)
-        self.content: dict[PageRun, int] = {}
-        self.damaged: set[PageRun] = set()  # something went wrong while they were written
-        self.reads: list[tuple[Errand, list[PageRun], dict[PageRun, bytes], list[int]]] = []
+        self.content: dict[int, int] = {}
+        self.damaged: set[int] = set()  # something went wrong while they were written
+        # what is waited for, its runs, what was found and should have been, and the faults meanwhile
+        self.reads: list[tuple[Errand, list[int], dict[int, tuple[bytes, bytes]], list[int]]] = []
         self.n_written = 0
 
     def until(self, errand: Errand | None, which: int = 0) -> None:
@@ -91,14 +104,18 @@ class ExtentsMachine(RuleBasedStateMachine):
             ready = self.backend.ready()
             self.run_task(ready[which % len(ready)])
 
+    def is_written(self, run: int) -> bool:
+        write = self.extents._writes.get(run)
+        return write is None or write.done
+
     def run_task(self, place: int) -> None:
         """Faults that a write meets are of the runs that are being written."""
         before = self.file.n_faults
-        under_way = [run for run in self.content if run.written is not None and not run.written.done]
+        under_way = [run for run in self.content if not self.is_written(run)]
         reading = [read for read in self.reads if not read[0].done]
         self.backend.run(place)
         if self.file.n_faults > before:
-            self.damaged |= {run for run in under_way if run.written is not None and run.written.done}
+            self.damaged |= {run for run in under_way if self.is_written(run)}
             for read in reading:
                 if read[0].done:
                     read[3].append(1)
@@ -110,24 +127,32 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.n_written += 1
         value = self.n_written % 251
 
-        def fill(room: Tensor) -> None:
-            room.fill_(value)
-
-        self.content[self.extents.write(fill, n, 1)] = value
+        self.content[self.extents.write(filled(value, n), n, 1)] = value
 
     @precondition(lambda self: self.content)
     @rule(chosen=st.sets(st.integers(0, 6), min_size=1), which=st.integers(0, 3))
     def read(self, chosen: set[int], which: int) -> None:
-        runs = list({list(self.content)[n % len(self.content)]: None for n in sorted(chosen)})
-        for run in runs:
-            self.until(run.written, which)
-        wanted = [run for run in runs if run.lost() is None]
-        found: dict[PageRun, bytes] = {}
+        runs = np.array(list({list(self.content)[n % len(self.content)]: None for n in sorted(chosen)}))
+        for run in runs.tolist():
+            self.until(self.extents._writes.get(run), which)
+        lost = self.extents.lost(runs)
+        runs = np.array([run for run in runs.tolist() if run not in lost], dtype=np.int64)
+        wanted = runs[self.extents.in_order(runs)]
+        if not len(wanted):
+            return
+        expected = {n: bytes([self.content[n]]) * int(self.extents.runs.needed[n]) for n in wanted.tolist()}
+        found: dict[int, tuple[bytes, bytes]] = {}
 
-        def take(run: PageRun, data: Tensor) -> None:
-            found[run] = data.numpy().tobytes()
+        def take(part: slice, data: Tensor, read: RunsInBuffer) -> int:
+            for n, run in enumerate(wanted[part].tolist()):
+                own = data[read.places[n] : read.places[n] + len(expected[run])]
+                if crc32(own, int(read.generations[n])) != read.checksums[n]:
+                    return n
+                found[run] = own.numpy().tobytes(), expected[run]
+            return len(read.places)
 
-        self.reads += [(errand, part, found, []) for errand, part in self.extents.read(wanted, take)]
+        reads = self.extents.read(wanted, take)
+        self.reads += [(errand, wanted[part].tolist(), found, []) for errand, part in reads]
 
     @precondition(lambda self: self.backend.tasks)
     @rule(which=st.integers(0, 5))
@@ -156,7 +181,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         run = list(self.content)[which % len(self.content)]
         if any(run in runs for _, runs, _, _ in self.reads):  # its reader waits first
             return
-        self.until(run.written, which)
+        self.until(self.extents._writes.get(run), which)
         self.extents.free(run)
         del self.content[run]
         self.damaged.discard(run)
@@ -168,21 +193,20 @@ class ExtentsMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_given_is_what_was_written(self) -> None:
         for _, _, found, _ in self.reads:
-            for run, data in found.items():
-                if run not in self.content:  # freed since; another part of the same read is under way
-                    continue
-                assert data == bytes([self.content[run]]) * run.needed
+            assert all(data == expected for data, expected in found.values())
 
     @invariant()
     def runs_lie_apart(self) -> None:
-        places = sorted((run.offset, run.offset + run.nbytes) for run in self.content)
+        runs = self.extents.runs
+        assert set(runs.numbers.tolist()) == set(self.content)
+        places = sorted((int(runs.offset[n]), int(runs.offset[n] + runs.nbytes[n])) for n in self.content)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
-        assert self.extents.used == sum(run.nbytes for run in self.content)
+        assert self.extents.used == sum(end - begin for begin, end in places)
 
     def teardown(self) -> None:
         self.backend.close()
         assert all(errand.done for errand, _, _, _ in self.reads), "no read is lost"
-        assert all(run.written is None or run.written.done for run in self.content), "no write is lost"
+        assert all(self.is_written(run) for run in self.content), "no write is lost"
 
 
 TestExtents = ExtentsMachine.TestCase
@@ -195,15 +219,10 @@ def test_a_run_holds_what_was_put_into_its_slot() -> None:
     slots = [Slot(aligned_buffer(SLOT)) for _ in range(4)]
     extents = LayerExtents(file, Transit(Loader(backend), slots[:2], slots[2:]))
 
-    def fill(value: int) -> Callable[[Tensor], None]:
-        def put(room: Tensor) -> None:
-            room.fill_(value)
-
-        return put
-
-    runs = [extents.write(fill(n), ALIGNMENT, 1) for n in (1, 2)]
+    runs = [extents.write(filled(n, ALIGNMENT), ALIGNMENT, 1) for n in (1, 2)]
     backend.run(1)
-    runs.append(extents.write(fill(3), ALIGNMENT, 1))  # takes the slot of the second
+    runs.append(extents.write(filled(3, ALIGNMENT), ALIGNMENT, 1))  # takes the slot of the second
     backend.close()
     for value, run in enumerate(runs, 1):
-        assert bool((file.data[run.offset : run.offset + ALIGNMENT] == value).all())
+        begin = int(extents.runs.offset[run])
+        assert bool((file.data[begin : begin + ALIGNMENT] == value).all())

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 #: Arenas whose addresses there is room for on a device.
 _LEAST_ROOM = 64
@@ -37,7 +41,7 @@ class Arenas(ABC):
     scores: list[Tensor]
     log_masses: list[Tensor]
     bases: Tensor
-    _nbytes: int
+    _derived: dict[Hashable, Any] | None = None
 
     @property
     @abstractmethod
@@ -59,12 +63,18 @@ class Arenas(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return self._nbytes
-
-    def _count_bytes(self) -> int:
         """Bytes of all buffers, summed from the buffers themselves."""
-        return sum(t.numel() * t.element_size() for arenas in self.arrays for t in arenas)
+        return self.derived("nbytes", lambda: sum(t.numel() * t.element_size() for one in self.arrays for t in one))
+
+    def derived(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes of the arenas; it is kept until there are others."""
+        known = self._derived
+        if known is None:
+            known = self._derived = {}
+        if name not in known:
+            known[name] = make()
+        found: T = known[name]
+        return found
 
     def add_arena(self, n_pages: int | None = None) -> None:
         """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
@@ -83,9 +93,9 @@ class Arenas(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Note the addresses and the bytes of the arenas again."""
-        self._nbytes = self._count_bytes()
-        contents = [*self.contents, []][:2]
+        """Note the addresses of the arenas again."""
+        self._derived = None
+        contents = [*self.contents, [], []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
         found = torch.tensor(rows, dtype=torch.int64).view(len(rows), self.n_arenas)

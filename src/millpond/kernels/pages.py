@@ -34,7 +34,6 @@ class PageArrays(Arenas):
     scores: list[Tensor] = field(default_factory=list)
     log_masses: list[Tensor] = field(default_factory=list)
     bases: Tensor = field(default_factory=lambda: torch.zeros(5, 0, dtype=torch.int64))
-    _nbytes: int = 0
 
     @property
     def contents(self) -> list[list[Tensor]]:

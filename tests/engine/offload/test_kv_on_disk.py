@@ -17,7 +17,7 @@ import pytest
 
 import millpond as mp
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.cache.tiered.extents import PageRun
+from millpond.cache.tiered.run_table import RunTable
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import Opened, open_in_memory
@@ -222,30 +222,32 @@ def after_a_fault(engine: Engine, *before: RequestOutput) -> dict[str, RequestOu
     return found
 
 
-def a_run(tier: DiskTier, layer: int = 2) -> tuple[FaultyScratch, PageRun]:
-    """The file and the longest run of a layer."""
-    (away,) = [pages for (index, _), pages in tier._away.items() if index == layer]
-    return tier._extents[layer]._file, max(away._runs.values(), key=lambda run: run.nbytes)
+def a_run(tier: DiskTier, layer: int = 2) -> tuple[FaultyScratch, RunTable, int]:
+    """The file of a layer, its runs, and the number of the longest of them."""
+    file: Any = tier._extents[layer]._file
+    runs = tier._extents[layer].runs
+    return file, runs, int(runs.nbytes.argmax())
 
 
 def test_what_cannot_be_read_ends_its_request_alone(faulty: tuple[Engine, DiskTier]) -> None:
     engine, tier = faulty
     ended = begun(engine)
-    file, run = a_run(tier)
-    file.bad.add(run.offset)
+    file, runs, run = a_run(tier)
+    offset = int(runs.offset[run])
+    file.bad.add(offset)
     found = after_a_fault(engine, *ended)
     errors = {name: out.error for name, out in found.items() if out.error is not None}
     assert list(errors) == ["230"]
     assert isinstance(errors["230"], DataError)
-    for part in (f"at offset {run.offset:,}", "bytes wanted", "read in each of 2 tries", "Input/output error"):
+    for part in (f"at offset {offset:,}", "bytes wanted", "read in each of 2 tries", "Input/output error"):
         assert part in str(errors["230"])
 
 
 def test_a_flipped_byte_is_noticed(faulty: tuple[Engine, DiskTier]) -> None:
     engine, tier = faulty
     ended = begun(engine)
-    file, run = a_run(tier)
-    file.flipped.add(run.offset + run.needed // 2)
+    file, runs, run = a_run(tier)
+    file.flipped.add(int(runs.offset[run] + runs.needed[run] // 2))
     found = after_a_fault(engine, *ended)
     (error,) = [out.error for out in found.values() if out.error is not None]
     assert "are not those that were written" in str(error)
@@ -255,15 +257,15 @@ def test_an_earlier_generation_is_noticed(faulty: tuple[Engine, DiskTier]) -> No
     """Whole bytes that an earlier run wrote to the same place are refused."""
     engine, tier = faulty
     ended = begun(engine)
-    file, run = a_run(tier)
-    earlier = aligned_buffer(run.nbytes)
-    assert file.read_into(run.offset, memoryview(earlier.numpy())) == run.nbytes
-    run.generation += 1  # as if it had been written once more, and the disk had not done it
-    run.checksum = zlib.crc32(earlier.numpy().data[: run.needed], run.generation)
-    run.generation -= 1
+    file, runs, run = a_run(tier)
+    nbytes, needed, generation = int(runs.nbytes[run]), int(runs.needed[run]), int(runs.generation[run])
+    earlier = aligned_buffer(nbytes)
+    assert file.read_into(int(runs.offset[run]), memoryview(earlier.numpy())) == nbytes
+    # as if it had been written once more, and the disk had not done it
+    runs.checksum[run] = zlib.crc32(earlier.numpy().data[:needed], generation + 1)
     found = after_a_fault(engine, *ended)
     (error,) = [out.error for out in found.values() if out.error is not None]
-    assert f"of generation {run.generation}" in str(error)
+    assert f"of generation {generation}" in str(error)
 
 
 @pytest.mark.parametrize(("times", "ends"), [(1, 0), (2, 1)])

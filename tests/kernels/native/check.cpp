@@ -5,6 +5,7 @@
 #include "linear.hpp"
 #include "merging.hpp"
 #include "packed.hpp"
+#include "page_runs.hpp"
 #include "prefill.hpp"
 #include "sampling.hpp"
 #include "shared_prefix.hpp"
@@ -17,6 +18,7 @@ int main(int argc, char** argv) {
   const check::Kernels kernels(argv[1]);
   check::Report report;
   check::copies(kernels, report);
+  check::page_runs(kernels, report);
   check::decode(kernels, report);
   check::prefill(kernels, report);
   check::shared_prefix(kernels, report);

@@ -41,7 +41,7 @@ class MemoryLimit:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers of all pools, free pages included."""
-        return sum(pool.nbytes for pool in self.pools)
+        return sum([pool.nbytes for pool in self.pools])
 
     @property
     def live_bytes(self) -> int:

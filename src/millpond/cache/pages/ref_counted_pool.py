@@ -23,6 +23,8 @@ PageIds = npt.NDArray[np.int32]
 ARENA_BYTES = 8 * 2**20
 #: The same on an accelerator, which notes the addresses of all arenas again whenever one is added.
 DEVICE_ARENA_BYTES = 64 * 2**20
+#: Where at least one of this many pages is named, holders of all pages are counted at once, which takes less time.
+MANY = 16
 
 
 class Limit(Protocol):
@@ -150,7 +152,7 @@ class RefCountedPool(Generic[A]):
             )
         missing = n - (self.n_pages - self.n_live)
         while missing > 0:
-            missing -= self._grow()
+            missing -= self._grow(missing)
         ids = np.flatnonzero(self._refs == 0)[:n].astype(np.int32)
         self._refs[ids] = 1
         self._n_allocations += 1
@@ -159,16 +161,16 @@ class RefCountedPool(Generic[A]):
 
     def retain(self, ids: PageIds) -> None:
         """One more holder for each page; a page may be named several times."""
-        if np.any(self._refs[ids] == 0):
+        if not self._refs[ids].all():
             raise AssertionError("retained a free page")
-        np.add.at(self._refs, ids, 1)
+        self._count(ids, 1)
 
     def release(self, ids: PageIds) -> None:
         """One holder less for each page; a page without holders is free at once."""
         self.n_releases += 1
-        np.subtract.at(self._refs, ids, 1)
-        if np.any(self._refs[ids] < 0):
-            np.add.at(self._refs, ids, 1)
+        self._count(ids, -1)
+        if (self._refs[ids] < 0).any():
+            self._count(ids, 1)
             raise AssertionError("released a free page")
 
     def privatise(self, ids: PageIds) -> PageIds:
@@ -207,7 +209,15 @@ class RefCountedPool(Generic[A]):
                 np.add.at(counted, ids, 1)
             assert (counted == self._refs).all(), "a page leaked or was freed while held"
 
-    def _grow(self) -> int:
+    def _count(self, ids: PageIds, more: int) -> None:
+        """Let each page have `more` holders for each time that it is named."""
+        if len(ids) < len(self._refs) // MANY:
+            np.add.at(self._refs, ids, more)
+        else:
+            self._refs += more * np.bincount(ids, minlength=len(self._refs)).astype(np.int32)
+
+    def _grow(self, missing: int) -> int:
+        """Have more free pages, of which `missing` are wanted; returns how many more."""
         step = self.arrays.pages_per_arena
         if self.max_pages is not None:
             step = min(step, self.max_pages - self.n_pages)

@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
-from millpond.cache.swap.rows import Rows, put_rows, take_rows
+from millpond.kernels.page_rows import PagePart, RowArrays, move_rows, take
 
 #: What holds pages: the plain part of a table, or a packed one.
 Holder = PageTable | QuantizedStore
@@ -77,45 +75,16 @@ def restore(table: PageTable, carried: list[SwappedPages]) -> None:
         part.restore(ids, one.owned)
 
 
-def read_pages(pool: RefCountedPool[Any], ids: PageIds, arrays: list[list[Tensor]] | None = None) -> Content:
+def read_pages(pool: RefCountedPool[Any], ids: PageIds, part: PagePart = PagePart.ALL) -> Content:
     """The content of the pages: of all arrays of the pool, or of some."""
-    found, places_of = [], _by_arena(pool, ids)
-    for arenas in pool.arrays.arrays if arrays is None else arrays:
-        if not arenas:  # nothing was ever held
-            found.append(torch.empty(0))
-        elif len(places_of) == 1:
-            ((arena, _, rows),) = places_of
-            found.append(take_rows(arenas[arena], rows))
-        else:
-            out = torch.empty(len(ids), *arenas[0].shape[1:], dtype=arenas[0].dtype)
-            for arena, places, rows in places_of:
-                put_rows(out, places, take_rows(arenas[arena], rows))
-            found.append(out)
-    return tuple(found)
+    return tuple(take(RowArrays.of_pages(pool.arrays, part), ids))
 
 
-def write_pages(
-    pool: RefCountedPool[Any], ids: PageIds, content: Content, arrays: list[list[Tensor]] | None = None
-) -> None:
+def write_pages(pool: RefCountedPool[Any], ids: PageIds, content: Content, part: PagePart = PagePart.ALL) -> None:
     """Give the pages the content that `read_pages` returned of others, of the same arrays."""
-    places_of = _by_arena(pool, ids)
-    for arenas, rows_of in zip(pool.arrays.arrays if arrays is None else arrays, content, strict=True):
-        for arena, places, rows in places_of:
-            put_rows(arenas[arena], rows, rows_of, None if len(places_of) == 1 else places)
+    move_rows(RowArrays.of_tensors(content), None, RowArrays.of_pages(pool.arrays, part), ids, len(ids))
 
 
 def parts_of(table: PageTable) -> list[Holder]:
     """What holds the pages of a table: its plain part, then its packed ones."""
     return [table, *table.packed_parts]
-
-
-def _by_arena(pool: RefCountedPool[Any], ids: PageIds) -> list[tuple[int, Rows, Rows]]:
-    """For each arena that holds some of the pages: its number, which of `ids` (n,), and their rows in it."""
-    per_arena = pool.arrays.pages_per_arena
-    arenas = ids // per_arena
-    found: list[tuple[int, Rows, Rows]] = []
-    for arena in range(int(arenas.min(initial=0)), int(arenas.max(initial=-1)) + 1):
-        places = np.flatnonzero(arenas == arena)
-        if len(places):
-            found.append((arena, places, (ids if len(places) == len(ids) else ids[places]) % per_arena))
-    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.cache.pages.pool import side_bytes
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
-from millpond.cache.tiered.extents import LayerExtents, PageRun
+from millpond.cache.tiered.extents import LayerExtents
 from millpond.cache.tiered.patches import Patches
 from millpond.kernels.arenas import Arenas
 
@@ -39,20 +39,21 @@ class SideArrays(Arenas):
     def contents(self) -> list[list[Tensor]]:
         return []
 
-    @property
-    def nbytes(self) -> int:
-        return self._count_bytes()
-
     def extend(self, n_pages: int) -> None:
         """Have `n_pages` more pages; none moves."""
         for arenas, dtype in zip(self.arrays, (torch.int32, torch.float32, torch.float32), strict=False):
-            more = torch.empty(n_pages, self.slots, dtype=dtype)
-            arenas[:] = [torch.cat([*arenas, more])]
+            n = sum(map(len, arenas))
+            grown = torch.empty(n + n_pages, self.slots, dtype=dtype)
+            for before in arenas:
+                grown.numpy()[:n] = before.numpy()  # torch would wake its threads for it
+            arenas[:] = [grown]
+        self.refresh()
 
     def clear(self) -> None:
         """Have none."""
         for arenas in self.arrays:
             arenas.clear()
+        self.refresh()
 
     def _add_contents(self, n_pages: int) -> None:
         raise AssertionError("keys and values are elsewhere")
@@ -76,27 +77,18 @@ class AwayPages(RefCountedPool[SideArrays]):
         self.resident: PageIds = np.zeros(0, dtype=np.int32)
         self._run: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._row: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._runs: dict[int, PageRun] = {}
-        self._n_runs = 0
         masses = pool.arrays.masses
         arrays = SideArrays(pool.slots, masses)
         super().__init__(arrays, 0, side_page_bytes(pool), None, pool.account)
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self.patches.nbytes
+        return self.arrays.nbytes + self.patches.nbytes
 
     # ------------------------------------------------------------------ room
 
     def bytes_to_grow(self, n: int) -> int:
         return max(0, n - (self.n_pages - self.n_live)) * self.page_bytes
-
-    def allocate(self, n: int) -> PageIds:
-        missing = n - (self.n_pages - self.n_live)
-        if missing > 0 and self.can_allocate(n):
-            some = n + self.n_pages // _SPARE
-            self._extend(missing + some - n if self.can_allocate(some) else missing)
-        return super().allocate(n)
 
     def release(self, ids: PageIds) -> None:
         super().release(ids)
@@ -122,16 +114,10 @@ class AwayPages(RefCountedPool[SideArrays]):
         """Numbers of the runs that hold some pages, -1 for none, and which of their pages these are."""
         return self._run[ids], self._row[ids]
 
-    def run(self, number: int) -> PageRun:
-        """A run by its number."""
-        return self._runs[number]
-
-    def lie_in(self, ids: PageIds, run: PageRun) -> None:
-        """The content of these pages, and nothing else, is in a run, in this order."""
+    def lie_in(self, ids: PageIds, run: int) -> None:
+        """The content of these pages, and nothing else, is in a run of `extents`, in this order."""
         self._leave(ids)
-        self._runs[self._n_runs] = run
-        self._run[ids], self._row[ids] = self._n_runs, np.arange(len(ids))
-        self._n_runs += 1
+        self._run[ids], self._row[ids] = run, np.arange(len(ids))
 
     def lie_nowhere(self, ids: PageIds) -> None:
         """The content of these pages is lost."""
@@ -149,6 +135,13 @@ class AwayPages(RefCountedPool[SideArrays]):
         return pages
 
     # ------------------------------------------------------------------ internal
+
+    def _grow(self, missing: int) -> int:
+        more, free = missing + self.n_pages // _SPARE, self.n_pages - self.n_live
+        if self.account is not None and not self.account.can_take({self: free + more}):
+            more = missing
+        self._extend(more)
+        return more
 
     def _extend(self, n: int) -> None:
         """Have `n` more free pages; fewer where it is negative."""
@@ -170,19 +163,18 @@ class AwayPages(RefCountedPool[SideArrays]):
 
     def _leave(self, ids: PageIds) -> None:
         """The content of these pages is no longer in their runs, nor in patches."""
-        numbers, counts = np.unique(self._run[ids], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if number < 0:
-                continue
-            run = self._runs[number]
-            run.live -= count
-            if not run.live:
-                self.extents.free(run)
-                del self._runs[number]
+        numbers = self._run[ids]
+        numbers = numbers[numbers >= 0]
+        if len(numbers):
+            live = self.extents.runs.live
+            np.subtract.at(live, numbers, 1)
+            for number in set(numbers[live[numbers] == 0].tolist()):
+                self.extents.free(number)
         self._run[ids] = -1
-        gone = np.zeros(self.n_pages, dtype=bool)
-        gone[ids] = True
-        self.patches.drop(gone)
+        if self.patches.nbytes:
+            gone = np.zeros(self.n_pages, dtype=bool)
+            gone[ids] = True
+            self.patches.drop(gone)
 
 
 def side_page_bytes(pool: RefCountedPool[Any]) -> int:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import read_pages, write_pages
-from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, PageRun, Transit
+from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, Transit
 from millpond.errors import DataError
+from millpond.kernels.args.runs import RunsInBuffer
+from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import aligned_buffer, aligned_up
 from millpond.tiers.backends.threads import ThreadBackend
 from millpond.tiers.files import ScratchFile
@@ -35,10 +37,11 @@ class StoredBlock:
     """A block on the disk.
 
     Attributes:
-        runs: where its bytes lie, in their order. counts: pages of each layer. gone: called when it had to make room.
+        runs: numbers of those where its bytes lie, in their order. counts: pages of each layer.
+        gone: called when it had to make room.
     """
 
-    runs: list[PageRun]
+    runs: list[int]
     counts: list[int]
     gone: Callable[[], None]
 
@@ -87,7 +90,7 @@ class BlockStore:
             gone: called when the block must make room for others. A block that is taken back, or freed, is not.
         """
         data = _packed(pools, pages)
-        runs: list[PageRun] = []
+        runs: list[int] = []
         for begin in range(0, len(data), SLOT_BYTES):
             part = data[begin : begin + SLOT_BYTES]
             if not self._make_room(aligned_up(len(part))):
@@ -110,16 +113,23 @@ class BlockStore:
         Raises:
             DataError: they could not be written or read, or are not those that were written.
         """
-        for run in block.runs:
-            if (lost := run.lost()) is not None:
-                raise lost
-        room = torch.empty(sum(run.needed for run in block.runs), dtype=torch.uint8)
-        places = dict(zip(block.runs, np.cumsum([0, *(run.needed for run in block.runs[:-1])]).tolist(), strict=True))
+        extents, runs = self._extents, np.array(block.runs, dtype=np.int64)
+        for lost in extents.lost(runs).values():
+            raise lost
+        needed = extents.runs.needed[runs]
+        room, order = torch.empty(int(needed.sum()), dtype=torch.uint8), extents.in_order(runs)
+        ends = np.cumsum(needed)[order].tolist()
 
-        def take(run: PageRun, data: Tensor) -> None:
-            room[places[run] : places[run] + run.needed] = data
+        def take(part: slice, data: Tensor, found: RunsInBuffer) -> int:
+            for n, place in enumerate(found.places.tolist()):
+                nbytes = int(needed[order[part.start + n]])
+                one = data[place : place + nbytes]
+                if crc32(one, int(found.generations[n])) != found.checksums[n]:
+                    return n
+                room[ends[part.start + n] - nbytes : ends[part.start + n]] = one
+            return len(found.places)
 
-        errors = [errand.finish() for errand, _ in self._extents.read(block.runs, take)]
+        errors = [errand.finish() for errand, _ in extents.read(runs[order], take)]
         for error in errors:
             if error is not None:
                 raise error
@@ -181,5 +191,7 @@ def _by_pool(pools: Pools, pages: Sequence[PageIds]) -> Iterator[tuple[RefCounte
         yield pool, np.concatenate([ids for own, ids in zip(pools, pages, strict=True) if own is pool])
 
 
-def _fill(data: Tensor, room: Tensor) -> None:
-    room.copy_(data)
+def _fill(data: Tensor, room: Tensor, generation: int) -> int:
+    room[: len(data)] = data
+    room[len(data) :] = 0
+    return crc32(room[: len(data)], generation)

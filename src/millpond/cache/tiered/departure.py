@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import NOTHING, AwayPages
-from millpond.cache.tiered.visit import PageVisit, lists_with, packed, sides_of, slot_rows
+from millpond.cache.tiered.visit import PageVisit, lists_with, once
 from millpond.errors import DataError
+from millpond.kernels.page_rows import PagePart, RowArrays, take
+from millpond.kernels.page_runs import pack_run
 from millpond.kernels.pages import PageArrays
 
 #: Entries of a region that wait in memory, at most, before the pages of its sequence are written again.
@@ -44,11 +45,14 @@ def depart(
         PoolFullError: the limit has no room for positions and scores.
     """
     lists, pool = part.page_lists, part.pool
-    held = lists.held()
-    pages, first, inverse, counts = np.unique(held, return_index=True, return_inverse=True, return_counts=True)
-    inverse = inverse.reshape(-1)
-    region = np.nonzero(lists.owned_mask())[0][first]
-    used = np.clip(part.region_lengths[:, None] - lists.columns * pool.slots, 0, pool.slots)[lists.owned_mask()][first]
+    pages, inverse, counts = once(lists)
+    region = np.repeat(np.arange(len(lists.owned)), lists.owned)
+    column = np.arange(len(region)) - np.repeat(np.cumsum(lists.owned) - lists.owned, lists.owned)
+    if len(pages) < len(inverse):
+        first = np.zeros(len(pages), dtype=np.int64)
+        first[inverse[::-1]] = np.arange(len(inverse))[::-1]
+        region, column = region[first], column[first]
+    used = np.clip(part.region_lengths[region] - column * pool.slots, 0, pool.slots)
     sequence = region // part.n_kv_heads
     place = np.full(len(pages), -1) if visit is None else visit.find(pool, pages)
     if visit is not None and appends and rewritten is None:  # nothing can have changed in pages that were full
@@ -57,9 +61,9 @@ def depart(
         some = np.flatnonzero(may_change)
     else:
         some = np.arange(len(pages))
-    sides = read_pages(pool, pages[some], sides_of(pool))
-    if len(some):
-        sides[0][torch.from_numpy(np.arange(pool.slots) >= used[some, None])] = NOTHING
+    sides = read_pages(pool, pages[some], PagePart.SIDES)
+    if len(some):  # by numpy, here and below: torch would wake its threads for it
+        sides[0].numpy()[np.arange(pool.slots) >= used[some, None]] = NOTHING
     changed = np.zeros((len(pages), pool.slots), dtype=bool)
     alone = np.ones(len(pages), dtype=bool)
     known = some[place[some] >= 0]
@@ -68,7 +72,8 @@ def depart(
         positions = sides[0].numpy()[place[some] >= 0]
         changed[known] = positions >= 0
         if rewritten is None or not rewritten.all():
-            same = positions == read_pages(away, ids)[0].numpy()
+            (before,) = take(RowArrays.of_tensors(away.arrays.positions), ids)
+            same = positions == before.numpy()
             changed[known] &= ~same if rewritten is None else (~same | rewritten[sequence[known], None])
         alone[known] = away.refs(ids) == visit.counts[place[known]]
         place[known[~alone[known] & changed[known].any(1)]] = -1  # others keep what it was
@@ -83,31 +88,49 @@ def depart(
     ids = np.zeros(len(pages), dtype=np.int32)
     if visit is not None:
         ids[~fresh] = visit.ids[place[~fresh]]
-        away.retain(ids[inverse][~fresh[inverse]])
-        away.release(visit.held)
-        visit.held = visit.held[:0]
+        _hold(away, visit, place, ids[inverse], ~fresh[inverse])
     ids[fresh] = away.allocate(int(fresh.sum()))
     away.retain(np.repeat(ids[fresh], counts[fresh] - 1))
     noted = fresh[some] | alone[some]
     if not noted.all():
-        sides = tuple(side[torch.from_numpy(noted)] for side in sides)
+        sides = tuple(take(RowArrays.of_tensors(sides), np.flatnonzero(noted)))
     write_pages(away, ids[some[noted]], sides)
-    if _slotwise(pool):
+    if not patched.any():
+        anew = patched
+    elif _slotwise(pool):
         due = _due(part, away, ids, region, changed & patched[:, None])
-        anew = due[sequence] & ~stays & alone if len(pages) else patched
+        anew = due[sequence] & ~stays & alone
     else:
         anew = patched
     written |= anew
     patched &= ~anew
-    which, slots = np.nonzero(changed & patched[:, None])
-    if len(which):
-        away.patches.put(ids[which], slots, slot_rows(pool, pages[which], slots))
+    if patched.any():
+        which, slots = np.nonzero(changed & patched[:, None])
+        rows = pages[which].astype(np.int64) * pool.slots + slots
+        away.patches.put(ids[which], slots, take(RowArrays.of_slots(pool.arrays), rows))
     lost = _write(pool, away, pages, ids, sequence, written)
     pool.retain(pages[stays])
     away.stay_in(ids[stays], pages[stays])
-    pool.release(held)
+    pool.release(pages[inverse])
     part.exchange(lists_with(part, away, ids[inverse]))
     return lost
+
+
+def _hold(away: AwayPages, visit: PageVisit, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
+    """Give up what a visit holds of `away`, and hold some of it again.
+
+    Args:
+        place: (n,) of the pages that leave, in the visit; -1: other ones. ids: (held,) what the part will hold.
+        known: (held,) which of these the visit held.
+    """
+    held, visit.held = visit.held, visit.held[:0]
+    if len(held) == len(visit.ids) and len(ids) == len(place):  # each once, before and after: most stay as they are
+        gone = np.ones(len(held), dtype=bool)
+        gone[place[known]] = False
+        away.release(visit.ids[gone])
+    else:
+        away.retain(ids[known])
+        away.release(held)
 
 
 def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:
@@ -142,10 +165,11 @@ def _write(
 ) -> dict[int, DataError]:  # fmt: skip
     """Write pages, those of a sequence together."""
     lost: dict[int, DataError] = {}
+    content = RowArrays.of_pages(pool.arrays, PagePart.CONTENTS)
     for which in _parts(sequence, np.flatnonzero(written), away.extents.transit.slot_bytes // pool.kv_bytes_per_page):
         own = pages[which]
         try:
-            run = away.extents.write(partial(packed, pool, own), len(own) * pool.kv_bytes_per_page, len(own))
+            run = away.extents.write(partial(pack_run, content, own), len(own) * pool.kv_bytes_per_page, len(own))
         except DataError as error:
             lost[int(sequence[which[0]])] = error
             away.lie_nowhere(ids[which])

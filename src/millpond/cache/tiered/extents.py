@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
+from millpond.cache.tiered.run_table import Numbers, RunTable
 from millpond.errors import DataError
+from millpond.kernels.args.runs import RunsInBuffer
 from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import aligned_up
 from millpond.tiers.files import WritableFile
@@ -32,31 +35,10 @@ class GrowingFile(WritableFile, Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class PageRun:
-    """Some pages of one sequence that were written together, array after array.
-
-    Attributes:
-        offset, nbytes: in the file, multiples of `ALIGNMENT`. needed: bytes of the pages. n_pages: how many they were.
-        checksum: CRC-32 of the pages, which begins with the `generation` of the run, so that pages of an earlier run at
-            the same place are not taken for these. live: pages that are still held. written: the write.
-    """
-
-    offset: int
-    nbytes: int
-    needed: int
-    n_pages: int
-    generation: int
-    checksum: int
-    live: int
-    written: Errand | None
-
-    def lost(self) -> DataError | None:
-        """Wait for the write; why it failed."""
-        if self.written is not None and (error := self.written.finish()) is not None:
-            return error
-        self.written = None
-        return None
+#: Called in the background with runs that were read, a slice of those that were wanted, with the bytes that they lie in
+#: (good until it returns) and where. It checks the checksum of each run before it takes what is wanted of it, and
+#: returns how many runs came before the first that has another one.
+Take = Callable[[slice, Tensor, RunsInBuffer], int]
 
 
 @dataclass
@@ -104,11 +86,16 @@ class LayerExtents:
 
     Args:
         transit: shared with other layers. grown: called with the bytes by which the file has grown.
+
+    Attributes:
+        runs: their figures.
     """
 
     def __init__(self, file: GrowingFile, transit: Transit, grown: Callable[[int], None] = lambda n: None) -> None:
         self.transit, self._grown = transit, grown
         self._file, self._space = file, FreeList()
+        self.runs = RunTable()
+        self._writes: dict[int, Errand] = {}  # of runs that were not yet seen to be written
         self._generation = 0
 
     @property
@@ -134,14 +121,18 @@ class LayerExtents:
         if (more := aligned_up(nbytes) - self._space.size) > 0:
             self._grow(more)
 
-    def write(self, fill: Callable[[Tensor], None], needed: int, n_pages: int) -> PageRun:
+    def write(self, fill: Callable[[Tensor, int], int], needed: int, n_pages: int) -> int:
         """A new run of pages.
 
         Args:
-            fill: puts the bytes of the pages into (needed,) uint8.
+            fill: puts `needed` bytes and then 0 into (n,) uint8, and returns the CRC-32 of these bytes that begins with
+                the generation which it is given.
+
+        Returns:
+            Its number.
 
         Raises:
-            DataError: the disk is full. Another failure of the disk is in `PageRun.lost`.
+            DataError: the disk is full. Another failure of the disk is in `lost`.
         """
         assert 0 < needed <= self.transit.slot_bytes, "a run fits a slot"
         nbytes = aligned_up(needed)
@@ -151,59 +142,79 @@ class LayerExtents:
             offset = self._space.take(nbytes)
             assert offset is not None, "the file has grown by what was lacking"
         self._generation += 1
-        run = PageRun(offset, nbytes, needed, n_pages, self._generation, 0, n_pages, None)
+        number, generation = self.runs.add(offset, nbytes, needed, n_pages, self._generation), self._generation
 
         def filled(room: Tensor) -> None:
-            fill(room[:needed])
-            room[needed:] = 0
-            run.checksum = _checksum(run, room[:needed])
+            self.runs.checksum[number] = fill(room, generation)
 
-        run.written = self.transit.write(filled, self._file, offset, nbytes)
-        return run
+        self._writes[number] = self.transit.write(filled, self._file, offset, nbytes)
+        return number
 
-    def free(self, run: PageRun) -> None:
-        """None of its pages is held any more."""
-        run.lost()  # a write under way must not come after that of another run at this place
-        self._space.give_back(run.offset, run.nbytes)
+    def lost(self, runs: Numbers) -> dict[int, DataError]:
+        """Wait until some runs are written; why those failed that did."""
+        if not self._writes:
+            return {}
+        found: dict[int, DataError] = {}
+        for number in self._writes.keys() & set(runs.tolist()):
+            error = self._writes[number].finish()
+            if error is None:
+                del self._writes[number]
+            else:
+                found[number] = error
+        return found
 
-    def read(
-        self, runs: Iterable[PageRun], take: Callable[[PageRun, Tensor], None]
-    ) -> list[tuple[Errand, list[PageRun]]]:
-        """Read runs, neighbours together, and give the bytes of each to `take` in the background.
+    def free(self, number: int) -> None:
+        """No page of a run is held any more."""
+        write = self._writes.pop(number, None)
+        if write is not None:
+            write.finish()  # it must not come after that of another run at this place
+        self._space.give_back(int(self.runs.offset[number]), int(self.runs.nbytes[number]))
+        self.runs.remove(number)
+
+    def in_order(self, runs: Numbers) -> Numbers:
+        """(n,) which of some runs (n,) comes first in the file, which next."""
+        return np.argsort(self.runs.offset[runs])
+
+    def read(self, runs: Numbers, take: Take) -> list[tuple[Errand, slice]]:
+        """Read runs, neighbours together, and give their bytes to `take` in the background.
+
+        Args:
+            runs: (n,) in the order of their places.
 
         Returns:
-            What is waited for, and the runs that it reads. The error of an errand says that they are lost.
+            What is waited for, and the slice of the runs that it reads. The error of an errand says that they are lost.
         """
-        ordered = sorted(runs, key=lambda run: run.offset)
-        parts: list[list[PageRun]] = []
-        for run in ordered:
-            last = parts[-1] if parts else None
-            if (
-                last is not None and run.offset - (last[-1].offset + last[-1].nbytes) <= GAP
-                and run.offset + run.nbytes - last[0].offset <= self.transit.slot_bytes
-            ):  # fmt: skip
-                last.append(run)
-            else:
-                parts.append([run])
-        return [(self._read(part, take), part) for part in parts]
+        columns = self.runs.columns[:, runs]
+        begins, ends = columns[0].tolist(), (columns[0] + columns[1]).tolist()
+        assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), "runs are read in order"
+        errands, first, most = [], 0, self.transit.slot_bytes
+        for n in range(1, len(begins) + 1):
+            if n == len(begins) or begins[n] - ends[n - 1] > GAP or ends[n] - begins[first] > most:
+                part = slice(first, n)
+                errands.append((self._read(columns[:, part], part, take), part))
+                first = n
+        return errands
 
-    def _read(self, runs: list[PageRun], take: Callable[[PageRun, Tensor], None]) -> Errand:
-        begin, end = runs[0].offset, runs[-1].offset + runs[-1].nbytes
+    def _read(self, columns: Numbers, part: slice, take: Take) -> Errand:
+        offset, nbytes, needed, n_pages, generation, checksum, _ = columns
+        begin = int(offset[0])
+        length = int(offset[-1] + nbytes[-1]) - begin
+        runs = RunsInBuffer(offset - begin, n_pages, generation, checksum)
 
-        def split(data: Tensor) -> None:
-            for run in runs:
-                found = data[run.offset - begin : run.offset - begin + run.needed]
-                if _checksum(run, found) != run.checksum:
-                    raise DataError(
-                        f"{self._file.path} at offset {run.offset:,}: {run.needed:,} bytes of KV are not those that "
-                        f"were written (checksum {run.checksum:08x} of generation {run.generation}, read "
-                        f"{_checksum(run, found):08x}); ask again, and check the disk"
-                    )
-                take(run, found)
+        def checked(data: Tensor) -> None:
+            n = take(part, data, runs)
+            if n < len(offset):
+                place = int(runs.places[n])
+                found = crc32(data[place : place + int(needed[n])], int(generation[n]))
+                raise DataError(
+                    f"{self._file.path} at offset {offset[n]:,}: {needed[n]:,} bytes of KV are not those that were "
+                    f"written (checksum {checksum[n]:08x} of generation {generation[n]}, read {found:08x}); ask again, "
+                    "and check the disk"
+                )
 
-        self.transit.bytes_read += end - begin
-        extent = Extent(self._file, begin, end - begin, end - begin, 0)
-        return self.transit.loader.hand_on(extent, self.transit.slot_to_read(), split)
+        self.transit.bytes_read += length
+        extent = Extent(self._file, begin, length, length, 0)
+        return self.transit.loader.hand_on(extent, self.transit.slot_to_read(), checked)
 
     def close(self) -> None:
         """Close the file."""
@@ -213,7 +224,3 @@ class LayerExtents:
         self._file.grow(nbytes)
         self._space.grow(nbytes)
         self._grown(nbytes)
-
-
-def _checksum(run: PageRun, data: Tensor) -> int:
-    return crc32(data, run.generation)

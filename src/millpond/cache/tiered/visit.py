@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +12,40 @@ from torch import Tensor
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import Holder, read_pages, write_pages
-from millpond.cache.swap.rows import put_rows, take_rows
 from millpond.cache.tiered.away_pages import AwayPages
-from millpond.cache.tiered.extents import PageRun
-from millpond.cache.tiered.pages_into import PagesInto
+from millpond.cache.tiered.run_table import Numbers
 from millpond.errors import DataError
+from millpond.kernels.args.runs import RunsInBuffer, WantedPages
+from millpond.kernels.page_rows import PagePart, RowArrays, move_rows
+from millpond.kernels.page_runs import unpack_runs
 from millpond.tiers.loader import Errand
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRuns:
+    """Runs of which pages come into a pool.
+
+    Attributes:
+        runs: (n,) their numbers, in the order of their places. places: (m,) in `PageVisit.ids`, those of a run
+            together. first: (n + 1,) where those of each run begin in `places`, and the last ends.
+        wanted: (m,) which of their pages, and those of the pool. pages: of the pool.
+    """
+
+    runs: Numbers
+    places: Numbers
+    first: Numbers
+    wanted: WantedPages
+    pages: RowArrays
+
+    def take(self, part: slice, data: Tensor, runs: RunsInBuffer) -> int:
+        """Check some of the runs and put their pages into the pool, see `extents.Take`."""
+        first = self.first[part.start : part.stop + 1]
+        return unpack_runs(data, runs, self.pages, self.wanted, first)
+
+    def places_of(self, number: int) -> list[int]:
+        """Places of the pages of the run that is the `number`-th here."""
+        found: list[int] = self.places[self.first[number] : self.first[number + 1]].tolist()
+        return found
 
 
 @dataclass(slots=True)
@@ -30,7 +57,7 @@ class PageVisit:
         ids, counts: each of them once, and how often it is held. inverse: (held,) which of `ids`.
         pages: (ids,) where their content is put. lives: of `pages`, see `RefCountedPool.lives`.
         moved: (ids,) the page is the one that held the content all the time. full: (ids,) there was no free slot.
-        errands: reads under way, with the runs of each. take: what they give their runs to.
+        reads: what is read; None: nothing. errands: reads under way, with the runs of each, a slice of `reads`.
         failed: place in `ids` -> why it has no content.
     """
 
@@ -43,9 +70,9 @@ class PageVisit:
     lives: npt.NDArray[np.int64]
     moved: npt.NDArray[np.bool_]
     full: npt.NDArray[np.bool_]
-    errands: list[tuple[Errand, list[PageRun]]] = field(default_factory=list)
+    reads: WantedRuns | None = None
+    errands: list[tuple[Errand, slice]] = field(default_factory=list)
     failed: dict[int, DataError] = field(default_factory=dict)
-    take: Callable[[PageRun, Tensor], None] = lambda run, data: None
 
     # ------------------------------------------------------------------ in
 
@@ -57,8 +84,8 @@ class PageVisit:
             PoolFullError: there is no room; nothing was changed.
         """
         away, pool = _away(part), part.pool
-        held = part.page_lists.held()
-        ids, inverse, counts = np.unique(held, return_inverse=True, return_counts=True)
+        lists = part.page_lists
+        ids, inverse, counts = once(lists)
         stays = away.resident[ids] >= 0
         moved = stays & (away.refs(ids) == counts)
         pages = np.zeros(len(ids), dtype=np.int32)
@@ -67,10 +94,9 @@ class PageVisit:
         if copied.any():  # others hold it too
             write_pages(pool, pages[copied], read_pages(pool, away.resident[ids[copied]]))
         pages[moved] = away.hand_over(ids[moved])
-        lists = part.page_lists
         free = (part.region_lengths[:, None] < (lists.columns + 1) * pool.slots)[lists.owned_mask()]
-        full = np.bincount(inverse.reshape(-1), free, len(ids)) == 0
-        visit = cls(away, held, ids, inverse.reshape(-1), counts, pages, pool.lives(pages), moved, full)
+        full = np.bincount(inverse, free, len(ids)) == 0
+        visit = cls(away, ids[inverse], ids, inverse, counts, pages, pool.lives(pages), moved, full)
         visit._read(pool, ~stays)
         return visit
 
@@ -81,10 +107,13 @@ class PageVisit:
         if self.failed:
             self._fill_failed(pool)
         if away.patches.nbytes:
-            found, slots, rows = away.patches.of(self._places())
-            if len(found):
-                _put(pool, self.pages[found], slots, rows)
-        write_pages(pool, self.pages, read_pages(away, self.ids), sides_of(pool))
+            found, slots, which = away.patches.of(self._places())
+            rows = self.pages[found].astype(np.int64) * pool.slots + slots
+            source, target = RowArrays.of_tensors(away.patches.rows), RowArrays.of_slots(pool.arrays)
+            move_rows(source, which, target, rows, len(rows))
+        sides = PagePart.SIDES
+        source, target = RowArrays.of_pages(away.arrays, sides), RowArrays.of_pages(pool.arrays, sides)
+        move_rows(source, self.ids, target, self.pages, len(self.ids))
         if len(self.held) > len(self.ids):
             pool.retain(np.repeat(self.pages, self.counts - 1))
         part.exchange(lists_with(part, pool, self.pages[self.inverse]))
@@ -109,15 +138,15 @@ class PageVisit:
     # ------------------------------------------------------------------ after it was there
 
     def find(self, pool: RefCountedPool[Any], pages: PageIds) -> npt.NDArray[np.int64]:
-        """(n,) places in `ids` of some pages (n,), ascending; -1: other ones, or such that were free meanwhile."""
-        order = np.argsort(self.pages)
-        place = np.searchsorted(self.pages[order], pages)
-        place = order[np.minimum(place, len(order) - 1)] if len(order) else np.zeros(len(pages), dtype=np.int64)
-        same = np.zeros(len(pages), dtype=bool)
-        if len(order):
-            same = (self.pages[place] == pages) & (self.lives[place] == pool.lives(pages))
-        found: npt.NDArray[np.int64] = np.where(same, place, -1)
-        return found
+        """(n,) places in `ids` of some pages (n,); -1: other ones, or such that were free meanwhile."""
+        places = np.full(pool.n_pages, -1, dtype=np.int32)
+        mine = np.flatnonzero(self.pages < pool.n_pages)  # arenas at the end may be gone
+        places[self.pages[mine]] = mine
+        place: Numbers = places[pages].astype(np.int64)
+        known = np.flatnonzero(place >= 0)
+        other = self.lives[place[known]] != pool.lives(pages[known])
+        place[known[other]] = -1
+        return place
 
     # ------------------------------------------------------------------ internal
 
@@ -127,97 +156,57 @@ class PageVisit:
         return places
 
     def _read(self, pool: RefCountedPool[Any], wanted: npt.NDArray[np.bool_]) -> None:
-        numbers, rows = self.away.runs_of(self.ids)
+        extents, (numbers, rows) = self.away.extents, self.away.runs_of(self.ids)
         for place in np.flatnonzero(wanted & (numbers < 0)).tolist():
             self.failed[place] = DataError("keys and values of this text could not be written to the disk before")
         chosen = np.flatnonzero(wanted & (numbers >= 0))
-        chosen = chosen[np.argsort(numbers[chosen], kind="stable")]
-        each = np.split(chosen, np.flatnonzero(np.diff(numbers[chosen])) + 1) if len(chosen) else []
-        targets: dict[int, tuple[npt.NDArray[np.int64], PageIds]] = {}
-        runs: list[PageRun] = []
-        for places in each:
-            run = self.away.run(int(numbers[places[0]]))
-            error = run.lost()
-            if error is not None:
-                self.failed |= dict.fromkeys(places.tolist(), error)
-                continue
-            runs.append(run)
-            targets[id(run)] = rows[places], self.pages[places]
-
-        if not runs:
+        if lost := extents.lost(numbers[chosen]):
+            without = np.isin(numbers[chosen], [*lost])
+            for place in chosen[without].tolist():
+                self.failed[place] = lost[int(numbers[place])]
+            chosen = chosen[~without]
+        if not len(chosen):
             return
-        pages_into = PagesInto(pool)
-
-        def take(run: PageRun, data: Tensor) -> None:
-            which, pages = targets[id(run)]
-            pages_into.put(pages, data, run.n_pages, which)
-
-        self.take = take
-        self.errands = self.away.extents.read(runs, take)
+        chosen = chosen[np.argsort(extents.runs.offset[numbers[chosen]], kind="stable")]
+        of_each = numbers[chosen]
+        first = np.concatenate([[0], np.flatnonzero(np.diff(of_each)) + 1, [len(chosen)]])
+        to = WantedPages(rows[chosen], self.pages[chosen].astype(np.int64))
+        pages = RowArrays.of_pages(pool.arrays, PagePart.CONTENTS)
+        self.reads = WantedRuns(of_each[first[:-1]], chosen, first, to, pages)
+        self.errands = extents.read(self.reads.runs, self.reads.take)
 
     def _wait(self) -> None:
         """Of what was read together and failed, each run is read once more alone: it may be whole, or be so now."""
-        for errand, runs in self.errands:
-            if errand.finish() is None:
-                continue
-            for run in runs:
-                ((alone, _),) = self.away.extents.read([run], self.take)
-                if (error := alone.finish()) is not None:
-                    self._fail(run, error)
-        self.errands = []
+        errands, self.errands = self.errands, []
+        for errand, part in errands:
+            if errand.finish() is not None:
+                for number in range(part.start, part.stop):
+                    self._read_alone(number)
 
-    def _fail(self, run: PageRun, error: DataError) -> None:
-        numbers, _ = self.away.runs_of(self.ids)
-        for place, number in enumerate(numbers.tolist()):
-            if number >= 0 and self.away.run(number) is run:
-                self.failed[place] = error
+    def _read_alone(self, number: int) -> None:
+        reads = self.reads
+        assert reads is not None, "it was read with others"
+
+        def take(part: slice, data: Tensor, runs: RunsInBuffer) -> int:
+            return reads.take(slice(number, number + 1), data, runs)
+
+        ((errand, _),) = self.away.extents.read(reads.runs[number : number + 1], take)
+        if (error := errand.finish()) is not None:
+            self.failed |= dict.fromkeys(reads.places_of(number), error)
 
     def _fill_failed(self, pool: RefCountedPool[Any]) -> None:
         pages = self.pages[sorted(self.failed)]
-        empty = tuple(content.zero_() for content in read_pages(pool, pages, pool.arrays.contents))
-        write_pages(pool, pages, empty, pool.arrays.contents)
+        empty = tuple(content.zero_() for content in read_pages(pool, pages, PagePart.CONTENTS))
+        write_pages(pool, pages, empty, PagePart.CONTENTS)
 
 
-def packed(pool: RefCountedPool[Any], pages: PageIds, room: Tensor) -> None:
-    """Put the content of pages into room (n,) uint8, array after array."""
-    begin = 0
-    for content in read_pages(pool, pages, pool.arrays.contents):
-        room[begin : begin + content.nbytes] = content.reshape(-1).view(room.dtype)
-        begin += content.nbytes
-
-
-def slot_rows(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.int64]) -> list[Tensor]:
-    """The entries in some slots of pages, (n, dim) of each array of contents."""
-    found = []
-    for arenas in pool.arrays.contents:
-        flat = [arena.flatten(0, 1) for arena in arenas]
-        out = flat[0].new_empty(len(pages), flat[0].shape[1])
-        for arena, places, at in _slots_by_arena(pool, pages, slots):
-            put_rows(out, places, take_rows(flat[arena], at))
-        found.append(out)
-    return found
-
-
-def _put(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.int64], rows: list[Tensor]) -> None:
-    """Put entries into slots of pages."""
-    for arenas, content in zip(pool.arrays.contents, rows, strict=True):
-        for arena, places, at in _slots_by_arena(pool, pages, slots):
-            put_rows(arenas[arena].flatten(0, 1), at, content, places)
-
-
-def _slots_by_arena(pool: RefCountedPool[Any], pages: PageIds, slots: npt.NDArray[np.int64]) -> Any:
-    """For each arena its number, which of the slots lie in it, and their rows in all of its slots."""
-    per_arena = pool.arrays.pages_per_arena
-    arenas = pages // per_arena
-    for arena in np.unique(arenas).tolist():
-        places = np.flatnonzero(arenas == arena)
-        yield arena, places, (pages[places] % per_arena).astype(np.int64) * pool.slots + slots[places]
-
-
-def sides_of(pool: RefCountedPool[Any]) -> list[list[Tensor]]:
-    """Positions, scores and masses of a pool's pages, in arenas."""
-    arrays = pool.arrays
-    return [arrays.positions, arrays.scores, *([arrays.log_masses] if arrays.masses else [])]
+def once(lists: PageLists) -> tuple[PageIds, Numbers, Numbers]:
+    """The pages of lists once each, which of them each list holds, in the order of `PageLists.held`, and how often."""
+    held = lists.held()
+    if not lists.may_share:
+        return held, np.arange(len(held)), np.ones(len(held), dtype=np.int64)
+    ids, inverse, counts = np.unique(held, return_inverse=True, return_counts=True)
+    return ids, inverse.reshape(-1), counts
 
 
 def _away(part: Holder) -> AwayPages:

@@ -29,7 +29,6 @@ class PackedArrays(Arenas):
     scores: list[Tensor] = field(default_factory=list)
     log_masses: list[Tensor] = field(default_factory=list)
     bases: Tensor = field(default_factory=lambda: torch.zeros(5, 0, dtype=torch.int64))
-    _nbytes: int = 0
     slots: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,46 @@ struct PoolArgs {
   int64_t masses;  // whether there are log masses
 };
 
+// Arrays of rows that lie in arenas: row i of array k is row i % per_arena of the arena whose address is
+// bases[which[k] * n_arenas + i / per_arena].
+struct RowArrays {
+  const int64_t* bases;      // (n, n_arenas)
+  const int64_t* which;      // (n_arrays,)
+  const int64_t* row_bytes;  // (n_arrays,)
+  int64_t n_arrays, n_arenas;
+  int64_t per_arena;  // a power of two
+};
+
+// Rows of `from` become those of `to`, array after array; both have as many arrays, with rows of as many bytes.
+struct MoveRowsArgs {
+  RowArrays from, to;
+  const int64_t *from_rows, *to_rows;  // (n_rows,); null: 0 .. n_rows - 1
+  int64_t n_rows;
+};
+
+// Pages, written one after another for each array: a run. The rest of the room becomes 0.
+struct PackRunArgs {
+  RowArrays pages;
+  const int64_t* ids;  // (n_pages,)
+  int64_t n_pages;
+  uint8_t* room;  // (room_bytes,)
+  int64_t room_bytes;
+  int64_t generation;  // what the checksum begins with
+};
+
+// Runs in a buffer, some of whose pages become pages of arenas.
+struct UnpackRunsArgs {
+  RowArrays pages;
+  const uint8_t* data;
+  const int64_t* places;       // (n_runs,) where each begins in `data`
+  const int64_t* n_pages;      // (n_runs,) that it holds
+  const int64_t* generations;  // (n_runs,)
+  const int64_t* checksums;    // (n_runs,)
+  const int64_t* first;        // (n_runs + 1,) of `rows` and `ids`, those of each run
+  const int64_t *rows, *ids;   // pages of the run, and those of arenas
+  int64_t n_runs;
+};
+
 struct DecodeArgs {
   PoolArgs pool;
   const void* q;      // (S, Hq, key_dim)

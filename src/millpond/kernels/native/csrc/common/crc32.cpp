@@ -1,6 +1,7 @@
 // CRC-32 as zlib computes it (reflected polynomial 0xEDB88320), by products without carries.
+#include "common/crc32.hpp"
+
 #include <array>
-#include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -67,18 +68,28 @@ MP_CLMUL uint32_t by_products(uint32_t state, const uint8_t* p, int64_t n) {
 #endif
 
 }  // namespace
+
+bool has_crc32() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("pclmul");
+#else
+  return false;
+#endif
+}
+
+uint32_t crc32(const void* data, int64_t n, uint32_t before) {
+  const uint8_t* p = static_cast<const uint8_t*>(data);
+#if defined(__x86_64__)
+  if (n >= 64) return ~by_products(~before, p, n);
+#endif
+  return ~by_bytes(~before, p, n);
+}
+
 }  // namespace mp
 
 // The checksum of n bytes that follow others whose checksum is `before` (0: none do); -1 where this CPU multiplies
 // with carries only.
 extern "C" __attribute__((visibility("default"))) int64_t mp_crc32(const void* data, int64_t n, uint32_t before) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("pclmul")) return -1;
-  const uint8_t* p = static_cast<const uint8_t*>(data);
-  return int64_t(uint32_t(~(n < 64 ? mp::by_bytes(~before, p, n) : mp::by_products(~before, p, n))));
-#else
-  (void)data, (void)n, (void)before;
-  return -1;
-#endif
+  return mp::has_crc32() ? int64_t(mp::crc32(data, n, before)) : -1;
 }

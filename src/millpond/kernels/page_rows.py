@@ -1,0 +1,165 @@
+"""Arrays of rows in arenas, such as the pages of a pool or slots of them, and moves of rows between such arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from millpond.kernels.arenas import Arenas
+from millpond.kernels.eager.rows import put_rows, take_rows
+from millpond.kernels.native import library, page_rows
+
+Rows = npt.NDArray[np.integer[Any]]
+#: Rows per arena of arrays that lie in one piece.
+_ONE_PIECE = 1 << 62
+
+
+class PagePart(Enum):
+    """Which arrays of a page: keys and values, or codes; positions, scores and masses; or all."""
+
+    CONTENTS = "contents"
+    SIDES = "sides"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowArrays:
+    """Arrays with as many rows each, cut into arenas of equal size, of which the last may be shorter.
+
+    Attributes:
+        arenas: of each array, tensors (per_arena, ...). per_arena: rows, a power of two.
+        row_bytes: of each array; empty where they were not counted.
+        numbers: struct of the native kernels; None where they do not serve these arrays.
+        memory: what `numbers` points to besides the arenas.
+    """
+
+    arenas: Sequence[Sequence[Tensor]]
+    per_arena: int
+    row_bytes: tuple[int, ...] = ()
+    numbers: tuple[int, ...] | None = None
+    memory: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of_pages(cls, arrays: Arenas, part: PagePart) -> RowArrays:
+        """Pages of a pool, a row for each; good until the pool has other arenas."""
+        return arrays.derived(part, lambda: cls._of_pages(arrays, part))
+
+    @classmethod
+    def of_slots(cls, arrays: Arenas) -> RowArrays:
+        """Slots of a pool's pages of natural rows, keys and values; slot s of page p is row `p * slots + s`."""
+        return arrays.derived(RowArrays.of_slots, lambda: cls._of_slots(arrays))
+
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> RowArrays:
+        """Tensors (n, ...) of as many rows each."""
+        arenas = [[x] for x in tensors]
+        if not all(x.is_cpu and x.is_contiguous() for x in tensors):
+            return cls(arenas, _ONE_PIECE)
+        n, row_bytes = len(tensors), tuple(map(_row_bytes, tensors))
+        table = torch.tensor([*(x.data_ptr() for x in tensors), *range(n), *row_bytes])
+        begin = table.data_ptr()
+        numbers = (begin, begin + 8 * n, begin + 16 * n, n, 1, _ONE_PIECE)
+        return cls(arenas, _ONE_PIECE, row_bytes, numbers, (table,))
+
+    @classmethod
+    def _of_pages(cls, arrays: Arenas, part: PagePart) -> RowArrays:
+        sides = [arrays.positions, arrays.scores, *([arrays.log_masses] if arrays.masses else [])]
+        contents = arrays.contents
+        chosen = [*(contents if part is not PagePart.SIDES else []), *(sides if part is not PagePart.CONTENTS else [])]
+        in_bases = [*range(len(contents) if part is not PagePart.SIDES else 0)]
+        in_bases += range(2, 2 + len(sides)) if part is not PagePart.CONTENTS else []
+        return cls._of(chosen, arrays.pages_per_arena, arrays, in_bases)
+
+    @classmethod
+    def _of_slots(cls, arrays: Arenas) -> RowArrays:
+        slots = arrays.slots
+        flat = [[arena.flatten(0, 1) for arena in arenas] for arenas in arrays.contents]
+        return cls._of(flat, arrays.pages_per_arena * slots, arrays, [*range(len(flat))])
+
+    @classmethod
+    def _of(cls, arenas: list[list[Tensor]], per_arena: int, arrays: Arenas, in_bases: list[int]) -> RowArrays:
+        """
+        Args:
+            in_bases: rows of `bases` with the addresses of the arrays.
+        """
+        if arrays.device.type != "cpu" or not arrays.n_arenas:
+            return cls(arenas, per_arena)
+        n, row_bytes = len(arenas), tuple(_row_bytes(pieces[0]) for pieces in arenas)
+        table = torch.tensor([*in_bases, *row_bytes])
+        begin, bases = table.data_ptr(), arrays.bases
+        numbers = (bases.data_ptr(), begin, begin + 8 * n, n, bases.shape[1], per_arena)
+        return cls(arenas, per_arena, row_bytes, numbers, (table, bases))
+
+    def empty(self, n: int) -> list[Tensor]:
+        """Tensors (n, ...) on the CPU for rows of each array; (0,) of arrays without arenas."""
+        return [
+            torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype) if pieces else torch.empty(0)
+            for pieces in self.arenas
+        ]
+
+
+def move_rows(source: RowArrays, source_rows: Rows | None, target: RowArrays, target_rows: Rows | None, n: int) -> None:
+    """Let rows of one group of arrays be rows of another; Python's lock is free meanwhile.
+
+    Args:
+        source_rows, target_rows: (n,) which; None: the first n. Those of the target differ.
+    """
+    if not n:
+        return
+    if source.numbers is not None and target.numbers is not None and serves():
+        assert source.row_bytes == target.row_bytes, "rows of one size"
+        page_rows.move(source.numbers, source_rows, target.numbers, target_rows, n)
+        return
+    for pieces, others in zip(source.arenas, target.arenas, strict=True):
+        _put(others, target.per_arena, target_rows, _taken(pieces, source.per_arena, source_rows, n))
+
+
+def take(source: RowArrays, rows: Rows) -> list[Tensor]:
+    """Rows (n,) of each array, on the CPU, as a copy (n, ...); (0,) of arrays that never had an arena."""
+    found = source.empty(len(rows))
+    if all(source.arenas):
+        move_rows(source, rows, RowArrays.of_tensors(found), None, len(rows))
+    return found
+
+
+def serves() -> bool:
+    """Whether native kernels move rows on the CPU."""
+    return os.environ.get("MILLPOND_KERNELS", "auto") != "reference" and library.load() is not None
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return prod(rows.shape[1:]) * rows.element_size()
+
+
+def _by_arena(per_arena: int, rows: Rows) -> list[tuple[int, Rows, Rows]]:
+    """For each arena that holds some of the rows: its number, which of `rows` (n,), and their rows in it."""
+    rows = rows.astype(np.int64)
+    arenas = rows // per_arena
+    places = ((arena, np.flatnonzero(arenas == arena)) for arena in np.unique(arenas).tolist())
+    return [(arena, which, rows[which] % per_arena) for arena, which in places]
+
+
+def _taken(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, n: int) -> Tensor:
+    rows = np.arange(n) if rows is None else rows
+    parts = _by_arena(per_arena, rows)
+    if len(parts) == 1:
+        return take_rows(pieces[parts[0][0]], parts[0][2])
+    found = torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype)
+    for arena, which, there in parts:
+        put_rows(found, which, take_rows(pieces[arena], there))
+    return found
+
+
+def _put(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, content: Tensor) -> None:
+    rows = np.arange(len(content)) if rows is None else rows
+    for arena, which, there in _by_arena(per_arena, rows):
+        put_rows(pieces[arena], there, content, which)
