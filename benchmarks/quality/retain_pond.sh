@@ -1,11 +1,11 @@
 #!/bin/sh
 # Heads and gates of pond-text and pond-text-long: texts, training, and what they keep of running text and of facts.
 #   MODEL=pond-text-long DATA=FOLDER BOOKS=FOLDER benchmarks/quality/retain_pond.sh texts|train|gate|newest|text|recall|tables ...
-# DATA holds great_expectations.txt, which is evaluated on, and the_adventures_of_sherlock_holmes.txt, which chooses the
-# newest share; BOOKS (by default DATA) the novels to train on, from which both and the other held-out ones are left out.
+# DATA holds great_expectations.txt, which is evaluated on, and the_adventures_of_sherlock_holmes.txt, which chooses
+# how many of the newest stay; BOOKS (by default DATA) the novels to train on, from which both and the other held-out ones are left out.
 # Everything goes on where it stopped. OUT: folder of heads and results. HEADS: file of heads to evaluate, by default
 # those that are found by the model's mark; GATE likewise. STEPS, MINUTES: of a training. SAMPLES: windows of a row.
-# CONTEXTS: with six questions each. RECENT, WINDOW: newest share of locret, newest entries of the gate, in running text.
+# CONTEXTS: with six questions each. RECENT, WINDOW: newest entries in running text, of locret and of the gate.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 bin=$root/${BIN:-.venv/bin}
@@ -19,7 +19,7 @@ cd "${DATA:?names a folder with the texts}"
 
 heads=${HEADS:+:heads=$HEADS}
 gates=${GATE:+:gate=$GATE}
-share=${RECENT:-0.7}
+newest=${RECENT:-40}
 window=${WINDOW:-102}
 judged=text:path=great_expectations.txt:context_len=1024:stride=1280
 chosen=text:path=the_adventures_of_sherlock_holmes.txt:context_len=1024:stride=1280
@@ -46,28 +46,49 @@ for part in "$@"; do
         --max-minutes "${MINUTES:-60}" --threads 1 --card --out "$out/$model-gate.safetensors"
       ;;
     newest)
-      # which newest share running text takes: chosen on another book than it is judged on
-      for recent in 0.1 0.3 0.5 0.6 0.7 0.8 0.9; do
-        list=${list:+$list,}locret$heads:recent=$recent,locret$heads:decode=evict:recent=$recent
+      # how many of the newest entries running text takes: chosen on another book than it is judged on
+      list=full,ada
+      for recent in 0.1 0.5 0.8; do
+        list=$list,locret$heads:recent=$recent
       done
-      for newest in 16 64 102 144; do
-        list=$list,attention_gate$gates:decode=grow:window=$newest,attention_gate$gates:window=$newest
+      for recent in 20 40 102; do
+        list=$list,locret$heads:compete=model:recent=$recent
       done
-      evaluate newest --samples "${SAMPLES:-60}" --tasks "$chosen" --budget 20% --method "full,$list"
+      for recent in 40 102 144; do
+        list=$list,locret$heads:compete=layer:decode=evict:recent=$recent
+      done
+      for recent in 16 102 144; do
+        list=$list,attention_gate$gates:decode=grow:window=$recent
+      done
+      evaluate newest --samples "${SAMPLES:-60}" --tasks "$chosen" --budget 20% --method "$list"
       ;;
     text)
-      # ada and snapkv grow behind the prompt, window, streaming and h2o do not: locret and the gate both ways
+      # ada, snapkv and locret grow behind the prompt unless they are told to evict; window, streaming and h2o do not
       evaluate text --samples "${SAMPLES:-60}" --tasks "$judged" --budget 20% \
         --method "full,ada,snapkv,ada:score=snapkv/decode=evict,window,streaming,h2o:recent=0.8,locret$heads,\
-locret$heads:recent=$share,locret$heads:decode=evict:recent=$share,\
+locret$heads:compete=model:recent=$newest,locret$heads:compete=layer:decode=evict:recent=$window,\
 attention_gate$gates:decode=grow:window=$window,attention_gate$gates:window=$window"
       ;;
     recall)
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" --method full
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" --budget 20%,10% \
-        --method "window,h2o,snapkv,ada,keydiff,kvzip,kvzip:across=true,locret$heads,locret$heads:recent=$share"
+        --method "window,h2o,snapkv,ada,keydiff,kvzip,kvzip:across=true,locret$heads,\
+locret$heads:compete=model:recent=$newest"
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" \
         --method "attention_gate$gates,attention_gate$gates:window=$window"
+      ;;
+    tables)
+      for name in newest text; do
+        if [ -d "$out/$name" ]; then
+          "$bin/python" "$quality/real_text.py" "$out/$name" --windows "${SAMPLES:-60}" --out "$out/$name.json"
+        fi
+      done
+      # the same windows beside the best of the methods without training, those that grow and those that do not
+      "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-60}" --against ada 20% \
+        --out "$out/text-ada.json"
+      "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-60}" --against streaming 20% \
+        --out "$out/text-streaming.json"
+      "$bin/python" "$quality/real_recall.py" "$out/recall" --out "$out/recall.json"
       ;;
     *)
       echo "no part '$part': texts, train, gate, newest, text, recall or tables" >&2
