@@ -41,18 +41,16 @@ def written(books: Path, facts: str, monkeypatch: pytest.MonkeyPatch) -> list[di
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(("facts", "read"), [("prose", {"book0", "book4", "book5", "book6", "book3"}), ("pond", {"book0", "book1"})])
+@pytest.mark.parametrize(("facts", "left_out"), [("prose", {1, 2}), ("pond", {2, 3, 4, 5, 6})])
 def test_books_of_the_evaluation_are_left_out(
-    facts: str, read: set[str], books: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    facts: str, left_out: set[int], books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = written(books, facts, monkeypatch)
-    found = {book for row in rows for book in re.findall(r"book\d", " ".join(row.values()))}
-    assert found <= read
-    assert "book0" in found
+    found = {int(book) for row in rows for book in re.findall(r"book(\d)", " ".join(row.values()))}
+    assert found == set(range(7)) - left_out
     assert sum("text" in row for row in rows) == len(rows) // 2
     for row in rows[::2]:
-        for answer in re.findall(r"\w+(?=\.$|\. What| \.)", row["answer"]):
-            assert answer in row["context"]
+        assert row["answer"].rstrip(".").split()[-1] in row["context"]
 
 
 def test_facts_of_training_are_not_those_that_are_asked_for(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +59,6 @@ def test_facts_of_training_are_not_those_that_are_asked_for(books: Path, monkeyp
     asked = {name for sample in samples for name in subjects(sample.context)}
     assert min(len(learned), len(asked)) > 40
     assert not {name.split()[-1] for name in learned} & {name.split()[-1] for name in asked}
-    firsts = {name.split()[0].removesuffix("'s") for name in learned & asked}
-    assert not firsts
 
 
 def subjects(text: str) -> set[str]:

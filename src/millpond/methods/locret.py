@@ -63,8 +63,8 @@ def locret(
     """
     if compete == "model" and (prefill == "chunks" or decode == "evict"):
         raise OptionError(
-            f"locret: with prefill={prefill!r} and decode={decode!r} layers cannot compete, which takes one plan at the "
-            "prompt's end; use compete='layer', or prefill='once' with decode='grow' or 'once'"
+            f"locret: with prefill={prefill!r} and decode={decode!r} layers cannot compete, which takes one plan at "
+            "the prompt's end; use compete='layer', or prefill='once' with decode='grow' or 'once'"
         )
     grace = 1 if decode == "evict" else 0  # an entry gets its score when its step has stored it
     return Policy(

@@ -85,7 +85,6 @@ class RetainingHeads(TrainedNetworks[LayerHeads]):
         batch, n = features.shape[:2]
         return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
 
-
     def expecting(self) -> RetainingHeads:
         """The same networks, whose scores are the labels that they expect, one unit for all heads and layers.
 
