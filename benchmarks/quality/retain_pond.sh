@@ -42,7 +42,7 @@ for part in "$@"; do
     gate)
       # begins with the heads; a tenth of 1,024 tokens are the newest
       "$bin/millpond" train gate --model "$model" --data "$out/texts.jsonl" --length 896,1152 \
-        --start "$out/$model.safetensors" --hidden 384 --window 102 --target-keep 20% --steps "${STEPS:-400}" \
+        --start "$out/$model.safetensors" --hidden 384 --window 102 --target-keep 20% --steps "${STEPS:-240}" \
         --max-minutes "${MINUTES:-60}" --threads 1 --card --out "$out/$model-gate.safetensors"
       ;;
     newest)

@@ -180,11 +180,12 @@ def test_what_is_decoded_is_scored_for_a_later_turn() -> None:
 
 
 def raised(heads: RetainingHeads, head: int, by: float) -> RetainingHeads:
-    """The same with higher labels of one KV head."""
+    """The same with higher labels of one KV head, and quantiles that would not compare."""
     (layer,) = heads.layers
     b2 = layer.b2.clone()
     b2[head] += by
-    return RetainingHeads([replace(layer, b2=b2)], heads.model, heads.name, heads.facts)
+    quantiles = torch.stack([WIDE, WIDE * 5])
+    return RetainingHeads([replace(layer, b2=b2, quantiles=quantiles)], heads.model, heads.name, heads.facts)
 
 
 @pytest.mark.parametrize("by", [0.0, 0.7, 40.0])
