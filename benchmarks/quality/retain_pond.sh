@@ -1,8 +1,10 @@
 #!/bin/sh
 # Heads and gates of pond-text and pond-text-long: texts, training, and what they keep of running text and of facts.
-#   MODEL=pond-text-long DATA=FOLDER BOOKS=FOLDER benchmarks/quality/retain_pond.sh texts|train|gate|newest|text|recall|tables ...
+#   MODEL=pond-text-long DATA=FOLDER BOOKS=FOLDER \
+#     benchmarks/quality/retain_pond.sh texts|train|gate|newest|text|recall|tables ...
 # DATA holds great_expectations.txt, which is evaluated on, and the_adventures_of_sherlock_holmes.txt, which chooses
-# how many of the newest stay; BOOKS (by default DATA) the novels to train on, from which both and the other held-out ones are left out.
+# how many of the newest stay; BOOKS (by default DATA) the novels to train on, from which both and the other held-out
+# ones are left out.
 # Everything goes on where it stopped. OUT: folder of heads and results. HEADS: file of heads to evaluate, by default
 # those that are found by the model's mark; GATE likewise. STEPS, MINUTES: of a training. SAMPLES: windows of a row.
 # CONTEXTS: with six questions each. RECENT, WINDOW: newest entries in running text, of locret and of the gate.
@@ -47,26 +49,15 @@ for part in "$@"; do
       ;;
     newest)
       # how many of the newest entries running text takes: chosen on another book than it is judged on
-      list=full,ada
-      for recent in 0.1 0.5 0.8; do
-        list=$list,locret$heads:recent=$recent
-      done
-      for recent in 20 40 102; do
-        list=$list,locret$heads:compete=model:recent=$recent
-      done
-      for recent in 40 102 144; do
-        list=$list,locret$heads:compete=layer:decode=evict:recent=$recent
-      done
-      for recent in 16 102 144; do
-        list=$list,attention_gate$gates:decode=grow:window=$recent
-      done
-      evaluate newest --samples "${SAMPLES:-60}" --tasks "$chosen" --budget 20% --method "$list"
+      evaluate newest --samples "${SAMPLES:-60}" --tasks "$chosen" --budget 20% --method "full,ada,locret$heads:recent=0.1,\
+locret$heads:recent=0.5,locret$heads:recent=0.8,locret$heads:compete=model:recent=20,\
+locret$heads:compete=model:recent=40,locret$heads:compete=model:recent=102"
       ;;
     text)
-      # ada, snapkv and locret grow behind the prompt unless they are told to evict; window, streaming and h2o do not
+      # ada, snapkv and locret grow behind the prompt unless decode=evict; window, streaming and h2o do not
       evaluate text --samples "${SAMPLES:-60}" --tasks "$judged" --budget 20% \
         --method "full,ada,snapkv,ada:score=snapkv/decode=evict,window,streaming,h2o:recent=0.8,locret$heads,\
-locret$heads:compete=model:recent=$newest,locret$heads:compete=layer:decode=evict:recent=$window,\
+locret$heads:recent=0.8,locret$heads:compete=model:recent=$newest,locret$heads:compete=layer:decode=evict:recent=$window,\
 attention_gate$gates:decode=grow:window=$window,attention_gate$gates:window=$window"
       ;;
     recall)
@@ -78,11 +69,10 @@ locret$heads:compete=model:recent=$newest"
         --method "attention_gate$gates,attention_gate$gates:window=$window"
       ;;
     tables)
-      for name in newest text; do
-        if [ -d "$out/$name" ]; then
-          "$bin/python" "$quality/real_text.py" "$out/$name" --windows "${SAMPLES:-60}" --out "$out/$name.json"
-        fi
-      done
+      if [ -d "$out/newest" ]; then
+        "$bin/python" "$quality/real_text.py" "$out/newest" --windows "${SAMPLES:-60}" --out "$out/newest.json"
+      fi
+      "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-60}" --out "$out/text.json"
       # the same windows beside the best of the methods without training, those that grow and those that do not
       "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-60}" --against ada 20% \
         --out "$out/text-ada.json"
