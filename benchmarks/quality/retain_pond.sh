@@ -57,8 +57,10 @@ locret$heads:compete=model:recent=40,locret$heads:compete=model:recent=102"
       # ada, snapkv and locret grow behind the prompt unless decode=evict; window, streaming and h2o do not
       evaluate text --samples "${SAMPLES:-60}" --tasks "$judged" --budget 20% \
         --method "full,ada,snapkv,ada:score=snapkv/decode=evict,window,streaming,h2o:recent=0.8,locret$heads,\
-locret$heads:recent=0.8,locret$heads:compete=model:recent=$newest,locret$heads:compete=layer:decode=evict:recent=$window,\
-attention_gate$gates:decode=grow:window=$window,attention_gate$gates:window=$window"
+locret$heads:recent=0.8,locret$heads:compete=model:recent=$newest,locret$heads:compete=layer:decode=evict:recent=$window"
+      # the gate says itself how much stays, each layer another share
+      evaluate text --samples "${SAMPLES:-60}" --tasks "$judged" \
+        --method "attention_gate$gates:decode=grow:window=$window,attention_gate$gates:window=$window"
       ;;
     recall)
       evaluate recall --samples "${CONTEXTS:-60}" --protocol agnostic --tasks "$facts" --method full
