@@ -56,7 +56,7 @@ locret$heads:compete=model:recent=40,locret$heads:compete=model:recent=102"
     text)
       # ada, snapkv and locret grow behind the prompt unless decode=evict; window, streaming and h2o do not
       evaluate text --samples "${SAMPLES:-60}" --tasks "$judged" --budget 20% \
-        --method "full,ada,snapkv,ada:score=snapkv/decode=evict,window,streaming,h2o:recent=0.8,locret$heads,\
+        --method "full,oracle,ada,snapkv,ada:score=snapkv/decode=evict,window,streaming,h2o:recent=0.8,locret$heads,\
 locret$heads:recent=0.8,locret$heads:compete=model:recent=$newest,locret$heads:compete=layer:decode=evict:recent=$window"
       # the gate says itself how much stays, each layer another share
       evaluate text --samples "${SAMPLES:-60}" --tasks "$judged" \
@@ -81,6 +81,7 @@ locret$heads:compete=model:recent=$newest"
       "$bin/python" "$quality/real_text.py" "$out/text" --windows "${SAMPLES:-60}" --against streaming 20% \
         --out "$out/text-streaming.json"
       "$bin/python" "$quality/real_recall.py" "$out/recall" --out "$out/recall.json"
+      "$bin/python" "$quality/real_recall.py" "$out/recall" --against keydiff 20% --out "$out/recall-keydiff.json"
       ;;
     *)
       echo "no part '$part': texts, train, gate, newest, text, recall or tables" >&2
