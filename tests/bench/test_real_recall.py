@@ -80,3 +80,12 @@ def test_the_first_contexts_alone_are_compared_where_that_is_asked_for(
     assert [rows[name]["score"]["mean"] for name in ("full", "h2o", "window")] == [1.0, 0.5, 0.5]
     assert script.compared(*script.read(folder), (0, 5)) == []  # there are four
     assert "facts agnostic full  auto: 8 of 8 questions" in capsys.readouterr().out
+
+
+def test_another_cell_can_be_the_reference(script: ModuleType, folder: Path) -> None:
+    against = ("h2o", "20%")
+    rows = script.compared(*script.read(folder), None, against)
+    assert {row["method"]: row["difference"]["mean"] for row in rows} == {"full": 0.375, "h2o": 0.0}
+    text = script.page(rows, against)
+    assert "difference to h2o 20%, 95 %" in text
+    assert text.count("to +") == 1  # the reference's own difference is left out

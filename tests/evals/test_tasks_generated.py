@@ -13,6 +13,7 @@ import pytest
 from millpond.errors import DataError, OptionError
 from millpond.evals.data import pond_tasks
 from millpond.evals.sample import Question, Sample
+from millpond.models.pond.english_facts import FORMS
 from tests.helpers.evals.task_help import build, count, draw, gpt2, total, word_tokenizer, write_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -32,6 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "copy": {},
     "prose_facts": {"questions": 3},
     "prose_facts phrase": {"answer": "phrase", "questions": 2},
+    "pond_facts": {"questions": 3},
+    "pond_facts word": {"answer": "word", "questions": 2},
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -189,6 +192,8 @@ def test_wrong_options_say_what_is_right() -> None:
         ("prose_facts", {"answer": "name"}, "answer='name' must be one of 'number', 'phrase'"),
         ("prose_facts", {"facts": 9}, "facts=9 must be at most 8"),
         ("prose_facts", {"questions": 5}, "questions=5 is more than facts=4"),
+        ("pond_facts", {"questions": 7}, "questions=7 is more than facts=6"),
+        ("pond_facts", {"facts": 500}, "facts=500 must be at most"),
     ):
         with pytest.raises(OptionError, match=message):
             build(name, **options)
@@ -235,6 +240,17 @@ def test_the_answers_of_prose_have_five_to_nine_tokens_and_are_wanted_whole() ->
                 (value,) = question.references
                 assert len(value if answer == "number" else value.split()) == 7
                 assert task.score(question, f" {value[:-1]}") == 0.0
+
+
+def test_facts_of_the_text_models_are_asked_as_they_were_trained(tmp_path: Path) -> None:
+    kinds = [sample.questions for sample in draw(build("pond_facts"), word_tokenizer(), FORMS)]
+    assert len({re.split(" (?:of|does|has|for) ", questions[0].text)[0] for questions in kinds}) >= 4
+    for answer, value in (("number", r"\d{3,5}"), ("word", r"[a-z]+")):
+        for sample in draw(build("pond_facts", answer=answer, questions=6), word_tokenizer(), 3):
+            references = [reference for question in sample.questions for reference in question.references]
+            assert len(set(references)) == 6
+            assert all(re.fullmatch(value, reference) for reference in references)
+            assert all(question.text.startswith((" What ", " At which ")) for question in sample.questions)
 
 
 SQUAD = {
@@ -332,6 +348,8 @@ class TestPond:
             draw(build("piqa"), word_tokenizer())
         with pytest.raises(OptionError, match="prose_facts: pond-recall knows none of its words"):
             draw(build("prose_facts"), word_tokenizer())
+        with pytest.raises(OptionError, match="pond_facts: pond-recall knows none of its words"):
+            draw(build("pond_facts"), word_tokenizer())
         assert asked == []
 
 

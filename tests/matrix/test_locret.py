@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import millpond as mp
+from millpond.bench.methods.random_heads import random_heads
 from millpond.cache.entries import read_write
+from millpond.hf import retaining_heads
+from millpond.policy.retaining.heads import RetainingHeads
 from tests.helpers.hf.families import left_padded, shared_model
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.hidden import equals_a_mask
@@ -36,6 +40,27 @@ def _known_to_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_matrix(check: str) -> None:
     CHECKS[check]("locret")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_matrix_with_heads_that_compete(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.METHODS, "locret", {**EVICT, "compete": "layer"})
+    CHECKS[check]("locret")
+
+
+@pytest.mark.parametrize("raised", [0, 1])
+def test_layers_compete_for_the_budget_of_the_model(raised: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer whose labels are all higher holds all that the other does not protect."""
+    given = random_heads(llama())
+    layers = [replace(heads, b2=heads.b2 + 50.0 * (i == raised)) for i, heads in enumerate(given.layers)]
+    heads = RetainingHeads(layers, given.model, given.name, given.facts)
+    monkeypatch.setattr(retaining_heads, "heads_of_package", lambda model: heads)
+    ids = torch.arange(2, 62)[None]
+    with torch.no_grad(), mp.compress(llama(), "locret", 20, sinks=1, recent=2, compete="model") as cache:
+        llama()(input_ids=ids, cache=cache)
+        stored = [[len(head) for head in cache.positions(layer)] for layer in (0, 1)]
+    assert stored[1 - raised] == [3] * len(stored[0])
+    assert sum(map(sum, stored)) == 20 * 2 * len(stored[0])
 
 
 def test_drop_equals_mask() -> None:

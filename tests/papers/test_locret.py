@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,54 @@ def test_what_is_decoded_is_scored_for_a_later_turn() -> None:
     read(whole, q, k, v, 0, 60)
     assert torch.equal(cache.read(0).scores, whole.read(0).scores)
     assert (cache.read(0).scores[:, 30:45] != 0).all()
+
+
+# ---------------------------------------------------------------------- heads that compete
+
+
+def raised(heads: RetainingHeads, head: int, by: float) -> RetainingHeads:
+    """The same with higher labels of one KV head, and quantiles that would not compare."""
+    (layer,) = heads.layers
+    b2 = layer.b2.clone()
+    b2[head] += by
+    quantiles = torch.stack([WIDE, WIDE * 5])
+    return RetainingHeads([replace(layer, b2=b2, quantiles=quantiles)], heads.model, heads.name, heads.facts)
+
+
+@pytest.mark.parametrize("by", [0.0, 0.7, 40.0])
+@pytest.mark.parametrize("options", [{}, {"prefill": "chunks", "chunk": 60}])
+def test_competing_heads_keep_the_best_entries_of_all(by: float, options: dict[str, Any]) -> None:
+    """28 entries of two heads: the first 2 and newest 3 of each, and of the rest those with the highest raw scores."""
+    heads, (q, k, v) = raised(heads_of(4, 2, 6, seed=4), 1, by), text(seed=4)
+    cache = layer_cache(policy_of(heads, sinks=2, recent=3, compete="layer", **options), 14, slots=1)
+    read(cache, q, k, v, 0, 60)
+    rest = sorted((s, head, t) for head, own in enumerate(plain_scores(heads, q, k, v)) for t, s in enumerate(own)
+                  if 2 <= t < 57)[-18:]  # fmt: skip
+    expected = [sorted([0, 1, 57, 58, 59, *(t for _, h, t in rest if h == head)]) for head in range(2)]
+    assert sets(cache) == expected
+    if by == 40.0:
+        assert [len(own) for own in expected] == [5, 23]
+
+
+def test_without_competition_a_raised_head_keeps_no_more() -> None:
+    heads, (q, k, v) = raised(heads_of(4, 2, 6, seed=4), 1, 40.0), text(seed=4)
+    cache = layer_cache(policy_of(heads, sinks=2, recent=3), 14, slots=1)
+    read(cache, q, k, v, 0, 60)
+    assert [len(own) for own in sets(cache)] == [14, 14]
+
+
+def test_heads_of_logits_do_not_compete() -> None:
+    given = heads_of(4, 2, 6)
+    heads = RetainingHeads(given.layers, given.model, given.name, {"label": "logit"})
+    with pytest.raises(OptionError, match=r"trained with --label logit, .* do not compare"):
+        policy_of(heads, compete="layer")
+    assert policy_of(heads).entry_scores is heads
+
+
+def test_layers_compete_in_one_plan_at_the_end_of_the_prompt() -> None:
+    for options in ({"prefill": "chunks"}, {"decode": "evict"}):
+        with pytest.raises(OptionError, match="layers cannot compete"):
+            locret(compete="model", **options)
 
 
 # ---------------------------------------------------------------------- the paper's training

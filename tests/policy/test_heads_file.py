@@ -14,11 +14,14 @@ import millpond as mp
 from millpond.bench.methods.random_heads import random_heads
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf import retaining_heads
-from millpond.hf.retaining_heads import heads_finder
-from millpond.models.installed import heads_files
+from millpond.hf.calibration.load import model_mark
+from millpond.hf.retaining_heads import gates_finder, heads_finder
+from millpond.models import installed
+from millpond.models.installed import SEPARATE, heads_files, installed_folder
 from millpond.models.load import load_model
 from millpond.policy.retaining.file import about_file, heads_of, save_heads
 from tests.helpers.matrix.models import llama
+from tests.helpers.models import needs_pond_text
 from tests.helpers.random_heads import HEADS_OF_PACKAGE
 
 
@@ -99,11 +102,40 @@ def test_a_model_without_heads_is_told_how_to_train_them(monkeypatch: pytest.Mon
         mp.compress(llama(), "locret", 16)
 
 
-def test_the_heads_of_the_package_are_found_by_the_mark() -> None:
-    for file in heads_files():
+def test_files_are_small_and_have_cards() -> None:
+    files = heads_files()
+    assert {"pond-recall.safetensors", "pond-recall-gate.safetensors"} <= {file.name for file in files}
+    for file in files:
         assert file.stat().st_size <= 2_500_000
+        card = file.with_suffix(".md").read_text(encoding="utf-8")
+        assert f"`{about_file(file)['model'][:12]}`" in card
+        assert f"{file.stat().st_size:,} bytes on disk" in card
+
+
+def test_the_heads_of_the_package_are_found_by_the_mark() -> None:
     for dtype in ("f32", "bf16"):
         model = load_model("pond-recall", dtype)
         heads = heads_finder(model)(None)
         assert heads is HEADS_OF_PACKAGE(model)
         assert len(heads.layers) == 5
+
+
+def test_without_millpond_models_there_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    assert [file.name for file in heads_files()] == ["pond-recall-gate.safetensors", "pond-recall.safetensors"]
+
+
+@needs_pond_text
+@pytest.mark.parametrize("name", SEPARATE)
+def test_heads_and_gates_of_the_text_models_come_with_them(name: str) -> None:
+    model = load_model(name)
+    heads, gates = heads_finder(model)(None), gates_finder(model)(None)
+    assert heads.model == gates.model == model_mark(model)
+    assert len(heads.layers) == len(gates.layers) == 6
+    assert gates.facts["start"] == heads.digest
+    assert {heads.facts["data"], gates.facts["data"]} == {"texts.jsonl"}
+    files = {file.name: file for file in heads_files()}
+    folder = installed_folder(name)
+    assert folder is not None
+    for file in (f"{name}.safetensors", f"{name}-gate.safetensors"):
+        assert files[file].parent == folder.parent / "heads"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from millpond.errors import DataError
+from millpond.models.pond.english_facts import FORMS, draw_facts
 from millpond.train.text.corpus import HELD_OUT, clean, held_out_files, read_document, training_files
 from millpond.train.text.data import TokenFile, draw_batch, open_tokens
 from millpond.train.text.mix import Mixer
-from millpond.train.text.recall import FORMS, draw_facts
 from millpond.train.text.recipe import Tasks
 from millpond.train.text.tokenizer import BOS_ID, EOS_ID, plain_ids
 from tests.helpers.train.text_tiny import TINY, write_corpus

@@ -6,11 +6,17 @@ from millpond.errors import DataError, OptionError
 from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow
 from millpond.option_files import FILE, read_file
+from millpond.policy.allocation.across_layers import AcrossLayers
+from millpond.policy.allocation.heads import Ada, Uniform
+from millpond.policy.allocation.layers import EvenLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.retaining.file import heads_of
 from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.scores.retained import Retained
+
+#: With decode="evict": steps from one competition of the heads to the next, as `ada` has them.
+ROUND = 8
 
 
 @method("locret", paper="arXiv:2410.01805")
@@ -28,6 +34,11 @@ def locret(
         int | float, "newest entries that stay when a chunk ends: a share of the budget or a count"
     ] = 0.25,
     decode: Grow = "grow",
+    compete: Annotated[
+        Literal["no", "layer", "model"],
+        "every KV head has the same budget, or the heads of a layer compete for its budget, or those of all layers for "
+        "the model's: by the attention that the networks expect",
+    ] = "no",
     positions: Annotated[
         Literal["absolute", "cache_relative"], "keys stay where the text put them, or gaps close (the paper)"
     ] = "absolute",
@@ -42,14 +53,24 @@ def locret(
     prefill="chunks" evicts while the prompt is read (Algorithm 1): no layer ever holds more than the budget and a
     chunk. The newest `stabilizers` stay between chunks.
 
+    With compete="layer" or "model" heads have budgets by the prompt, as in Ada-KV: a score is then the log-probability
+    that the network expects, which means the same in every head, and the best entries of all heads stay.
+
     Departs from the paper: heads have biases, and each head's scores are turned into quantiles of its own, which
     changes no choice within a head and lets heads be compared. Sinks stay, the newest share of the budget stays in
     place of the last 100 tokens of the prompt, and keys keep their positions (positions="cache_relative" closes gaps).
     The paper evicts in chunks of 1,024 or 3,072 tokens with 2,500 stabilizers, and keeps what is decoded.
     """
+    if compete == "model" and (prefill == "chunks" or decode == "evict"):
+        raise OptionError(
+            f"locret: with prefill={prefill!r} and decode={decode!r} layers cannot compete, which takes one plan at "
+            "the prompt's end; use compete='layer', or prefill='once' with decode='grow' or 'once'"
+        )
     grace = 1 if decode == "evict" else 0  # an entry gets its score when its step has stored it
     return Policy(
-        score=Retained(_load(heads)),
+        score=Retained(_load(heads), expecting=compete != "no"),
+        layers=AcrossLayers(sinks) if compete == "model" else EvenLayers(),
+        heads=Uniform() if compete == "no" else Ada(alpha=0.0, every=ROUND if decode == "evict" else 0),
         protect=Protect(sinks=sinks, recent=recent, grace=grace),
         prefill=prefill,
         chunk=chunk,

@@ -1,4 +1,4 @@
-"""Lookup of models by name: inside the package, and in the separate package millpond-models."""
+"""Lookup of models, and of heads trained for them: inside the package, and in the separate package millpond-models."""
 
 from __future__ import annotations
 
@@ -37,11 +37,17 @@ def installed_folder(name: str) -> Path | None:
 
 
 def heads_files() -> list[Path]:
-    """The files of retaining heads that come with the package, each for one model."""
-    return sorted(_HEADS.glob("*.safetensors"))
+    """The files of trained heads and gates that come with the package and with millpond-models, each for one model."""
+    folders = [_HEADS, *(place / "heads" for place in _separate())]
+    return sorted(file for folder in folders for file in folder.glob("*.safetensors"))
 
 
 def _folders() -> list[Path]:
-    """Where models lie. The separate package is found, not imported."""
+    """Where models lie."""
+    return [_INSIDE, *_separate()]
+
+
+def _separate() -> list[Path]:
+    """The folders of the package millpond-models, which is found, not imported; none where it is not installed."""
     spec = find_spec("millpond_models")
-    return [_INSIDE, *(Path(place) for place in (spec.submodule_search_locations or () if spec else ()))]
+    return [Path(place) for place in (spec.submodule_search_locations or () if spec else ())]

@@ -103,6 +103,18 @@ class GeneratedTask:
         return Sample(name, draft.context(grains), questions, {"length": length, **draft.facts})
 
 
+class EnglishTask(GeneratedTask):
+    """A task that has no form in the language of `pond-recall`."""
+
+    def in_pond(self, count: int, seed: int) -> Iterator[Sample]:
+        """Refused.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(f"{self.name}: pond-recall knows none of its words; name another model, or the task recall")
+
+
 def _answer_room(room: TokenBudget, question: Question) -> int:
     """Tokens for an answer that names every reference, half as many again, and a few words around them."""
     return room.tokens(" ".join(question.references)) * 3 // 2 + 16

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from millpond.errors import OptionError
-from millpond.evals.data.generated_task import Draft, GeneratedTask, at_least, at_most
+from millpond.evals.data.generated_task import Draft, EnglishTask, at_least, at_most
 from millpond.evals.data.haystack import Haystack, depths
 from millpond.evals.data.random_streams import number
 from millpond.evals.data.sentence_source import Source
 from millpond.evals.data.synthetic_english import keys
-from millpond.evals.sample import Question, Sample
+from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
 
 _INTRO = "Read the text below with care. You will be asked about it.\n\n"
@@ -51,15 +51,7 @@ def prose_facts(
     def write(rng: random.Random, index: int) -> Draft:
         return _draft(rng, rng.sample(what, facts), value, questions, Haystack(source.sentences(rng)))
 
-    return _InEnglish("prose_facts", length, write)
-
-
-class _InEnglish(GeneratedTask):
-    """A task that has no form in the language of `pond-recall`."""
-
-    def in_pond(self, count: int, seed: int) -> Iterator[Sample]:
-        """Refused."""
-        raise OptionError(f"{self.name}: pond-recall knows none of its words; name another model, or the task recall")
+    return EnglishTask("prose_facts", length, write)
 
 
 def _draft(

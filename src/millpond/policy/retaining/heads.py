@@ -6,18 +6,20 @@ token and not on where it stands, and never changes after it was made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.errors import CacheMismatchError
+from millpond.errors import CacheMismatchError, OptionError
 from millpond.policy.retaining.networks import TrainedNetworks, features_of, rounded
 
 #: Steps between the quantiles of a head's raw scores.
 QUANTILE_STEPS = 256
+#: Labels of training, log-probabilities, lie between these; see `RetainingHeads.expecting`.
+LABELS_FROM, LABELS_TO = -12.0, 0.0
 #: Hidden sizes from which a model counts as large.
 LARGE = 512
 
@@ -82,6 +84,23 @@ class RetainingHeads(TrainedNetworks[LayerHeads]):
         heads = self.at(layer, features, k.shape[1])
         batch, n = features.shape[:2]
         return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
+
+    def expecting(self) -> RetainingHeads:
+        """The same networks, whose scores are the labels that they expect, one unit for all heads and layers.
+
+        A score is then (label + 12) / 12, so that heads compare by the attention that is expected for an entry.
+
+        Raises:
+            OptionError: they were trained on logits, which differ in scale from head to head.
+        """
+        if self.facts.get("label", "log_prob") != "log_prob":
+            raise OptionError(
+                f"these heads were trained with --label {self.facts['label']}, whose numbers do not compare between "
+                "heads; let heads not compete (compete='no'), or train with --label log_prob"
+            )
+        steps = torch.linspace(LABELS_FROM, LABELS_TO, QUANTILE_STEPS + 1)
+        layers = [replace(heads, quantiles=steps.repeat(len(heads.b2), 1)) for heads in self.layers]
+        return RetainingHeads(layers, self.model, self.name, self.facts)
 
 
 def default_width(hidden: int, kv_width: int) -> int:

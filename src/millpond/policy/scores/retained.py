@@ -24,9 +24,11 @@ class Retained:
 
     Attributes:
         heads: the networks; None until a model says which are its own.
+        expecting: scores are the labels that the networks expect, so that heads compare; else each head's quantiles.
     """
 
     heads: RetainingHeads | None = None
+    expecting: bool = False
     queries: Queries = "none"
     window: int = 0
     signal: Signal = Signal.NONE
@@ -49,4 +51,7 @@ def with_heads(score: Any, find: FindHeads) -> Any:
     if isinstance(score, WrappedScore):
         return replace(score, base=with_heads(score.base, find))
     own = retained(score)
-    return score if own is None else replace(own, heads=find(own.heads))
+    if own is None:
+        return score
+    heads = find(own.heads)
+    return replace(own, heads=heads.expecting() if own.expecting else heads)

@@ -17,9 +17,9 @@ from transformers import Cache, PreTrainedModel
 
 from millpond.errors import DataError
 from millpond.models.cache_argument import cache_argument, cache_of
+from millpond.models.pond.english_facts import FORMS, Fact, draw_facts
 from millpond.train.text.corpus import read_document
 from millpond.train.text.data import Ids, encode_document
-from millpond.train.text.recall import FORMS, Fact, draw_facts
 from millpond.train.text.tokenizer import BOS_ID, plain_ids
 
 EVAL_STREAM = "evaluation"  # names of the streams that no training step draws from

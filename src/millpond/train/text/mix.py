@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from millpond.train.text.recall import Fact, draw_facts
+from millpond.models.pond.english_facts import Fact, draw_facts
 from millpond.train.text.recipe import Tasks
 from millpond.train.text.tokenizer import plain_ids
 

@@ -1,4 +1,4 @@
-"""Recall in English: facts hidden in running text, and the questions about them.
+"""Recall in English: facts hidden in running text, and the questions about them, as `pond-text` was trained on.
 
 Everything is drawn from a stream that the caller names. This module knows no tokenizer.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -44,6 +45,15 @@ _FORMS = (
     ("The gift for {key} is a {value}.", "What is the gift for {key}?", "The gift for {key} is a", False),
 )  # fmt: skip
 FORMS = len(_FORMS)
+#: Those with a number for an answer, and those with a word.
+NUMBER_FORMS = tuple(i for i, (*_, is_number) in enumerate(_FORMS) if is_number)
+WORD_FORMS = tuple(i for i, (*_, is_number) in enumerate(_FORMS) if not is_number)
+#: Most different facts of one text in a half of the words: as many as there are words for answers.
+MOST_FACTS = len(_THINGS) // 2
+
+#: Half of the last names and things: learned, for texts that networks on the frozen model learn from; asked, for what
+#: is asked of them afterwards. No name and no word for an answer is in both.
+Half = Literal["learned", "asked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +66,39 @@ class Fact:
     is_number: bool
 
 
-def draw_facts(rng: random.Random, count: int, form: int | None = None) -> list[Fact]:
+def draw_facts(rng: random.Random, count: int, form: int | None = None, half: Half | None = None) -> list[Fact]:
     """`count` facts of one form about different people or things, with different answers.
 
     Args:
         rng: where the draws come from.
-        count: how many, at most the number of things that can be an answer.
+        count: how many, at most the number of things that can be an answer (in a half, of those in it).
         form: which of the `FORMS`; None draws it.
+        half: of the last names and things; None draws among all, as the models' own training did.
     """
     told, question, lead, is_number = _FORMS[rng.randrange(FORMS) if form is None else form]
     if is_number:
         figures = rng.choice((3, 4, 5))
         values = [str(v) for v in rng.sample(range(10 ** (figures - 1), 10**figures), count)]
     else:
-        values = rng.sample(_THINGS, count)
+        values = rng.sample(_half_of(_THINGS, half), count)
     facts = []
-    for key, value in zip(_keys(rng, count), values, strict=True):
+    for key, value in zip(_keys(rng, count, half), values, strict=True):
         asked = f"{question} {lead}".format(key=key)
         facts.append(Fact(told.format(key=key, value=value), asked, f" {value}.", is_number))
     return facts
 
 
-def _keys(rng: random.Random, count: int) -> list[str]:
+def _half_of(words: tuple[str, ...], half: Half | None) -> tuple[str, ...]:
+    """Every other word, or all."""
+    return words if half is None else words[half == "asked" :: 2]
+
+
+def _keys(rng: random.Random, count: int, half: Half | None) -> list[str]:
     """Different names: of people, or of things with a first name to them."""
-    second = _LAST if rng.random() < 0.6 else _THINGS
+    people = rng.random() < 0.6
+    second = _half_of(_LAST if people else _THINGS, half)
     pairs = rng.sample(range(len(_FIRST) * len(second)), count)
     names = [(_FIRST[p // len(second)], second[p % len(second)]) for p in pairs]
-    if second is _LAST:
+    if people:
         return [f"{first} {last}" for first, last in names]
     return [f"{first}'s {thing}" for first, thing in names]
