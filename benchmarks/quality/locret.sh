@@ -26,6 +26,14 @@ tasks_of() {
   echo "${list#,}"
 }
 
+chunks_of() {
+  list=""
+  for size in "$@"; do
+    list=$list,locret:prefill=chunks:chunk=$size
+  done
+  echo "${list#,}"
+}
+
 train() {
   to=$1
   shift
@@ -49,8 +57,8 @@ for part in ${*:-once chunks}; do
       ;;
     chunks)
       "$bin/millpond" eval --model pond-recall --tasks "$(tasks_of 4096 $tasks)" \
-        --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-8}" --threads 1 --out "$out/chunks" \
-        --method full,locret:prefill=chunks,keydiff:prefill=chunks
+        --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-24}" --threads 1 --out "$out/chunks" \
+        --method "full,$(chunks_of 128 256 512),keydiff:prefill=chunks:chunk=256"
       ;;
     seeds)
       mkdir -p "$trained"
