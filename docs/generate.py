@@ -174,6 +174,7 @@ def trained_section() -> str:
     )
     parts += ["### Facts of a kind that training left out\n", left_out_table()]
     parts += ["### Overlap with the best tenth\n", overlap_section()]
+    parts += ["### The same heads in kvpress\n", kvzap_section()]
     results = "../../../benchmarks/results/locret"
     parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results}/once/summary.md)).\n")
     return "\n".join(parts)
@@ -187,6 +188,19 @@ def chunk_sentence(rows: Sequence[SummaryRow]) -> str:
             scores.setdefault(row.task, []).append(row.score)
     most = max(100 * (max(found) - min(found)) for found in scores.values())
     return f"With `locret` the sizes of chunks are at most {most:.1f} points apart in any task.\n"
+
+
+def kvzap_section() -> str:
+    """The heads in the form of kvpress's KVzapPress beside locret, from committed results."""
+    rows = [row for folder in ("once", "kvzap") for row in read_rows(LOCRET / folder) if row.method != "keydiff"]
+    intro = (
+        "kvpress's `KVzapPress` loads a network by the name of the model, of a form into which the heads can be turned "
+        "(`benchmarks/peers/kvzap_weights.py`): it scores a layer's input, and with GELU in place of SiLU, which gives "
+        "nearly the same order. It keeps neither first nor newest entries by rule. "
+        "kvpress's other trained presses take no file: `DuoAttentionPress` fetches the numbers of six models, or "
+        "profiles the heads itself, and `FastKVzipPress` fetches gates by the model's name."
+    )
+    return f"{intro}\n\n{trained_table(rows)}\n{trained_note(rows)}\n"
 
 
 def overlap_section() -> str:
