@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
 MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
 QUALITY = ROOT / "benchmarks" / "results" / "quality"
 LOCRET = ROOT / "benchmarks" / "results" / "locret"
+OVERLAP = ROOT / "benchmarks" / "results" / "label-overlap.json"
 GATE = ROOT / "benchmarks" / "results" / "gate"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
@@ -164,13 +167,61 @@ def trained_section() -> str:
         rows, (note, *_) = [row for folder in folders for row in read_rows(folder)], read_notes(folders[0])
         machine = f"{note['hardware']}, {note['software']}"
         parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
+        if folders is chunks:
+            parts.append(chunk_sentence(rows))
     parts.append(
         "`seed1` and `seed2` were trained as the heads of the package were, with other seeds of weights and texts.\n"
     )
     parts += ["### Facts of a kind that training left out\n", left_out_table()]
+    parts += ["### Overlap with the best tenth\n", overlap_section()]
+    parts += ["### The same heads in kvpress\n", kvzap_section()]
     results = "../../../benchmarks/results/locret"
     parts.append(f"From `benchmarks/quality/locret.sh` ([results]({results}/once/summary.md)).\n")
     return "\n".join(parts)
+
+
+def chunk_sentence(rows: Sequence[SummaryRow]) -> str:
+    """How far the scores of `locret` lie apart with chunks of different sizes."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        if row.method.startswith("locret"):
+            scores.setdefault(row.task, []).append(row.score)
+    most = max(100 * (max(found) - min(found)) for found in scores.values())
+    return f"With `locret` the sizes of chunks are at most {most:.1f} points apart in any task.\n"
+
+
+def kvzap_section() -> str:
+    """The heads in the form of kvpress's KVzapPress beside locret, from committed results."""
+    rows = [row for folder in ("once", "kvzap") for row in read_rows(LOCRET / folder) if row.method != "keydiff"]
+    intro = (
+        "kvpress's `KVzapPress` loads a network by the name of the model, of a form into which the heads can be turned "
+        "(`benchmarks/peers/kvzap_weights.py`): it scores a layer's input, and with GELU in place of SiLU, which gives "
+        "nearly the same order. It keeps neither first nor newest entries by rule. "
+        "kvpress's other trained presses take no file: `DuoAttentionPress` fetches the numbers of six models, or "
+        "profiles the heads itself, and `FastKVzipPress` fetches gates by the model's name."
+    )
+    return f"{intro}\n\n{trained_table(rows)}\n{trained_note(rows)}\n"
+
+
+def overlap_section() -> str:
+    """How far any score can find the best tenth before the questions are known, from a committed result."""
+    file = OVERLAP
+    found = json.loads(file.read_text(encoding="utf-8"))
+    means = {name: statistics.mean(chain(*layers)) for name, layers in found["overlaps"].items()}
+    text = (
+        "The card says how many of the tenth of the entries with the highest labels the heads choose: "
+        f"{means['heads_all']:.2f} here. A label is the largest attention of any question, and the questions are not "
+        f"known when a score is given. The same questions in reverse order share {means['order_all']:.2f} of their "
+        f"best tenth, and the two halves of the questions about a text {means['other']:.2f}: of what one half wants "
+        f"most the heads find {means['heads']:.2f}. A score that is given before the questions cannot be expected to "
+        "find far more than these agree in; a mean over many sets of questions may come nearer, which was not "
+        "measured. Where order matters least, in layer 1, the heads find most."
+    )
+    table = file.with_suffix(".md").read_text(encoding="utf-8")
+    return (
+        f"{text}\n\n{table}\n`{found['model']}`: {found['texts']} held-out rows of 256 to 1,024 words. "
+        f"{found['hardware']}, {found['software']}. From `benchmarks/quality/label_overlap.py`.\n"
+    )
 
 
 def left_out_table() -> str:
@@ -192,21 +243,24 @@ def gate_section() -> str:
     """What the gate of pond-recall keeps and how it answers, by task, from committed results."""
     rows, (note, *_) = read_rows(GATE), read_notes(GATE)
     by_task = {(row.method, row.task): row for row in rows}
-    tasks = dict.fromkeys(row.task for row in rows)
+    gates = [method for method in dict.fromkeys(row.method for row in rows) if method != "full"]
     body = []
-    for task in tasks:
-        full, gated = by_task["full", task], by_task["attention_gate", task]
-        score = f"{gated.score:.2f} ({gated.low:.2f} to {gated.high:.2f})"
-        body.append((task.partition(":")[0], f"{full.score:.2f}", score, f"{gated.kept_share:.1%}"))
-    shares = [row.kept_share for row in rows if row.method == "attention_gate"]
-    table = markdown_table(("task", "full", "the gate (95 %)", "entries kept"), body)
+    for task in dict.fromkeys(row.task for row in rows):
+        found = [by_task[method, task] for method in gates]
+        parts = [(f"{row.score:.3f} ({row.low:.2f} to {row.high:.2f})", f"{row.kept_share:.1%}") for row in found]
+        full = f"{by_task['full', task].score:.3f}"
+        body.append((task.partition(":")[0], full, *chain.from_iterable(parts)))
+    shares = [[row.kept_share for row in rows if row.method == method] for method in gates]
+    (least, most), (less, more) = ((min(found), max(found)) for found in shares)
+    names = [f"`{method}`" for method in gates]
+    table = markdown_table(("task", "full", *chain.from_iterable((f"{name} (95 %)", "kept") for name in names)), body)
     intro = (
-        "It was trained for 10 % of the entries, on texts of the same families, from the random stream that the model "
-        "itself was trained on, which no task reads ([card](../../../src/millpond/models/heads/pond-recall-gate.md)). "
+        "It was trained for 10 % of the entries on texts of the same families, dense and sparse ones, from random "
+        "streams that no task reads ([card](../../../src/millpond/models/heads/pond-recall-gate.md)). "
         "The context is compressed before any question is seen, and no budget is given. "
-        f"These tasks keep {min(shares):.1%} to {max(shares):.1%}, not 10 %, and a lower `threshold` keeps more. "
-        "The texts of training were shorter, so that first and newest entries weighed more there; whether they also "
-        "hold more facts was not measured."
+        f"By task {least:.1%} to {most:.1%} of the entries are kept; with a lower threshold, which moves all "
+        f"decisions at once, {less:.1%} to {more:.1%}. "
+        "Single texts differ more, as the card says."
     )
     return (
         f"## With the gate of pond-recall\n\n{intro}\n\n"

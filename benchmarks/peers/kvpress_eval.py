@@ -29,6 +29,7 @@ PEER = f"kvpress {version('kvpress')}"
 PRESSES = (
     "SnapKVPress", "ObservedAttentionPress", "StreamingLLMPress", "TOVAPress", "RandomPress", "KnormPress",
     "ExpectedAttentionPress", "PyramidKVPress", "KeyDiffPress", "LagKVPress", "CompactorPress", "KVzipPress",
+    "KVzapPress",
 )  # fmt: skip
 WRAPPERS = ("AdaKVPress", "CriticalKVPress", "ChunkKVPress", "MergingPress")  # of another: AdaKVPress(SnapKVPress)
 MASKS = {"AdaKVPress", "KVzipPress"}  # hide entries from attention, and go on holding them

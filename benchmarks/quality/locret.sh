@@ -1,9 +1,10 @@
 #!/bin/sh
 # Retaining heads of pond-recall beside keydiff, the question unknown, into benchmarks/results/locret; then make docs.
-#   benchmarks/quality/locret.sh [once] [chunks] [seeds] [without]
+#   benchmarks/quality/locret.sh [once] [chunks] [seeds] [without] [kvzap]
 # once: four tasks at 1,024 words. chunks: eviction while 4,096 words are read, 205 entries per KV head. Both are run
 # where nothing is named: a quarter of an hour on one core. seeds: heads of two more seeds are trained, and all three
 # compared on 200 questions of each task. without: heads that are trained without a kind of fact answer it.
+# kvzap: the same heads in the form of kvpress's KVzapPress, by kvpress (KVPRESS: Python of its environment), as once.
 # Goes on where it stopped. BIN: folder of the programs. SAMPLES, CHUNK_SAMPLES, MANY_SAMPLES (of seeds and without), TASKS: what is run. OUT: another folder
 # of results. HEADS: folder of the heads that are trained. The samples come from streams that no training reads.
 set -eu
@@ -22,6 +23,14 @@ tasks_of() {
   list=""
   for name in "$@"; do
     list=$list,$name:length=$length
+  done
+  echo "${list#,}"
+}
+
+chunks_of() {
+  list=""
+  for size in "$@"; do
+    list=$list,locret:prefill=chunks:chunk=$size
   done
   echo "${list#,}"
 }
@@ -49,8 +58,8 @@ for part in ${*:-once chunks}; do
       ;;
     chunks)
       "$bin/millpond" eval --model pond-recall --tasks "$(tasks_of 4096 $tasks)" \
-        --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-8}" --threads 1 --out "$out/chunks" \
-        --method full,locret:prefill=chunks,keydiff:prefill=chunks
+        --protocol agnostic --seed 1302 --budget 205 --samples "${CHUNK_SAMPLES:-24}" --threads 1 --out "$out/chunks" \
+        --method "full,$(chunks_of 128 256 512),keydiff:prefill=chunks:chunk=256"
       ;;
     seeds)
       mkdir -p "$trained"
@@ -74,8 +83,15 @@ passages-retold copy
 common-frequent common_words frequent_words
 END
       ;;
+    kvzap)
+      "$bin/python" benchmarks/peers/kvzap_weights.py --out "$trained"
+      python=$(realpath -s "${KVPRESS:-build/kvpress/bin/python}")
+      (cd "$trained" && "$root/$bin/millpond" eval-peer --model pond-recall --tasks "$(tasks_of 1024 $tasks)" \
+        --protocol agnostic --seed 1301 --method KVzapPress --budget 2.5%,5%,10% --samples "${SAMPLES:-20}" \
+        --threads 1 --python "$python" --out "$root/$out/kvzap")
+      ;;
     *)
-      echo "no part '$part': once, chunks, seeds or without" >&2
+      echo "no part '$part': once, chunks, seeds, without or kvzap" >&2
       exit 2
       ;;
   esac

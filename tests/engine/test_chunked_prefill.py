@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import millpond as mp
+from millpond.bench.generate.candidates import ModelShape
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.request import CacheOptions, Request
@@ -19,6 +20,8 @@ LENGTHS = (150, 97, 40, 3)
 CHUNKS: dict[str, Any] = {"prefill": "chunks", "chunk": 16}
 METHODS = ["locret", "keydiff", "knorm", "qfilters"]
 NEW = 6
+#: A model that reads long prompts in little time.
+LONG = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -98,6 +101,37 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
     for length in LENGTHS:
         assert tokens(done[str(length)]) == alone("locret", length, CHUNKS)
     made.close()
+
+
+@pytest.mark.slow
+def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> None:
+    """With memory for one full prompt of 4,096 tokens and its answer of 1,024: one request, or all with chunks of 256.
+
+    With prefill="once" the second prompt is not read before the first answer is there.
+    """
+    model, length, new, count = LONG.build().float(), 4096, 1024, 6
+
+    def made_for(prefill: str, **more: Any) -> Engine:
+        options = {"prefill": prefill, "chunk": 256, "decode": "evict"}
+        return Engine(model, method="locret", options=options, budget=205, max_step_tokens=512, max_running=64, **more)
+
+    one = made_for("once")
+    recipe = one._recipes.group(one._recipes.complete(CacheOptions())).recipe
+    limit = estimate(recipe, one._model.layers, length, new, 1).most(1)
+    one.close()
+    most = {}
+    for prefill in ("once", "chunks"):
+        made, running, done = made_for(prefill, kv_memory=limit), 0, 0
+        for seed in range(count):
+            ids = torch.randint(LONG.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+            made.add(Request(request_id=str(seed), prompt=ids, params=greedy(new, ignore_eos=True)))
+        while made.busy and not (prefill == "once" and done):
+            done += sum(output.finished for output in made.step())
+            running = max(running, made.stats().running)
+            assert made._account.nbytes <= limit
+        most[prefill] = running, done, made.stats().preemptions
+        made.close()
+    assert most == {"once": (1, 1, 0), "chunks": (count, count, 0)}
 
 
 def scores(made: Engine, name: str) -> list[torch.Tensor]:

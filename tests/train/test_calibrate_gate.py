@@ -10,13 +10,20 @@ import torch
 import millpond as mp
 from millpond.bench.methods.random_heads import random_gates
 from millpond.errors import DataError, OptionError
-from millpond.models.pond.words import FILLER, VOCABULARY
+from millpond.hf.retaining_heads import gates_of_package
+from millpond.models.load import load_model
+from millpond.models.pond.exam import TASKS, draw_paper
+from millpond.models.pond.words import EOS_ID, FILLER, VOCABULARY
 from millpond.policy.retaining.file import gates_of
-from millpond.policy.retaining.gates import Gates, LayerGate
+from millpond.policy.retaining.gates import SINKS, WINDOW, Gates, LayerGate
 from millpond.train.gate.calibrate import CalibratedGates, calibrate_gates, calibration_section
+from millpond.train.gate.kept_share import hidden_of, logits_of, share_of
 from millpond.train.gate.train import CHECK_STREAM, TRAIN_STREAM
 from millpond.train.recall.training_rows import SOURCES
+from millpond.train.retain.features import TextReader
+from millpond.train.retain.mixed_texts import QUESTIONS, MixedRecallTexts
 from millpond.train.retain.sparse_texts import FACT_WORDS, LENGTH, SparseRecallTexts
+from millpond.train.retain.texts import RecallTexts
 from tests.cli.test_cli import right, wrong
 from tests.helpers.matrix.models import llama
 from tests.train.test_retain import Random
@@ -80,6 +87,32 @@ def test_sparse_texts_are_long_with_few_facts_of_every_kind() -> None:
     names = {TRAIN_STREAM, CHECK_STREAM, "gate-share", "gate-share-check"}
     assert len({tuple(texts.draw(name, 0, 0).ids.tolist()) for name in names}) == 4
     assert "eval" not in names
+
+
+def test_mixed_texts_are_rows_of_training_and_sparse_ones_by_turns() -> None:
+    texts, rows, sparse = MixedRecallTexts(), RecallTexts(), SparseRecallTexts(QUESTIONS)
+    for step in range(8):
+        source = sparse if step % 2 else rows
+        assert torch.equal(texts.draw("retain", 5, step).ids, source.draw("retain", 5, step // 2).ids)
+    asked = [texts.draw("retain", 5, step) for step in range(1, 57, 2)]
+    counts = [int((text.ids[text.begin :] == EOS_ID).sum()) for text in asked]
+    assert min(counts) >= 1
+    assert 4 < max(counts) <= QUESTIONS
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_gate_of_the_package_keeps_a_tenth_of_every_task() -> None:
+    """Within two points of the target by task; texts of 1,024 words of another seed than the tables'."""
+    model = load_model("pond-recall")
+    reader = TextReader(model)
+    gates = [gate.to(model.device) for gate in gates_of_package(model).layers]
+    for task in TASKS:
+        texts = [torch.from_numpy(draw_paper(task, 71, index, 1024, {}).text) for index in range(6)]
+        prompts = [reader.read_prompt(torch.cat([text, text[:1]]), len(text)) for text in texts]
+        found = logits_of(gates, [hidden_of(gate, prompts, index) for index, gate in enumerate(gates)])
+        shares = [share_of(logits, SINKS, WINDOW) for logits in found]
+        assert sum(shares) / len(shares) == pytest.approx(0.1, abs=0.02), task
 
 
 @pytest.mark.slow

@@ -60,5 +60,5 @@ def _shapes(
     n_heads = profile.n_heads or 1
     n_kv_heads = int(named(config, "num_key_value_heads") or n_heads)
     head_dim = int(named(config, "head_dim") or config.hidden_size // n_heads)
-    width = default_width(int(config.hidden_size), n_kv_heads * head_dim)
+    width = default_width(int(config.hidden_size))
     return sizes or [((n_heads + 2 * n_kv_heads) * head_dim, n_kv_heads)] * profile.n_layers, width

@@ -100,6 +100,6 @@ def _unrotated(rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, sp
         part = slice(begin, begin + BLOCK)
         queries, keys = q[:, :, part], k[:, :, part]
         if rope is not None and grid is not None:
-            both = rope.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True)
+            both = rope.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True).to(q.dtype)
             queries, keys = both[:, : q.shape[1]], both[:, q.shape[1] :]
         yield _Part(part, (queries, keys, v[:, :, part]))

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from millpond.train.retain.texts import Texts
 
 DATA_HELP = (
-    "'recall' for rows of pond-recall's families, 'recall:sparse' for long ones with few facts; a text file; or "
-    ".jsonl, whose lines have 'text', or 'context', 'question' and 'answer', or 'messages'."
+    "'recall' for rows of pond-recall's families, 'recall:sparse' for long ones with few facts, 'recall:mixed' "
+    "for both by turns; a text file; or .jsonl, whose lines have 'text', or 'context', 'question' and 'answer', or "
+    "'messages'."
 )
 DataLength = Annotated[str, typer.Option(help="Tokens of a cut of a file's text: least,most.")]
 Without = Annotated[str, typer.Option(help="Kinds of facts that --data recall leaves out, separated by commas.")]
@@ -33,12 +34,13 @@ def pair_of(text: str, name: str, example: str) -> tuple[int, int]:
 def texts_of(data: str, tokenizer: PreTrainedTokenizerBase, length: str, without: str) -> Texts:
     """The texts that --data, --length and --without name."""
     from millpond.evals.data.pond_tasks import speaks_pond
+    from millpond.train.retain.mixed_texts import MIXED, MixedRecallTexts
     from millpond.train.retain.sparse_texts import SPARSE, SparseRecallTexts
     from millpond.train.retain.texts import RECALL, FileTexts, RecallTexts
 
     shortest, longest = pair_of(length, "--length", "256,1024")
     left_out = [kind.strip() for kind in without.split(",") if kind.strip()]
-    if data in (RECALL, SPARSE) and not speaks_pond(tokenizer):
+    if data in (RECALL, SPARSE, MIXED) and not speaks_pond(tokenizer):
         raise OptionError(f"--data {data} is in the words of pond-recall, which this model does not know; name a file")
     if data == RECALL:
         return RecallTexts(left_out)
@@ -46,6 +48,8 @@ def texts_of(data: str, tokenizer: PreTrainedTokenizerBase, length: str, without
         raise OptionError("--without is of --data recall; leave it out")
     if data == SPARSE:
         return SparseRecallTexts()
+    if data == MIXED:
+        return MixedRecallTexts()
     if shortest > longest:
         raise OptionError(f"--length {shortest},{longest}: the shortest cut comes first")
 

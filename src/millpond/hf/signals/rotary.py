@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import UnsupportedModelError
 from millpond.hf.model_profile import FULL, ModelProfile
+from millpond.kernels import decoder_ops
 
 Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -22,6 +23,19 @@ Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 CHANGING = ("dynamic", "longrope")
 #: Positions of a model whose configuration names no limit.
 UNKNOWN_REACH = 8192
+
+
+#: Positions at most whose cosines a rotation remembers.
+REMEMBERED = 1024
+
+
+class _Angles(NamedTuple):
+    """Cosines and sines of some positions (B, n)."""
+
+    positions: Tensor
+    inverse: bool
+    cos: Tensor
+    sin: Tensor
 
 
 class ModelRotation:
@@ -35,7 +49,10 @@ class ModelRotation:
         self.reach = reach or UNKNOWN_REACH
         self._angles: Angles = partial(rotary, **kind)
         self._apply = apply
-        self._per_angle = _numbers_per_angle(self._angles, apply, next(rotary.buffers()).device)
+        device = next(rotary.buffers()).device
+        self._per_angle = _numbers_per_angle(self._angles, apply, device)
+        self._last: _Angles | None = None
+        self._halves = self._per_angle == 1 and _turns_halves(self._angles, apply, device)
 
     @classmethod
     def of(cls, profile: ModelProfile, layer_type: str = FULL) -> ModelRotation:
@@ -79,15 +96,33 @@ class ModelRotation:
     def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         """Return x (B, H, n, D) rotated to positions (B, n), or back from them, in float32 or wider."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        cos, sin = self._angles(wide, positions)
-        if inverse:
-            # a scaled rotation (YaRN) has cos^2 + sin^2 = a^2: its inverse is the transpose over a^2
-            norm = cos[..., :1] ** 2 + sin[..., :1] ** 2
-            cos, sin = cos / norm, -sin / norm
+        if self._halves and not torch.is_grad_enabled() and decoder_ops.serves(wide):
+            return _in_place(wide.clone() if wide is x else wide, *self._remembered(wide, positions, inverse))
+        cos, sin = self._turns(wide, positions, inverse)
         n = cos.shape[-1] * self._per_angle
         head, rest = wide[..., :n], wide[..., n:]
         turned, _ = self._apply(head, head[:, :1], cos, sin)  # the second one is turned as well
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+    def _turns(self, wide: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (1 or B, n, dim) of positions (B, n), in the type of `wide`."""
+        cos, sin = self._angles(wide, positions)
+        if not inverse:
+            return cos, sin
+        # a scaled rotation (YaRN) has cos^2 + sin^2 = a^2: its inverse is the transpose over a^2
+        norm = cos[..., :1] ** 2 + sin[..., :1] ** 2
+        return cos / norm, -sin / norm
+
+    def _remembered(self, wide: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        """`_turns`, made once where the layers of a pass ask for the same positions one after another."""
+        last = self._last
+        same = last is not None and (last.inverse, last.cos.dtype) == (inverse, wide.dtype)
+        if last is not None and same and torch.equal(last.positions, positions):
+            return last.cos, last.sin
+        cos, sin = self._turns(wide, positions, inverse)
+        if positions.numel() <= REMEMBERED:
+            self._last = _Angles(positions.clone(), inverse, cos, sin)
+        return cos, sin
 
 
 def _of_both(apply: Callable[..., Any]) -> Apply:
@@ -105,6 +140,24 @@ def _numbers_per_angle(angles: Angles, apply: Apply, device: torch.device) -> in
         return 1 if apply(x, x, cos, sin)[0].shape == x.shape else 2
     except RuntimeError:
         return 2
+
+
+def _turns_halves(angles: Angles, apply: Apply, device: torch.device) -> bool:
+    """Whether number i of a head turns with number i + dim / 2, as in `DecoderOps.rotate_`."""
+    cos, sin = angles(torch.zeros(1, device=device), torch.full((1, 1), 3, device=device))
+    x = torch.linspace(-1, 1, cos.shape[-1], device=device).view(1, 1, 1, -1)
+    found = x.transpose(1, 2).clone()
+    decoder_ops.DecoderOps().rotate_(found[0], found[0, :, :0], cos[0], sin[0])
+    return torch.allclose(apply(x, x, cos, sin)[0], found.transpose(1, 2), atol=1e-6)
+
+
+def _in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """X (B, H, n, D) float32, turned by cos and sin (1 or B, n, dim) where it lies."""
+    turn = decoder_ops.choose(x[0, 0]).rotate_
+    for sequence, row in enumerate(x):
+        place, heads = min(sequence, len(cos) - 1), row.transpose(0, 1)
+        turn(heads, heads[:, :0], cos[place], sin[place])
+    return x
 
 
 def _kind(rotary: nn.Module, layer_type: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import CacheMismatchError
+from millpond.kernels.linear import linear
 from millpond.policy.retaining.networks import TrainedNetworks, rounded
 
 #: Newest positions that stay whatever the gate says, and first ones: in training and by default.
@@ -63,15 +64,16 @@ class LayerGate:
 
     def take(self, features: Tensor) -> GateInput:
         """Queries, keys and values of features (n, inputs)."""
-        queries = F.linear(features, self.wq).view(len(features), -1, self.width).transpose(0, 1)
-        return GateInput(queries, F.linear(features, self.wk), F.linear(features, self.wv))
+        x = features.to(self.wq)
+        queries = linear(x, self.wq).view(len(x), -1, self.width).transpose(0, 1)
+        return GateInput(queries, linear(x, self.wk), linear(x, self.wv))
 
     def logits(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """(KV heads, n): how surely each KV head keeps the tokens; arguments as of `hidden`."""
         return F.linear(self.hidden(features, queries, keys, values), self.w2, self.b2).T
 
     def hidden(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """(n, hidden): SiLU(W1 [x; u] + b1) of tokens.
+        """(n, hidden) in the dtype of `w2`: SiLU(W1 [x; u] + b1) of tokens.
 
         Args:
             features: (n, inputs), of the newest n of N tokens. queries: (heads, n, width), theirs. keys, values:
@@ -83,13 +85,16 @@ class LayerGate:
         if 1 < n < total:
             places = torch.arange(total, device=queries.device)
             mask = places <= places[total - n :, None]
-        seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=self.causal and n == total)
-        both = torch.cat([features, seen.transpose(0, 1).flatten(1)], -1)
-        return F.silu(F.linear(both, self.w1, self.b1))
+        # of four dimensions: of three, torch makes the whole (heads, n, N) matrix on a CPU
+        q, k, v = queries[None], k[None], v[None]
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and n == total)[0]
+        both = torch.cat([features.to(self.w1), seen.transpose(0, 1).flatten(1)], -1)
+        return F.silu(linear(both, self.w1, self.b1).to(self.w2))
 
-    def to(self, device: torch.device) -> LayerGate:
-        """The same in float32 on a device."""
-        parts = {part: getattr(self, part).to(device, torch.float32) for part in self.PARTS}
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> LayerGate:
+        """See `LayerNetwork.to`."""
+        dtypes = {"w2": torch.float32, "b2": torch.float32}
+        parts = {part: getattr(self, part).to(device, dtypes.get(part, dtype)) for part in self.PARTS}
         return LayerGate(**parts, causal=self.causal)
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:

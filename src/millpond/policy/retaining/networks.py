@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import CacheMismatchError
+from millpond.kernels.many_rows import has_products
 
 #: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
 #: tokens were multiplied at once would decide between entries that are equal but for that.
@@ -23,8 +24,8 @@ class LayerNetwork(Protocol):
     #: Names of its tensors, in the order in which it is made of them.
     PARTS: ClassVar[tuple[str, ...]]
 
-    def to(self, device: torch.device) -> Self:
-        """The same in float32 on a device."""
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Self:
+        """The same on a device: what is multiplied with features in `dtype`, the rest in float32."""
         ...
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
@@ -53,7 +54,7 @@ class TrainedNetworks(Generic[L]):
     name: str
     facts: Mapping[str, str] = field(default_factory=dict)
     digest: str = field(init=False, default="")
-    _placed: dict[tuple[int, torch.device], L] = field(default_factory=dict, repr=False)
+    _placed: dict[tuple[int, torch.device, torch.dtype], L] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         digest = hashlib.blake2b(digest_size=16)
@@ -63,7 +64,9 @@ class TrainedNetworks(Generic[L]):
         object.__setattr__(self, "digest", digest.hexdigest())
 
     def at(self, layer: int, features: Tensor, n_kv_heads: int) -> L:
-        """The network of a layer where its features (..., inputs) are, in float32.
+        """The network of a layer where its features (..., inputs) are.
+
+        Its large products are in bfloat16 where features are, on a CPU that has instructions for it; else in float32.
 
         Raises:
             CacheMismatchError: they are of a model of another shape.
@@ -73,20 +76,22 @@ class TrainedNetworks(Generic[L]):
                 f"the model has a layer {layer}, and these networks are of {len(self.layers)} layers: take those of "
                 "this model"
             )
-        place = layer, features.device
+        small = features.dtype is torch.bfloat16 and features.is_cpu and has_products(features)
+        place = layer, features.device, torch.bfloat16 if small else torch.float32
         if place not in self._placed:
-            self._placed[place] = self.layers[layer].to(features.device)
+            self._placed[place] = self.layers[layer].to(*place[1:])
         found = self._placed[place]
         found.check(layer, features.shape[-1], n_kv_heads)
         return found
 
 
 def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, n, inputs) float32: query, key and value of each token, all heads side by side.
+    """(B, n, inputs): query, key and value of each token, all heads side by side; bfloat16 as they are, else float32.
 
     Shapes: q (B, query heads, n, key_dim), k (B, KV heads, n, key_dim), v (B, KV heads, n, value_dim).
     """
-    return torch.cat([part.float().transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
+    dtype = torch.bfloat16 if q.dtype is k.dtype is v.dtype is torch.bfloat16 else torch.float32
+    return torch.cat([part.to(dtype).transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
 
 
 def rounded(score: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class TextReader:
         rotation = self._rotations[layer]
         if rotation is not None:
             positions = torch.arange(q.shape[2], device=q.device)[None]
-            q, k = (rotation.rotate(t, positions, inverse=True) for t in (q, k))
+            q, k = (rotation.rotate(t, positions, inverse=True).to(t.dtype) for t in (q, k))
         return features_of(q, k, v)[0]
 
     def _run(self, cache: MillpondCache, ids: Tensor, n: int, last: int = 1) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
-from millpond.hf.model_profile import ModelProfile, named
+from millpond.hf.model_profile import ModelProfile
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.retaining.file import save_heads
@@ -170,9 +170,5 @@ def _as_stored(head: object, plain: Tensor) -> LayerHeads:
 
 def defaults_of(model: PreTrainedModel) -> tuple[int, float]:
     """Width of the networks and learning rate for a model."""
-    profile = ModelProfile.of(model)
-    config, hidden = profile.config, int(profile.config.hidden_size)
-    n_heads = profile.n_heads or 1
-    head_dim = int(named(config, "head_dim") or hidden // n_heads)
-    kv_width = int(named(config, "num_key_value_heads") or n_heads) * head_dim
-    return default_width(hidden, kv_width), 5e-4 if hidden >= LARGE else 3e-3
+    hidden = int(ModelProfile.of(model).config.hidden_size)
+    return default_width(hidden), 5e-4 if hidden >= LARGE else 3e-3
