@@ -49,7 +49,9 @@ def test_held_out_texts_keep_the_target_and_only_biases_move(target: float, tmp_
             moved = before + result.shift if part == "b2" else before.bfloat16()
             assert torch.equal(getattr(new, part).float(), moved.float())
     assert written.facts == {"target": f"{target:g}", "calibrated": "random tokens", "shift": f"{result.shift:.6g}"}
-    assert f"{result.shift:+.3f} was added" in calibration_section(result)
+    section = calibration_section(result, 12_345)
+    assert f"{result.shift:+.3f} was added" in section
+    assert "12,345 bytes on disk" in section
 
 
 def test_the_cache_keeps_what_was_measured(tmp_path: Path) -> None:

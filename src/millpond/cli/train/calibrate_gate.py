@@ -51,7 +51,7 @@ def calibrate_gate(
     )  # fmt: skip
     if card is not None:
         with card.open("a", encoding="utf-8") as file:
-            file.write(calibration_section(result))
+            file.write(calibration_section(result, out.stat().st_size))
     typer.echo(
         f"{out}: biases moved by {result.shift:+.3f}; on {len(result.after)} held-out texts {min(result.after):.1%} to "
         f"{max(result.after):.1%} is kept, {sum(result.after) / len(result.after):.1%} in the mean"

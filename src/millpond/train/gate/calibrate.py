@@ -103,19 +103,19 @@ def _logits(reader: TextReader, gates: Gates, texts: Texts, name: str, seed: int
 SECTION = """
 ## Calibrated again
 
-After training {shift:+.3f} was added to every bias, so that {data} keep {target:.0%}.
+After training {shift:+.3f} was added to every bias, so that {data} keep {target:.0%}; {size:,} bytes on disk.
 On {count} held-out ones the gates keep {low:.1%} to {high:.1%}, {mean:.1%} in the mean; before it was {before:.1%}.
 The shares above are those before.
 """
 
 
-def calibration_section(result: CalibratedGates) -> str:
-    """A section for the card of the gates."""
+def calibration_section(result: CalibratedGates, size: int) -> str:
+    """A section for the card of the gates, whose file has `size` bytes."""
 
     def mean(shares: Sequence[float]) -> float:
         return sum(shares) / len(shares)
 
     return SECTION.format(
         shift=result.shift, data=result.data, target=result.target, count=len(result.after), low=min(result.after),
-        high=max(result.after), mean=mean(result.after), before=mean(result.before),
+        high=max(result.after), mean=mean(result.after), before=mean(result.before), size=size,
     )  # fmt: skip
