@@ -97,7 +97,8 @@ def compile_all(tiny: bool) -> dict[str, Compiled]:
     found = compile_instead_of_launch()
     # nothing is computed, so there is nothing to compare with
     gpu_ops.reference = gpu_ops.gpu  # type: ignore[assignment]
-    gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode)  # type: ignore[assignment]
+    seal = gpu_codes.reference.write_packed
+    gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write_packed=seal)  # type: ignore[assignment]
     machine = Machine(interpret=True, tiny=tiny)
     calls = itertools.chain(
         gpu_ops.check_copies(machine), gpu_ops.check_decode(machine), gpu_ops.check_prefill(machine),

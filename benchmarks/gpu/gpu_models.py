@@ -265,7 +265,8 @@ def run_placed(machine: Machine) -> list[Row]:
     prompts = [TEXT[: 60 * n] + QUESTIONS[0] for n in range(1, 10)]
     params = mp.SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     rows = []
-    for method, weights in itertools.product(("full", "h2o"), PLACES):
+    places = [weights for weights in PLACES if machine.cuda or "device" not in weights]
+    for method, weights in itertools.product(("full", "h2o"), places):
         row: Row = {"op": "placed", "method": method, "weights": weights}
         options: dict[str, Any] = {"method": method} | ({} if method == "full" else {"budget": "20%"})
         try:
