@@ -27,18 +27,20 @@ HERE = Path(__file__).parent
 
 
 def make(settings: dict[str, Any]) -> None:
-    """Write the file."""
+    """Write the file, under another name until it is whole."""
     out = Path(settings["file"])
-    plain = out.with_name("bf16.gguf")
+    plain, part = out.with_name("bf16.gguf"), out.with_suffix(".part")
     if not plain.exists():
-        argv, sys.argv = sys.argv, ["gguf_model.py", settings["folder"], str(plain)]
+        argv, sys.argv = sys.argv, ["gguf_model.py", settings["folder"], str(part)]
         runpy.run_path(str(HERE / "gguf_model.py"), run_name="__main__")
         sys.argv = argv
+        part.replace(plain)
     if out != plain and not out.exists():
         params = lib.llama_model_quantize_default_params()
         params.ftype, params.nthread = lib.LLAMA_FTYPE_MOSTLY_Q4_0, settings["threads"]
-        if code := lib.llama_model_quantize(str(plain).encode(), str(out).encode(), params):
+        if code := lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
             raise RuntimeError(f"llama_model_quantize answered {code}")
+        part.replace(out)
 
 
 def waited_s() -> float:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import DeviceName, DtypeName, ModelName
-from millpond.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +64,6 @@ def pick_device(name: str | None) -> torch.device:
     """
     import torch
 
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise OptionError(f"--device {name}: torch cannot use it here ({reason})") from error
-    return device
+    from millpond.models.device import usable_device
+
+    return usable_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), f"--device {name}")

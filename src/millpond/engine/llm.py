@@ -275,9 +275,10 @@ def open_engine(
     if not offload.asked and not _packed_here(model, dtype, config):
         if offload.device is not None and not isinstance(model, str | PathLike):
             raise OptionError(f"device={offload.device!r} is for a model that is loaded here; move a loaded one itself")
+        place = offload.place()
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
-        if offload.gpu is not None:
-            loaded = loaded.to(offload.gpu)
+        if place is not None:
+            loaded = loaded.to(place)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
@@ -344,15 +345,8 @@ def requests_of(
     places = _places(breakpoints, len(each))
     return [
         Request(
-            request_id=str(next(names)),
-            prompt=prompt,
-            params=own,
-            cache=cache or CacheOptions(),
-            breakpoints=at,
-            keep=tuple(keep),
-            fair_shares=tuple(fair_shares),
-            forget=tuple(forget),
-            on_pressure=on_pressure,
+            request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
+            keep=tuple(keep), fair_shares=tuple(fair_shares), forget=tuple(forget), on_pressure=on_pressure,
         )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]

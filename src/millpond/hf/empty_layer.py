@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+
+from millpond.hf.single_pass_layer import PassLayer
 
 
-class EmptyLayer(CacheLayerMixin):
+class EmptyLayer(PassLayer):  # type: ignore[no-untyped-call]
     """Stands in a cache for a layer of the model that stores nothing there."""
 
     supports_early_init = False
@@ -16,11 +17,8 @@ class EmptyLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to make."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """
@@ -28,18 +26,6 @@ class EmptyLayer(CacheLayerMixin):
             NotImplementedError: always; the layer has no attention of its own.
         """
         raise NotImplementedError("this layer stores nothing, so there is nothing to append to")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that a mask covers, and where it begins: those of the pass alone."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """0: it has seen nothing."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """-1: no limit."""
-        return -1
 
     def offload(self) -> None:
         """Nothing to move."""

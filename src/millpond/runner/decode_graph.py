@@ -37,7 +37,7 @@ class DecodeGraph:
     """Decoding steps of all layers, each sequence with one token.
 
     A step is recorded where the one before had as many sequences in the same pools under the same rules. It is replayed
-    for such steps from then on, whatever their sequences are, until pools take more memory.
+    for such steps from then on, whatever their sequences are, until their page tables outgrow it.
 
     Args:
         forward: of the decoder. record: how a graph is made.
@@ -78,10 +78,13 @@ class DecodeGraph:
 
     def _graph_of(self, key: tuple[Any, ...], regions: Sequence[StepRegions]) -> _Graph | None:
         """The graph that was made for such steps, if their tables still fit."""
-        for number, graph in self._graphs.items():
-            if same_key(key, graph.key):
-                self._graphs.move_to_end(number)
-                return graph if graph.inputs.holds(regions) else self._graphs.pop(number) and None
+        number = next((n for n, graph in self._graphs.items() if same_key(key, graph.key)), None)
+        if number is None:
+            return None
+        self._graphs.move_to_end(number)
+        if self._graphs[number].inputs.holds(regions):
+            return self._graphs[number]
+        del self._graphs[number]
         return None
 
     def _make(

@@ -104,6 +104,9 @@ def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:
         ({"memory": "1GiB", "device": "cuda"}, "needs device_memory="),
         ({"device_memory": "1GiB", "device": "cuda", "disk": "."}, "disk= is for models on the CPU"),
         ({"device": "gpu0"}, "device='gpu0'"),
+        ({"device": "mps", "device_memory": "1GiB"}, "are for 'cuda' devices and the CPU"),
+        ({"device": "cuda:77"}, "device='cuda:77': torch cannot use it here"),
+        ({"device": "cuda:77", "device_memory": "1GiB"}, "device='cuda:77': torch cannot use it here"),
     ],
 )
 def test_arguments_that_do_not_go_together(given: dict[str, Any], message: str) -> None:

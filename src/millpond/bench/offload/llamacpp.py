@@ -28,7 +28,7 @@ def check(python: Path) -> None:
         )
 
 
-def prepare(folder: Path, weights: str, settings: OffloadSettings, python: Path) -> None:
+def _prepare(folder: Path, weights: str, settings: OffloadSettings, python: Path) -> None:
     """Write the file of its weights, unless it is there."""
     (folder / FILES).mkdir(exist_ok=True)
     file = _file(folder, weights)
@@ -42,6 +42,7 @@ def run_llamacpp(folder: Path, weights: str, batch: int, settings: OffloadSettin
     Args:
         weights: of `LLAMACPP`. python: of its environment.
     """
+    _prepare(folder, weights, settings, python)
     found = _ask(python, {
         "make": False, "file": str(_file(folder, weights)), "cap": str(Path(__file__).with_name("cap.py")),
         "memory": settings.memory, "threads": settings.threads, "new": settings.new, "steps": settings.steps,

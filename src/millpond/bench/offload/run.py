@@ -15,7 +15,6 @@ import torch
 
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.offload.cap import SLACK
-from millpond.bench.offload.llamacpp import prepare as prepare_llamacpp
 from millpond.bench.offload.settings import CELLS, OffloadSettings
 from millpond.bench.offload.shapes import COMMON, SHAPES, make_model, weight_bytes
 from millpond.engine.offload.planner import constants_for
@@ -77,8 +76,6 @@ def run(
         "model": {**SHAPES[settings.shape], **COMMON}, "model_bytes": weight_bytes(folder), **kept, **packing,
     }  # fmt: skip
     for cell in cells:
-        if cell.startswith("llamacpp"):
-            prepare_llamacpp(folder, cell.split("-")[1], settings, llamacpp)
         given = {
             "cell": cell, "folder": str(folder), "accelerate": str(accelerate), "llamacpp": str(llamacpp),
             "settings": asdict(settings),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.kv_size import KVSize, kv_size
+from millpond.engine.offload.kv_size import KVSize, codec_of_plan, kv_size
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Plan, spread
 from millpond.engine.offload.step_memory import StepMemory
@@ -68,7 +68,7 @@ def device_plan(
         one.check_context(size.context)
         kv = kv_size(
             size, one.prompt, one.new, method=config.method, options=config.options, budget=config.budget,
-            codec="auto" if config.codec is None else config.codec, memory=device_memory,
+            codec=codec_of_plan(config), memory=device_memory,
         )  # fmt: skip
         found = [
             plan
@@ -89,7 +89,7 @@ def _with_layers(
     n: int, size: ModelSize, config: EngineConfig, step: StepMemory, kv: KVSize, device_memory: int,
     memory: int | None, speed: Bandwidths, workload: Workload,
 ) -> DevicePlan | None:  # fmt: skip
-    """The plan with `n` layers on the device; None where no sequence fits, or not all else in the host and a disk."""
+    """The plan with `n` layers on the device; None where no sequence fits there."""
     every = len(size.layers)
     on_device = set(spread(n, every))
     away = [layer.n_bytes for index, layer in enumerate(size.layers) if index not in on_device]

@@ -6,11 +6,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from millpond.codec import codecs_of, resolve
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import CostModel
-from millpond.engine.offload.kv_size import KVSize, kv_size
+from millpond.engine.offload.kv_size import KVSize, codec_of_plan, kv_size
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import HOST, Plan
@@ -81,14 +80,12 @@ def _longest(size: ModelSize, config: EngineConfig, limits: Limits, can: Capabil
 def _kv_that_fits(
     size: ModelSize, config: EngineConfig, workload: Workload, limits: Limits, can: Capabilities
 ) -> KVSize:
-    """The cache of a sequence; of a codec that needs a calibration that of plain numbers, which is no smaller.
+    """The cache of a sequence.
 
     Raises:
         BudgetError: less memory than the smallest that runs.
     """
-    codec = "auto" if config.codec is None else config.codec
-    if any(one.calibrated for one in codecs_of(resolve(codec))):
-        codec = "auto"
+    codec = codec_of_plan(config)
 
     def kv(memory: int) -> KVSize:
         return kv_size(

@@ -16,6 +16,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import DEFAULT_SLOTS
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.codec import CodecSpec, LayerCodecs, codecs_of, resolve
+from millpond.engine.config import EngineConfig
 from millpond.engine.memory_estimate import entries_of, estimate, held_while_reading, keeps_pages, unquantized
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
@@ -115,6 +116,12 @@ def kv_size(
         group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),
         arena_bytes=MemoryLimit(memory).arena_bytes,
     )  # fmt: skip
+
+
+def codec_of_plan(config: EngineConfig) -> CodecSpec:
+    """The number format that a plan counts with: of one that needs a calibration plain numbers, which take no less."""
+    codec: CodecSpec = "auto" if config.codec is None else config.codec
+    return "auto" if any(one.calibrated for one in codecs_of(resolve(codec))) else codec
 
 
 def cache_layout(

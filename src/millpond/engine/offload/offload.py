@@ -16,6 +16,7 @@ from millpond.engine.offload.plan_file import load_plan
 from millpond.engine.offload.progress import bar
 from millpond.engine.offload.workload import Workload
 from millpond.errors import OptionError
+from millpond.models.device import usable_device
 from millpond.models.weights.streamed import Verify, check_verify
 
 #: The plan that is searched for.
@@ -54,6 +55,8 @@ class Offload:
         if self.plan == AUTO and self.memory is None and self.device_memory is None:
             raise OptionError("plan='auto' searches for a plan inside a memory limit; give memory=, such as '1GiB'")
         if self.gpu is not None and self.asked:
+            if self.gpu.type != "cuda":
+                raise OptionError(f"device={self.device!r}: memory limits and plans are for 'cuda' devices and the CPU")
             for name in ("disk", "machine"):
                 if getattr(self, name) is not None:
                     raise OptionError(f"{name}= is for models on the CPU; with device={self.device!r} leave it out")
@@ -95,6 +98,14 @@ class Offload:
             raise OptionError(f"device={self.device!r}: {str(error).splitlines()[0]}") from error
         return None if found.type == "cpu" else found
 
+    def place(self) -> torch.device | None:
+        """`gpu`, which torch can use here.
+
+        Raises:
+            OptionError: it cannot.
+        """
+        return None if self.gpu is None else usable_device(str(self.gpu), f"device={self.device!r}")
+
     def open(self, model: str | PathLike[str], dtype: str | None, config: EngineConfig) -> Opened:
         """The model in a folder, opened inside the limit; with a bar for what takes long.
 
@@ -109,9 +120,10 @@ class Offload:
         workload = None
         if self.prompt_tokens is not None and self.new_tokens is not None:
             workload = Workload(prompt=self.prompt_tokens, new=self.new_tokens)
-        if self.gpu is not None:
+        place = self.place()
+        if place is not None:
             return open_on_device(
-                model, self.gpu, self.device_memory, self.memory, plan, dtype, config, workload=workload
+                model, place, self.device_memory, self.memory, plan, dtype, config, workload=workload
             )
         with bar() as report:
             return open_in_memory(

@@ -154,6 +154,10 @@ def _turns_halves(angles: Angles, apply: Apply, device: torch.device) -> bool:
 def _in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """X (B, H, n, D) float32, turned by cos and sin (1 or B, n, dim) where it lies."""
     turn = decoder_ops.choose(x[0, 0]).rotate_
+    if x.shape[2] == 1:  # a decoding step: all sequences at once
+        heads, n = x[:, :, 0], len(x)
+        turn(heads, heads[:, :0], cos[:, 0].expand(n, -1), sin[:, 0].expand(n, -1))
+        return x
     for sequence, row in enumerate(x):
         place, heads = min(sequence, len(cos) - 1), row.transpose(0, 1)
         turn(heads, heads[:, :0], cos[place], sin[place])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,13 @@ from millpond.kernels import ops
 from millpond.kernels.args import DecodeArgs, DecodeOutput
 from millpond.kernels.recorded.record import GraphRecorder
 from millpond.kernels.recorded.step_inputs import StepInputs, key_of, same_key
+
+
+class _Recording(NamedTuple):
+    inputs: StepInputs
+    rows: tuple[Tensor, Tensor, Tensor]  #: queries, new keys and new values
+    replay: Callable[[], None]
+    outputs: list[DecodeOutput]  #: one: of the step that was recorded
 
 
 class RecordedDecode:
@@ -26,10 +33,7 @@ class RecordedDecode:
     def __init__(self, record: GraphRecorder) -> None:
         self._record = record
         self._key: tuple[Any, ...] | None = None
-        self._inputs: StepInputs | None = None
-        self._replay: Callable[[], None] | None = None
-        self._args: tuple[Tensor, Tensor, Tensor] | None = None
-        self._output: DecodeOutput | None = None
+        self._recording: _Recording | None = None
         self.recorded = self.replayed = 0
 
     def decode(self, args: DecodeArgs) -> DecodeOutput:
@@ -37,30 +41,27 @@ class RecordedDecode:
         regions = [args.regions]
         key = key_of(regions)
         if key is None or self._key is None or not same_key(key, self._key):
-            self._key, self._inputs, self._replay, self._output = key, None, None, None
+            self._key, self._recording = key, None
             return ops.decode(args)
-        if self._inputs is None or not self._inputs.holds(regions):
-            self._make(args)
-        assert self._inputs is not None, "made above"
-        assert self._replay is not None, "made above"
-        assert self._args is not None, "made above"
-        self._inputs.take(regions)
-        for own, given in zip(self._args, (args.q, args.k_new, args.v_new), strict=True):
+        if self._recording is None or not self._recording.inputs.holds(regions):
+            self._recording = None  # its memory goes first
+            self._recording = self._make(args)
+        inputs, rows, replay, outputs = self._recording
+        inputs.take(regions)
+        for own, given in zip(rows, (args.q, args.k_new, args.v_new), strict=True):
             own.copy_(given)
-        self._replay()
+        replay()
         self.replayed += 1
-        self._inputs.give_back(regions)
-        assert self._output is not None, "of the step that was recorded"
-        return DecodeOutput(*(found.clone() for found in self._output))
+        inputs.give_back(regions)
+        return DecodeOutput(*(found.clone() for found in outputs[-1]))
 
-    def _make(self, args: DecodeArgs) -> None:
-        self._replay = self._output = None
+    def _make(self, args: DecodeArgs) -> _Recording:
         inputs = StepInputs([args.regions])
-        own = args.q.clone(), args.k_new.clone(), args.v_new.clone()
+        rows = args.q.clone(), args.k_new.clone(), args.v_new.clone()
+        outputs: list[DecodeOutput] = []
 
         def work() -> None:
-            self._output = ops.decode(DecodeArgs(*own, inputs.regions[0]))
+            outputs[:] = [ops.decode(DecodeArgs(*rows, inputs.regions[0]))]
 
-        self._replay = self._record(work, args.q.device)
-        self._inputs, self._args = inputs, own
         self.recorded += 1
+        return _Recording(inputs, rows, self._record(work, args.q.device), outputs)
