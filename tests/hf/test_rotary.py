@@ -45,6 +45,19 @@ def test_in_place_it_is_the_models_own(family: str, dtype: torch.dtype, inverse:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_step_turns_each_sequence_as_a_pass_of_its_own(family: str) -> None:
+    rotation, x = rotation_of(family), vectors(family)[:, :, :1]
+    places = POSITIONS[:, :1] + torch.tensor([[0], [7]])
+    found = rotation.rotate(x, places, inverse=True)
+    alone = [rotation.rotate(x[n : n + 1], places[n : n + 1], inverse=True) for n in range(2)]
+    torch.testing.assert_close(found, torch.cat(alone), atol=0, rtol=0)
+    assert not torch.allclose(found[0], rotation.rotate(x[:1], places[1:], inverse=True)[0], atol=1e-3)
+    same = rotation.rotate(x, places[:1], inverse=True)  # one row of positions for all
+    torch.testing.assert_close(same[:1], alone[0], atol=0, rtol=0)
+
+
+@torch.no_grad()
 def test_positions_of_a_pass_are_turned_into_angles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rotation, x = rotation_of("llama"), vectors("llama")
     if not decoder_ops.serves(x):
