@@ -136,10 +136,10 @@ class Checkpoints:
         self._book.begin_again(entry, lost=False)
 
     async def _arrived(self, entry: LedgerEntry, name: str, target: WorkerHandle) -> None:
+        self._figures.resumed += 1
         if not self._book.current(name, entry):  # it was cancelled on its way, or has ended there
             await quietly(target.cancel(name))
             return
         entry.place = "running"
-        self._figures.resumed += 1
         if target.name not in self._pool.serving:  # lost between its answer and now
             self._book.begin_again(entry)

@@ -110,8 +110,9 @@ class Mover:
                 if self._book.current(name, entry):
                     self._book.end(entry, error)
             else:
+                self._count(entry, n_bytes, time.monotonic() - began)
                 if self._book.current(name, entry):
-                    self._arrived(entry, chosen, n_bytes, time.monotonic() - began)
+                    self._arrived(entry, chosen)
                 else:  # it was cancelled or begun again on its way, or has ended there
                     await quietly(target.cancel(name))
             break
@@ -144,14 +145,16 @@ class Mover:
         finally:  # an error refers to this frame: with the task in it, what it was given would stay in Ray's store
             del task, done
 
-    def _arrived(self, entry: LedgerEntry, worker: str, n_bytes: int, seconds: float) -> None:
-        entry.worker, entry.place = worker, "running"
-        entry.targets.clear()
-        entry.misses = 0
+    def _count(self, entry: LedgerEntry, n_bytes: int, seconds: float) -> None:
         self._figures.moved += 1
         self._figures.moved_bytes += n_bytes
         self._figures.full_bytes += entry.full_bytes
         self._figures.move_s += seconds
+
+    def _arrived(self, entry: LedgerEntry, worker: str) -> None:
+        entry.worker, entry.place = worker, "running"
+        entry.targets.clear()
+        entry.misses = 0
         if worker not in self._pool.serving:  # lost between its answer and now
             self._book.begin_again(entry)
 

@@ -40,7 +40,8 @@ class LocalWorker:
         self.refuses: list[Exception] = []  # what the next calls of `take` raise
         self.hold = 0  # tokens of an answer at which its engine waits for `go`; 0: it never waits
         self.go = threading.Event()
-        self.answers = True  # whether calls of `take` are answered before `answer_now`
+        self.answers = True  # whether calls of `take` are done before `answer_now`
+        self.late = False  # whether calls of `take` and `resume`, which were done, are answered only then
         self._answer = asyncio.Event()
         self.on_take: Callable[[LocalWorker], None] = lambda source: None  # before bytes are pulled from a worker
         self._watch = watch
@@ -57,7 +58,7 @@ class LocalWorker:
                 self._ended = asyncio.get_running_loop().create_task(self.engine.close())
 
     def answer_now(self) -> None:
-        """Answer the calls of `take` that wait."""
+        """Answer the calls that wait."""
         self._answer.set()
 
     async def _of(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -114,6 +115,8 @@ class LocalWorker:
             await self._answer.wait()
         await self._of(self.engine.take(name, data))
         self.taken.append(name)
+        if self.late:
+            await self._answer.wait()
 
     async def checkpoint(self, name: str) -> bytes | None:
         found = await self._of(self.engine.checkpoint(name))
@@ -124,6 +127,8 @@ class LocalWorker:
             raise self.refuses.pop(0)
         self.resumed.append(request)
         await self._of(self.engine.resume(request, np.frombuffer(data, dtype=np.uint8)))
+        if self.late:
+            await self._answer.wait()
 
     async def release(self, name: str) -> None:
         await self._of(self.engine.release(name))
@@ -140,10 +145,11 @@ class LocalWorker:
 
 
 class LocalCluster:
-    """A cluster of such workers; `made` holds all that there ever were."""
+    """A cluster of such workers; `made` holds all that there ever were, and `holds` says `hold` of the first of them."""
 
     def __init__(
-        self, watch: Watch | None = None, engine: dict[str, Any] | None = None, slots: int = 4, **settings: Any
+        self, watch: Watch | None = None, engine: dict[str, Any] | None = None, slots: int = 4,
+        holds: Sequence[int] = (), **settings: Any,
     ) -> None:  # fmt: skip
         self.made: list[LocalWorker] = []
         chosen = ClusterSettings(**settings)
@@ -151,6 +157,7 @@ class LocalCluster:
 
         def make(name: str, role: Role) -> LocalWorker:
             worker = LocalWorker(name, role, chosen, watch or (lambda *_: None), options)
+            worker.hold = holds[len(self.made)] if len(self.made) < len(holds) else 0
             self.made.append(worker)
             return worker
 
@@ -186,6 +193,10 @@ class LocalCluster:
         """Wait until something holds in the cluster's loop; a test's time limit ends it."""
         while not self.cluster.loop.call(holds).result():
             time.sleep(0.002)
+
+    def figure(self, name: str, value: int) -> None:
+        """Wait until a counter has a value: a worker's answer that it took a request may come behind its tokens."""
+        self.wait_until(lambda: getattr(self.cluster.dispatcher.figures, name) == value)
 
     def settle(self) -> None:
         """Wait until no worker that lives holds a page, a request or bytes of one; a test's time limit ends it."""
