@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,8 @@ from millpond.errors import DataError
 
 #: How many pages of each pool; of `StateSlots`, how many sequences.
 Pages = dict[Pool, int]
+#: Layers whose pages are read from a disk while one plans, which takes less time than the way of its pages.
+READ_AHEAD = 4
 
 
 class BatchCache:
@@ -80,13 +82,12 @@ class BatchCache:
         self.reading = False
         self._before_plan()
         due = [core for core in self.layers if core.settles]
-        for core, then in pairwise([*due, None]):
-            assert core is not None, "only what follows the last one is none"
-            with self.here(core, then):
+        for n, core in enumerate(due):
+            with self.here(core, due[n + 1 : n + 1 + READ_AHEAD]):
                 core.settle()
 
     def here(
-        self, core: LayerCache, then: LayerCache | None = None, growth: Pages | None = None
+        self, core: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
     ) -> AbstractContextManager[None]:
         """While a layer reads or writes its pages, see `DiskTier.here`."""
         return nullcontext() if self.tier is None else self.tier.here(core, then, growth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ class SegmentedAttention:
         """(n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
         core, stack = segment.cores[index], segment.stack
-        with nullcontext() if stack is None else stack.here(core, self._next(number, index), self._growth):
+        with nullcontext() if stack is None else stack.here(core, self._following(number, index), self._growth):
             if segment.decoding:
                 return core.attend_newest(q, k, v, shape)
             if segment.partial is not None:
@@ -137,12 +137,19 @@ class SegmentedAttention:
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
 
-    def _next(self, number: int, index: int) -> LayerCache | None:
-        """The cache that attends after that of a segment in a layer."""
-        if number + 1 < len(self.segments):
-            return self.segments[number + 1].cores[index]
-        first = self.segments[0].cores
-        return first[index + 1] if index + 1 < len(first) else None
+    def _following(self, number: int, index: int) -> Iterator[LayerCache]:
+        """Caches that attend after that of a segment in a layer, up to the same segment of the next layer.
+
+        Of decoding segments only the next one, for the pages of each are many.
+        """
+        decoding = 0
+        for place in range(number + 1, number + 1 + len(self.segments)):
+            further, n = divmod(place, len(self.segments))
+            segment = self.segments[n]
+            decoding += segment.decoding
+            if index + further == len(segment.cores) or decoding > 1:
+                return
+            yield segment.cores[index + further]
 
 
 def _growth(segments: Sequence[Segment]) -> Pages:

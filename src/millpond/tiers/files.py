@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from millpond.errors import DataError
+from millpond.kernels.file_read import read_file
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -71,10 +72,10 @@ class DirectFile:
 
     def read_into(self, offset: int, room: memoryview) -> int:
         try:
-            n = os.preadv(self._fd, [room], offset)
+            n = read_file(self._fd, room, offset)
         except OSError as error:
             self._go_on_buffered(error)
-            n = os.preadv(self._fd, [room], offset)
+            n = read_file(self._fd, room, offset)
         self._forget(offset, len(room))
         return n
 

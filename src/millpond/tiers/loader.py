@@ -14,8 +14,8 @@ from millpond.kernels.checksum import crc32
 from millpond.tiers.files import ReadableFile, WritableFile
 from millpond.tiers.slots import Slot, SlotState
 
-#: Bytes of one request. Above 256 KiB a disk's bandwidth no longer grows, but after each the reading thread waits for
-#: Python's lock, up to 5 ms where the model's thread has it. A request that is cancelled ends first.
+#: Bytes of one request of a file, see `read_file`. After each the reading thread waits for Python's lock, up to 5 ms
+#: where the model's thread has it. A request that is cancelled ends first.
 REQUEST_BYTES = 32 << 20
 #: How often a request is made before its ticket fails.
 _TRIES = 2

@@ -145,7 +145,7 @@ class LocalWorker:
 
 
 class LocalCluster:
-    """A cluster of such workers; `made` holds all that there ever were, and `holds` says `hold` of the first of them."""
+    """A cluster of such workers: `made` holds all that there ever were, `holds` says `hold` of the first of them."""
 
     def __init__(
         self, watch: Watch | None = None, engine: dict[str, Any] | None = None, slots: int = 4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,16 +122,17 @@ class DiskTier:
 
     @contextmanager
     def here(
-        self, core: LayerCache, then: LayerCache | None = None, growth: Mapping[Pool, int] | None = None
+        self, core: LayerCache, then: Iterable[LayerCache] = (), growth: Mapping[Pool, int] | None = None
     ) -> Iterator[None]:
-        """While a layer runs its pages are in their pool; `then`: whose pages are read meanwhile, if there is room.
+        """While a layer runs its pages are in their pool.
 
         Args:
+            then: caches that run next, in their order, whose pages are read meanwhile: of the first where there is room
+                for them, of each later one where there is room for twice as many.
             growth: pages that the rest of the pass may take, for which room is left.
         """
         if core.index not in self.layers:
-            if then is not None:
-                self._fetch_ahead(then, growth or {})
+            self._fetch_ahead(then, growth or {})
             yield
             return
         visits: list[PageVisit] = []
@@ -187,14 +188,13 @@ class DiskTier:
         if self._ledger is not None:
             self._holdings.append(self._ledger.take("disk", "kv", nbytes))
 
-    def _bring(self, core: LayerCache, then: LayerCache | None, growth: Mapping[Pool, int]) -> list[PageVisit]:
+    def _bring(self, core: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]) -> list[PageVisit]:
         table = core.table
         if table is None or not table.is_away:
             return []
         parts = parts_of(table)
         visits = self._coming.pop(core, None) or self._begin(core)
-        if then is not None:
-            self._fetch_ahead(then, growth)
+        self._fetch_ahead(then, growth)
         for part, visit in zip(parts, visits, strict=True):
             visit.end(part)
             core.lost |= visit.lost_sequences(part)
@@ -213,17 +213,24 @@ class DiskTier:
             raise
         return visits
 
-    def _fetch_ahead(self, core: LayerCache, growth: Mapping[Pool, int]) -> None:
-        table = core.table
-        if not self._overlap or core in self._coming or table is None or not table.is_away:
+    def _fetch_ahead(self, then: Iterable[LayerCache], growth: Mapping[Pool, int]) -> None:
+        """Begin to read the pages of caches, up to the first for which there is no room."""
+        if not self._overlap:
             return
-        need = dict(growth)
-        for part in parts_of(table):
-            need[part.pool] = need.get(part.pool, 0) + len(part.held())
-            if not part.pool.can_allocate(need[part.pool]):
+        spare = 1
+        for core in then:
+            table = core.table
+            if core in self._coming or table is None or not table.is_away:
+                continue
+            need = dict(growth)
+            for part in parts_of(table):
+                need[part.pool] = need.get(part.pool, 0) + spare * len(part.held())
+                if not part.pool.can_allocate(need[part.pool]):
+                    return
+            account = table.pool.account
+            if account is not None and not account.can_take(need):
                 return
-        account = table.pool.account
-        if account is None or account.can_take(need):
+            spare = 2
             self._coming[core] = self._begin(core)
 
     def _send(self, core: LayerCache, visits: list[PageVisit], frames: np.ndarray | None) -> None:
