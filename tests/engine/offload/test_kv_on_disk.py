@@ -129,6 +129,30 @@ def test_h2o_keeps_the_same_entries_and_writes_little(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_pages_of_prompts_are_on_their_way_before_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps that read a prompt and decode too: when a layer begins to decode the pages of the prompt already come."""
+    tier = DiskTier(tmp_path, range(N_LAYERS))
+    engine = Engine(model("llama"), method="h2o", budget=48, max_step_tokens=32, tier=tier)
+    bring, seen = DiskTier._bring, list[tuple[int, int]]()
+
+    def watched(self: DiskTier, core: Any, *rest: Any) -> Any:
+        if core.table is not None and core.table.is_away:
+            seen.append((core.index, sum(one.index == core.index for one in self._coming)))
+        return bring(self, core, *rest)
+
+    params = mp.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    engine.add(Request(request_id="a", prompt=prompt(20), params=params))
+    engine.step()
+    engine.add(Request(request_id="b", prompt=prompt(110), params=params))
+    engine.step()
+    monkeypatch.setattr(DiskTier, "_bring", watched)
+    engine.step()
+    assert [index for index, _ in seen] == [index for index in range(N_LAYERS) for _ in "ab"], "both, in each layer"
+    assert [n for index, n in seen if index] == [2, 1] * (N_LAYERS - 1), "with itself"
+    engine.drain()
+    engine.close()
+
+
 def test_a_full_cache_is_written_once(tmp_path: Path) -> None:
     """Pages that were written are not written again: what is written is what is stored, in whole blocks of 4 KiB."""
     tier = DiskTier(tmp_path, range(N_LAYERS))
