@@ -23,8 +23,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,13 +40,14 @@ from millpond.bench.serve.traces import azure
 from millpond.cluster.plan.fit import fit
 from millpond.cluster.plan.goodput import ATTAINED, Demand, ServiceLevels, goodput
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
-from millpond.cluster.plan.measure import measure
+from millpond.cluster.plan.measure import Measured, measure
 from millpond.cluster.plan.measure_moves import measure_moves
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile, load_profile, save_profile
 from millpond.cluster.plan.requests import PlannedRequest, sample
 from millpond.cluster.plan.simulate import RequestTimes, Simulation
+from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
@@ -83,7 +84,7 @@ def main() -> None:
     if args.step == "profile":
         take_profiles(args.folder)
     elif args.step == "neighbour":
-        keep_busy(args.folder)
+        asyncio.run(keep_busy(args.folder))
     elif args.step == "moves":
         add_moves(args.folder)
     elif args.step == "measure":
@@ -119,10 +120,7 @@ def neighbour(folder: Path) -> Iterator[None]:
 
 
 def take_profile(folder: Path, name: str, threads: int) -> None:
-    torch.set_num_threads(threads)
-    engine = Engine(load_model(str(folder / "model"), "bf16"), method="full")
-    found = measure(engine, name, prompts=ALONE, new=24, rounds=2, seed=SEED, note=describe_machine().hardware)
-    engine.close()
+    found = asyncio.run(one_profile(folder, name, threads))
     save_profile(found.profile, folder / f"profile-{name}.json")
     steps = [[asdict(load), seconds] for load, seconds in found.steps]
     (folder / f"steps-{name}.json").write_text(json.dumps(steps))
@@ -132,13 +130,27 @@ def take_profile(folder: Path, name: str, threads: int) -> None:
     print_moves(name, found.profile)
 
 
-def keep_busy(folder: Path) -> None:
+@asynccontextmanager
+async def opened(folder: Path, threads: int) -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(load_model(str(folder / "model"), "bf16"), threads=threads, method="full")
+    try:
+        yield llm
+    finally:
+        await llm.close(drain=False)
+
+
+async def one_profile(folder: Path, name: str, threads: int) -> Measured:
+    async with opened(folder, threads) as llm:
+        note = describe_machine().hardware
+        return await measure(llm, name, prompts=ALONE, new=24, rounds=2, seed=SEED, note=note)
+
+
+async def keep_busy(folder: Path) -> None:
     """Take profiles for ever, so that another one has a neighbour."""
-    torch.set_num_threads(1)
-    engine = Engine(load_model(str(folder / "model"), "bf16"), method="full")
-    print("at work", flush=True)
-    while True:
-        measure(engine, "neighbour", prompts=ALONE, new=24, rounds=1, seed=SEED)
+    async with opened(folder, 1) as llm:
+        print("at work", flush=True)
+        while True:
+            await measure(llm, "neighbour", prompts=ALONE, new=24, rounds=1, seed=SEED)
 
 
 def add_moves(folder: Path) -> None:

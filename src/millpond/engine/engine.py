@@ -72,7 +72,7 @@ class Engine:
 
     Attributes:
         cache: of requests that name none. recipe: how their caches are stored.
-        watch: called after each forward pass with what it did, and its seconds; None: nothing is.
+        watch: called at the end of each step with what it did, and its seconds; None: nothing is.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
@@ -463,10 +463,7 @@ class Engine:
         try:
             if groups or reading:
                 self._forget(self._turn.run(groups, reading))
-                took = time.perf_counter() - began
-                self._scheduler.took_seconds(step, took)
-                if self.watch is not None:
-                    self.watch(step, took)
+                self._scheduler.took_seconds(step, time.perf_counter() - began)
             elif not changed:
                 for loads in self._loads:
                     loads.wait()
@@ -478,7 +475,10 @@ class Engine:
         if not self._live:
             self._trim()
         self._stats = self._count()
-        return [live.to_output() for live in dict.fromkeys(changed)]
+        outputs = [live.to_output() for live in dict.fromkeys(changed)]
+        if self.watch is not None and (groups or reading):
+            self.watch(step, time.perf_counter() - began)
+        return outputs
 
     # ------------------------------------------------------------------ ends
 

@@ -130,7 +130,7 @@ def test_h2o_keeps_the_same_entries_and_writes_little(tmp_path: Path) -> None:
 
 
 def test_pages_of_prompts_are_on_their_way_before_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps that read a prompt and decode too: when a layer begins to decode the pages of the prompt already come."""
+    """In steps that read a prompt and decode too: when a layer begins to decode, pages of the prompt already come."""
     tier = DiskTier(tmp_path, range(N_LAYERS))
     engine = Engine(model("llama"), method="h2o", budget=48, max_step_tokens=32, tier=tier)
     bring, seen = DiskTier._bring, list[tuple[int, int]]()

@@ -26,30 +26,35 @@ def profile(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured.")] = 2,
     threads: Threads = None,
 ) -> None:
-    """Time an engine's steps over prompts and batches of several sizes, and moves, and fit them; about a minute."""
-    import torch
+    """Time an engine's steps over prompts of several lengths and several users at once, and moves; about a minute."""
+    import asyncio
 
     from millpond.bench.common.machine import describe_machine
-    from millpond.cluster.plan.measure import measure
+    from millpond.cluster.plan.measure import Measured, measure
     from millpond.cluster.plan.profile_file import save_profile
-    from millpond.engine.engine import Engine
+    from millpond.engine.async_llm import AsyncLLM
     from millpond.models.load import load_model
 
     parts = [part.strip() for part in prompts.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise OptionError(f"--prompts {prompts!r} must read 32,128,256: tokens, separated by commas")
     lengths = [int(part) for part in parts]
-    if threads is not None:
-        torch.set_num_threads(threads)
     with notes(), errors().status("measuring") as status:
-        engine = Engine(load_model(model, dtype), options=cache.options, calibration=cache.calibration, **cache.kept())
-        try:
-            found = measure(
-                engine, model, prompts=lengths, new=new, rounds=rounds,
-                note=describe_machine().hardware, report=status.update,
+
+        async def measured() -> Measured:
+            llm = AsyncLLM(
+                load_model(model, dtype), threads=threads, options=cache.options, calibration=cache.calibration,
+                **cache.kept(),
             )  # fmt: skip
-        finally:
-            engine.close()
+            try:
+                return await measure(
+                    llm, model, prompts=lengths, new=new, rounds=rounds, note=describe_machine().hardware,
+                    report=status.update,
+                )  # fmt: skip
+            finally:
+                await llm.close(drain=False)
+
+        found = asyncio.run(measured())
     save_profile(found.profile, out)
     output().print(
         f"{out}: {len(found.steps):,} steps; the fit is off by {100 * found.error:.0f} % of a step in the median",

@@ -1,7 +1,8 @@
-"""A profile of a model on this machine: an engine runs prompts of several lengths, its steps and moves are timed."""
+"""A profile of a model on this machine: an engine answers users at once, its steps and moves are timed."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from millpond.cluster.plan.measure_moves import measure_moves
 from millpond.cluster.plan.move_times import FREE_MOVES
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile
+from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
@@ -21,8 +23,8 @@ from millpond.errors import OptionError, PoolFullError
 from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
 
-#: Answers that are under way together, in turn; prompts of each round take all lengths.
-BATCHES = (1, 2, 4, 8, 16)
+#: Users that have a request under way at a time, in turn, and requests of each in a round; prompts take all lengths.
+USERS, EACH = (1, 2, 4, 8, 16), 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,62 +41,78 @@ class Measured:
     refused: str | None = None
 
 
-def measure(
-    engine: Engine, name: str, *, prompts: Sequence[int] = (32, 128, 256, 512), new: int = 24, rounds: int = 2,
+async def measure(
+    llm: AsyncLLM, name: str, *, prompts: Sequence[int] = (32, 128, 256, 512), new: int = 24, rounds: int = 2,
     seed: int = 0, note: str = "", report: Callable[[str], None] | None = None,
 ) -> Measured:  # fmt: skip
-    """Time the steps of an engine that does nothing else, and fit them; the first round only warms up.
+    """Time the steps of an engine that streams its answers and does nothing else, and fit them.
 
-    Then the shortest and the longest prompt move out of the engine and into it again.
+    Some users have one request after another, so that prompts come while answers of other lengths are under way, as
+    they do where requests arrive at any time; the first round only warms up. Then the shortest and the longest prompt
+    move out of the engine and into it again.
 
     Args:
-        engine: with the method, budget and codec of the profile, and without a prefix cache.
-        prompts: tokens of the prompts, in turn. new: tokens of an answer. note: on the machine, for the profile.
+        llm: with the method, budget and codec of the profile, and without a prefix cache.
+        prompts: tokens of the prompts, in turn. new: tokens of an answer, at most; half as many at least. note: on the
+            machine, for the profile.
 
     Raises:
         OptionError: a prompt and its answer exceed the model's context, or the engine is busy. DataError: see `fit`.
     """
     longest = max(prompts) + new
-    if engine.context_length is not None and longest > engine.context_length:
+    if longest > llm.context_length:
         raise OptionError(
-            f"prompts of {max(prompts):,} tokens with {new} new ones exceed the model's {engine.context_length:,}; "
+            f"prompts of {max(prompts):,} tokens with {new} new ones exceed the model's {llm.context_length:,}; "
             "give shorter ones"
         )
-    if engine.busy:
+    if await llm.call(lambda engine: engine.busy):
         raise OptionError("the engine has requests; measure one that has none")
-    cache, head_dim = cache_of(engine)
-    draw = np.random.default_rng(seed)
+    cache, head_dim = await llm.call(cache_of)
     steps: list[tuple[StepLoad, float]] = []
     watch = _Watch(cache, steps)
-    engine.watch = watch
+    await llm.call(lambda engine: setattr(engine, "watch", watch))
     try:
         for turn in range(rounds + 1):
             if turn == 1:
                 steps.clear()
-            for batch in BATCHES:
+            for users in USERS:
                 if report is not None:
-                    report("warming up" if turn == 0 else f"round {turn} of {rounds}: {batch} at a time")
-                for n in range(max(batch, len(prompts))):
-                    ids = draw.integers(0, engine.vocab_size, prompts[n % len(prompts)])
-                    key = f"{turn}-{batch}-{n}"
-                    params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-                    watch.prompts[key] = len(ids)
-                    engine.add(Request(request_id=key, prompt=tuple(ids.tolist()), params=params))
-                    if (n + 1) % batch == 0:
-                        engine.drain()
-                engine.drain()
+                    report("warming up" if turn == 0 else f"round {turn} of {rounds}: {users} at a time")
+                each = max(EACH * users, len(prompts))
+                lengths = [prompts[n % len(prompts)] for n in range(each)]
+                await _load(llm, watch, f"{turn}-{users}", users, lengths, new, seed)
     finally:
-        engine.watch = None
+        await llm.call(lambda engine: setattr(engine, "watch", None))
     times, error = fit(steps)
     moves, refused = FREE_MOVES, None
     if report is not None:
         report("moves")
     try:
-        moves = measure_moves(engine, cache, (min(prompts), max(prompts)), seed)
+        moves = await llm.call(lambda engine: measure_moves(engine, cache, (min(prompts), max(prompts)), seed))
     except (OptionError, PoolFullError) as error_:
         refused = str(error_)
-    profile = Profile(name, {1: times}, cache, head_dim, True, note, engine.config.max_step_tokens, moves)
+    step_tokens = await llm.call(lambda engine: engine.config.max_step_tokens)
+    profile = Profile(name, {1: times}, cache, head_dim, True, note, step_tokens, moves)
     return Measured(profile, tuple(steps), error, refused)
+
+
+async def _load(
+    llm: AsyncLLM, watch: _Watch, name: str, users: int, lengths: Sequence[int], new: int, seed: int
+) -> None:  # fmt: skip
+    """Let some users ask for one answer after another, as long as there are prompts of these lengths."""
+    draw = np.random.default_rng(seed)
+    asks = iter([(n, draw.integers(0, llm.vocab_size, length), new - n % (new // 2 + 1))
+                 for n, length in enumerate(lengths)])  # fmt: skip
+
+    async def user() -> None:
+        for n, ids, tokens in asks:
+            key = f"{name}-{n}"
+            params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+            watch.prompts[key] = len(ids)
+            async for _ in llm.stream(Request(request_id=key, prompt=tuple(ids.tolist()), params=params)):
+                pass
+
+    await asyncio.gather(*(user() for _ in range(users)))
 
 
 class _Watch:
