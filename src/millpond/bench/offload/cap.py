@@ -15,7 +15,7 @@ SLACK = 64 << 20
 #: MADV_PAGEOUT; and the number of cachestat, Linux 6.5.
 _PAGEOUT, _CACHESTAT = 21, 451
 #: Of files with weights.
-_SUFFIXES = (".safetensors", ".dat", ".weights", ".gguf")
+_SUFFIXES = (".safetensors", ".dat", ".weights", ".gguf", ".swp")
 
 
 def anonymous_bytes() -> int:
@@ -33,9 +33,11 @@ class Cap:
 
     Args:
         folder: of the files. memory: bytes, to which `SLACK` is added.
+        enforce: end the process. Otherwise its own memory is measured and not limited.
     """
 
-    def __init__(self, folder: Path, memory: int) -> None:
+    def __init__(self, folder: Path, memory: int, *, enforce: bool = True) -> None:
+        self._enforce = enforce
         self.limit = memory + SLACK
         gc.collect()
         self._base = anonymous_bytes()
@@ -55,10 +57,10 @@ class Cap:
             own, cached = anonymous_bytes() - self._base, self._cached()
             self._most_own = max(self._most_own, own)
             self._most_cached = max(self._most_cached, cached)
-            if own > self.limit and not self._ended:
+            if self._enforce and own > self.limit and not self._ended:
                 print(f"{own:,} bytes taken, and {self.limit:,} allowed", file=sys.stderr, flush=True)
                 os._exit(1)
-            if own + cached > self.limit:
+            if cached and own + cached > self.limit:
                 self._drop()
             time.sleep(0.02)
 

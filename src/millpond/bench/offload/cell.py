@@ -10,17 +10,19 @@ import time
 import warnings
 from dataclasses import replace
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from millpond.bench.offload.batch import time_batch
 from millpond.bench.offload.cap import Cap
+from millpond.bench.offload.deepspeed import run_deepspeed
 from millpond.bench.offload.llamacpp import run_llamacpp
 from millpond.bench.offload.settings import OURS, OffloadSettings
 from millpond.bench.offload.shapes import SHAPES, prompts_of
+from millpond.bench.offload.waited import waited_s
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
@@ -30,7 +32,6 @@ from millpond.engine.offload.planner import constants_for
 from millpond.engine.offload.workload import Workload
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
-from millpond.models.cache_argument import cache_argument, cache_of
 from millpond.models.load import resolve
 from millpond.tiers.aligned import aligned_buffer
 from millpond.tiers.backends.threads import ThreadBackend
@@ -61,18 +62,6 @@ def bandwidth(folder: Path) -> float:
     loader.close()
     late = [at for at in times if at >= begin + BANDWIDTH_S * 2 / 3]
     return size * (len(late) - 1) / (late[-1] - late[0]) / 1e9
-
-
-def waited_s() -> float:
-    """Seconds in which this thread could have run, and other processes had the cores; 0 where the system does not say.
-
-    With one thread of torch that is what was lost to them; with more, a part of it.
-    """
-    try:
-        _, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return 0.0
-    return int(waited) / 1e9
 
 
 class TimedFile(DirectFile):
@@ -186,32 +175,17 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate"
     )
-    ids = torch.tensor(prompts_of(batch, settings.prompt, settings.shape))
-    times, waited = [time.perf_counter()], waited_s()
-    with torch.no_grad():
-        out = model(ids, use_cache=True, logits_to_keep=1)
-        for _ in range(settings.steps):
-            times.append(time.perf_counter())
-            newest = out.logits[:, -1:].argmax(-1)
-            out = model(newest, **cache_argument(cache_of(out)), use_cache=True)
-    times.append(time.perf_counter())
-    parts = [after - before for before, after in pairwise(times)]
-    step_s = statistics.median(parts[1:])
-    seconds = parts[0] + (settings.new - 1) * step_s
-    return {
-        "requests": batch, "new_tokens": batch * settings.new, "seconds": seconds, "projected": True,
-        "tokens_per_s": batch * settings.new / seconds, "prefill_s": parts[0], "decode_step_s": step_s,
-        "decode_steps": settings.steps, "waited_s": waited_s() - waited, "timed_s": times[-1] - times[0], **cap.end(),
-    }  # fmt: skip
+    return {**time_batch(model, batch, settings), **cap.end()}
 
 
 def run_cell(
-    cell: str, folder: Path, accelerate: Path, llamacpp: Path, settings: OffloadSettings
+    cell: str, folder: Path, accelerate: Path, llamacpp: Path, deepspeed: Path, settings: OffloadSettings
 ) -> dict[str, Any]:  # fmt: skip
     """A cell in this process.
 
     Args:
         accelerate: a folder that holds the package of that name. llamacpp: Python of an environment with llama.cpp.
+        deepspeed: a folder that `deepspeed_env.sh` made.
     """
     torch.set_num_threads(settings.threads)
     before = bandwidth(folder)
@@ -220,6 +194,9 @@ def run_cell(
     elif cell.startswith("llamacpp"):
         _, weights, batch = cell.split("-")
         found = run_llamacpp(folder, weights, int(batch), settings, llamacpp)
+    elif cell.startswith("deepspeed"):
+        _, device, batch = cell.split("-")
+        found = run_deepspeed(folder, device, int(batch), settings, deepspeed)
     else:
         found = run_accelerate(folder, int(cell.rpartition("-")[2]), settings, accelerate)
     found["bandwidth_gb_per_s"] = [before, bandwidth(folder)]
@@ -229,5 +206,8 @@ def run_cell(
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    paths = Path(given["folder"]), Path(given["accelerate"]), Path(given["llamacpp"])
-    print(json.dumps(run_cell(given["cell"], *paths, OffloadSettings(**given["settings"]))))
+    folder, accelerate, llamacpp, deepspeed = (
+        Path(given[name]) for name in ("folder", "accelerate", "llamacpp", "deepspeed")
+    )
+    settings = OffloadSettings(**given["settings"])
+    print(json.dumps(run_cell(given["cell"], folder, accelerate, llamacpp, deepspeed, settings)))

@@ -15,7 +15,7 @@ import torch
 
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.offload.cap import SLACK
-from millpond.bench.offload.settings import CELLS, OffloadSettings
+from millpond.bench.offload.settings import CELLS, DEEPSPEED_LIMIT_S, OffloadSettings
 from millpond.bench.offload.shapes import COMMON, SHAPES, make_model, weight_bytes
 from millpond.engine.offload.planner import constants_for
 from millpond.models.weights.packed_file import packed_sizes
@@ -50,6 +50,7 @@ def run(
     folder: Path,
     accelerate: Path,
     llamacpp: Path,
+    deepspeed: Path,
     settings: OffloadSettings,
     cells: Sequence[str],
     *,
@@ -61,7 +62,7 @@ def run(
 
     Args:
         folder: where the model is, or comes to be. accelerate: a folder that holds the package of that name.
-        llamacpp: Python of an environment with llama.cpp.
+        llamacpp: Python of an environment with llama.cpp. deepspeed: a folder that `deepspeed_env.sh` made.
         before: a report, whose other cells are kept if it is of the same settings. measure: measure the machine first.
         keep: called with the report after each cell.
     """
@@ -78,14 +79,26 @@ def run(
     for cell in cells:
         given = {
             "cell": cell, "folder": str(folder), "accelerate": str(accelerate), "llamacpp": str(llamacpp),
-            "settings": asdict(settings),
+            "deepspeed": str(deepspeed), "settings": asdict(settings),
         }  # fmt: skip
         command = [sys.executable, "-m", "millpond.bench.offload.cell", json.dumps(given)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            rows.append({"cell": cell, "failed": (done.stderr.strip().splitlines() or [""])[-1][:300]})
-        else:
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows.append(row_of(cell, command, DEEPSPEED_LIMIT_S if cell.startswith("deepspeed") else None))
         data["rows"] = sorted(rows, key=lambda row: CELLS.index(row["cell"]))
         keep(data)
     return data
+
+
+def row_of(cell: str, command: Sequence[str], limit_s: float | None) -> dict[str, Any]:
+    """What a cell's process measured, or why it failed.
+
+    Args:
+        limit_s: seconds in which it must end; None: any time.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"cell": cell, "failed": f"not done within {limit_s:,.0f} s"}
+    if done.returncode:
+        return {"cell": cell, "failed": (done.stderr.strip().splitlines() or [""])[-1][:300]}
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row

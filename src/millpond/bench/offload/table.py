@@ -16,6 +16,8 @@ NAMES = {
     "full-int4-weights": "Millpond, full cache, int4 weights",
     "full-no-overlap": "Millpond, full cache, no overlap",
 }  # fmt: skip
+#: Said of a report with rows of DeepSpeed.
+_NOT_ENDED = ["DeepSpeed is not ended where it takes more memory than that; such rows say how much it took."]
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -39,9 +41,10 @@ def markdown(data: dict[str, Any]) -> str:
         f"{settings['steps']} decoding steps" + (f", of ours {ours}." if ours else "."),
         "Waited: share of the time in which the calling thread could have run and other processes had the cores; the "
         "columns from 'tok/s besides' to 'of decoding' are of the rest.",
+        *_NOT_ENDED[: any(row["cell"].startswith("deepspeed") for row in data["rows"])],
         "Reads go on while it waits, so the rest of a part that reading bounds is too short.",
         "",
-        markdown_table(head, [_row(row, best) for row in data["rows"]]),
+        markdown_table(head, [_row(row, label_of(row, data), best) for row in data["rows"]]),
     ]
     if "packing_bytes_per_s" in data:
         lines.append(f"Packing to int4: {data['packing_bytes_per_s'] / 1e6:,.0f} MB/s of the weights as saved.\n")
@@ -49,15 +52,14 @@ def markdown(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(row: dict[str, Any], best: float) -> list[str]:
-    name = name_of(row["cell"])
+def _row(row: dict[str, Any], name: str, best: float) -> list[str]:
     if "failed" in row:
         return [name, "", row["failed"], *[""] * 9]
     rate, predicted, waited = row["tokens_per_s"], row.get("predicted_tokens_per_s"), waited_share(row)
     besides = rate / (1 - waited)
     ratios = [f"{_besides(row, part) / row[f'predicted_{part}_s']:.2f}" if predicted else "" for part in PARTS]
     return [
-        name + ("*" if row.get("projected") else ""), str(row["requests"]), f"{rate:.2f}", f"{waited:.0%}",
+        name, str(row["requests"]), f"{rate:.2f}", f"{waited:.0%}",
         f"{besides:.2f}", f"{besides / best:.1f}" if best else "",
         *([f"{predicted:.2f}", f"{predicted / besides:.2f}"] if predicted else ["", ""]), *ratios,
         f"{row['decode_step_s']:.2f}", " to ".join(f"{one:.2f}" for one in row["bandwidth_gb_per_s"]),
@@ -79,9 +81,21 @@ def waited_share(row: dict[str, Any]) -> float:
     return waited / float(row["seconds"])
 
 
+def label_of(row: dict[str, Any], data: dict[str, Any]) -> str:
+    """What ran in a row's cell, * where it is projected, and the memory that it took where that is beyond the limit."""
+    own = row.get("most_own_bytes", 0)
+    beyond = own > data["settings"]["memory"] + data["slack_bytes"]
+    took = f", beyond the limit: {own / 1e6:,.0f} MB" if beyond else ""
+    return name_of(row["cell"]) + took + "*" * bool(row.get("projected"))
+
+
 def name_of(cell: str) -> str:
     """What ran in a cell."""
     if cell.startswith("llamacpp"):
         _, weights, batch = cell.split("-")
         return f"llama.cpp, {weights} mapped from a file, batch {batch}"
+    if cell.startswith("deepspeed"):
+        _, device, batch = cell.split("-")
+        where = "all weights in host memory" if device == "host" else "weights in files"
+        return f"DeepSpeed ZeRO-3, {where}, batch {batch}"
     return NAMES.get(cell, f"Accelerate, disk offload, batch {cell.rpartition('-')[2]}")

@@ -1,4 +1,4 @@
-"""`millpond bench offload`: a model that does not fit in memory, ours, Accelerate and llama.cpp in one cap."""
+"""`millpond bench offload`: a model that does not fit in memory: ours, Accelerate, llama.cpp and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,18 @@ def offload(
     llamacpp: Annotated[
         Path, typer.Option(help="Python of an environment with llama.cpp (benchmarks/engines/llamacpp_env.sh).")
     ] = Path("build/llamacpp/bin/python"),
+    deepspeed: Annotated[
+        Path, typer.Option(help="Folder with DeepSpeed (benchmarks/engines/deepspeed_env.sh).")
+    ] = Path("build/deepspeed"),
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again first, about 30 s.")] = False,
     out: Report = None,
 ) -> None:
-    """Time our sweep, Accelerate's disk offload and llama.cpp, all in one cap on memory, and ours against its plan."""
+    """Time our sweep, Accelerate's disk offload and llama.cpp, all in one cap on memory, and ours against its plan.
+
+    DeepSpeed's ZeRO-3 is timed with them and may take more; its rows say how much.
+    """
     from millpond.bench.common.report import write_report
+    from millpond.bench.offload import deepspeed as deepspeed_cells
     from millpond.bench.offload.llamacpp import check
     from millpond.bench.offload.run import run
     from millpond.bench.offload.settings import CELLS, OffloadSettings
@@ -61,6 +68,8 @@ def offload(
         )
     if any(name.startswith("llamacpp") for name in chosen):
         check(llamacpp)
+    if any(name.startswith("deepspeed") for name in chosen):
+        deepspeed_cells.check(deepspeed)
     settings = OffloadSettings(
         shape=shape, memory=parse_bytes(memory), prompt=prompt, new=new, threads=threads, steps=steps,
         our_steps=our_steps,
@@ -75,7 +84,9 @@ def offload(
             write_report(out, "offload", data, markdown(data))
 
     with errors().status("measuring"):
-        data = run(folder, accelerate, llamacpp, settings, chosen, before=before, measure=measure, keep=keep)
+        data = run(
+            folder, accelerate, llamacpp, deepspeed, settings, chosen, before=before, measure=measure, keep=keep
+        )  # fmt: skip
     deliver("offload", data, markdown(data), out)
     if out is not None:
         typer.echo(f"wrote {draw(data, out / 'offload.svg')}")

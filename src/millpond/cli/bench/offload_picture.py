@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from millpond.bench.offload.table import name_of, waited_share
+from millpond.bench.offload.table import label_of, waited_share
 from millpond.evals.report.palette import FAINT, INK, water
 from millpond.evals.report.plots.style import calm, figure, heading, write
 
@@ -32,7 +32,7 @@ def draw(data: dict[str, Any], path: Path) -> Path:
         axis.text(rate, place, f" {rate:,.3g}", va="center", fontsize=8, color=INK)
         if predicted:
             axis.plot([predicted] * 2, [place - 0.4, place + 0.4], color=INK, linewidth=1.2)
-    names = [name_of(row["cell"]) + "*" * bool(row.get("projected")) for row in rows]
+    names = [label_of(row, data) for row in rows]
     axis.set_yticks(range(len(rows)), names, color=FAINT)
     axis.set_xticks([])
     axis.margins(x=0.12)
