@@ -95,7 +95,7 @@ def _promising(cost: CostModel, limits: Limits, can: Capabilities) -> list[tuple
     """Blocks with the least seconds that each may take and its place among them, the highest throughput first."""
     room = {tier: limits.of(tier) for tier in (DEVICE, HOST)}
     found = []
-    for place, block in enumerate(_blocks(cost, limits, can)):
+    for place, block in enumerate(blocks(cost, limits, can)):
         near = {"weights host", "kv host"}  # without slots nothing is read
         least = least_seconds(cost, block, room, {one for one in PLACES if _may(one, can)} if block.slots else near)
         if least < inf:
@@ -268,7 +268,7 @@ def _whole_layers(cost: CostModel, shares: Shares, bytes_of: Mapping[str, list[T
     return {**found, "weights host": kept / n, "weights disk": 1 - kept / n} if rest >= 0 else None
 
 
-def _blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[BlockShape]:
+def blocks(cost: CostModel, limits: Limits, can: Capabilities) -> Iterator[BlockShape]:
     """All blocks that are tried and may fit."""
     for schedule in sorted(can.schedules, reverse=True):  # of equals the first is taken: zigzag, row, diagonal
         for at, rows in enumerate(limits.rows):
