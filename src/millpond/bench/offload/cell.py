@@ -39,8 +39,9 @@ from millpond.tiers.files import DirectFile
 from millpond.tiers.loader import Extent, Loader, Ticket
 from millpond.tiers.slots import Slot
 
-#: Seconds for which the bandwidth is measured before and after a cell; the last third counts.
-BANDWIDTH_S = 2.4
+#: Seconds for which the bandwidth is measured before and after a cell; the last third counts, since disks of virtual
+#: machines give more at first, for some seconds.
+BANDWIDTH_S = 12.0
 
 
 def bandwidth(folder: Path) -> float:

@@ -17,7 +17,7 @@ OURS: dict[str, dict[str, Any]] = {
     "full-no-overlap": {"method": "full"},
 }
 #: Batches of Accelerate that are tried.
-BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 12, 16)
 #: Formats of llama.cpp's weights, and its batches.
 LLAMACPP, LLAMACPP_BATCHES = ("bf16", "q4_0"), (1, 4, 16)
 #: Where the weights of DeepSpeed are, with a batch; and the seconds in which one of these cells must end.

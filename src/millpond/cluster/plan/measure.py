@@ -78,8 +78,7 @@ async def measure(
             for users in USERS:
                 if report is not None:
                     report("warming up" if turn == 0 else f"round {turn} of {rounds}: {users} at a time")
-                each = max(EACH * users, len(prompts))
-                lengths = [prompts[n % len(prompts)] for n in range(each)]
+                lengths = [prompts[n % len(prompts)] for n in range(max(EACH * users, len(prompts)))]
                 await _load(llm, watch, f"{turn}-{users}", users, lengths, new, seed)
     finally:
         await llm.call(lambda engine: setattr(engine, "watch", None))
