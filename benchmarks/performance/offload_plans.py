@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.16B")
     parser.add_argument("--only", default=",".join(KINDS), help="Some of " + ", ".join(KINDS))
     parser.add_argument("--plans", type=int, default=10, help="Random ones.")
-    parser.add_argument("--others", type=int, default=20, help="Beside the one that is chosen.")
+    parser.add_argument("--others", type=int, default=20, help="Plans that the chosen one is compared with.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args, _ = begin(parser)

@@ -113,7 +113,9 @@ def test_norms(m: int, heads: int, n: int, dtype: torch.dtype, centred: bool) ->
     assert found.is_contiguous()
     wide = x.double() - (x.double().mean(-1, keepdim=True) if centred else 0)
     expected = norm64(wide, weight, 1e-5)
-    close(found, expected if bias is None else expected + bias.double())
+    expected = expected if bias is None else expected + bias.double()
+    lost = ((x.double() - wide).abs().amax(-1) / (wide.pow(2).mean(-1) + 1e-5).sqrt()).max()  # numbers that nearly agree
+    close(found, expected, (expected.abs().max() + 0.1) * max(1.0, float(lost) / 10))
 
 
 @given(m=st.integers(1, 32), k=WIDTHS, dtype=DTYPES)
