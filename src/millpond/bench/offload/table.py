@@ -17,7 +17,7 @@ NAMES = {
     "full-no-overlap": "Millpond, full cache, no overlap",
 }  # fmt: skip
 #: Said of a report with rows of DeepSpeed.
-_NOT_ENDED = ["DeepSpeed is not ended where it takes more memory than that; such rows say how much it took."]
+_NOT_ENDED = "DeepSpeed is not ended where it takes more memory than that; such rows say how much it took."
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -41,7 +41,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{settings['steps']} decoding steps" + (f", of ours {ours}." if ours else "."),
         "Waited: share of the time in which the calling thread could have run and other processes had the cores; the "
         "columns from 'tok/s besides' to 'of decoding' are of the rest.",
-        *_NOT_ENDED[: any(row["cell"].startswith("deepspeed") for row in data["rows"])],
+        *([_NOT_ENDED] if any(row["cell"].startswith("deepspeed") for row in data["rows"]) else []),
         "Reads go on while it waits, so the rest of a part that reading bounds is too short.",
         "",
         markdown_table(head, [_row(row, label_of(row, data), best) for row in data["rows"]]),
