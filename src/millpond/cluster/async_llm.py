@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -13,7 +13,9 @@ from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.figures import DrainResult
 from millpond.cluster.ledger import check_movable
 from millpond.cluster.outbox import Outbox
-from millpond.cluster.worker import Role
+from millpond.cluster.plan.move_times import MoveTimes
+from millpond.cluster.plan.step_recorder import EngineRecord
+from millpond.cluster.roles import Role
 from millpond.engine.mailbox import Mailbox
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
@@ -140,6 +142,31 @@ class AsyncClusterLLM(ClusterClient):
         """
         work = self._cluster.dispatcher.drain(worker, replaced=replace)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
+
+    async def record(self) -> None:
+        """Record the steps and moves of all workers from now on, for a profile; see `RecordingEngines`.
+
+        Raises:
+            OptionError: one of them has requests, or a budget in bytes.
+        """
+
+        async def begin() -> None:
+            await asyncio.gather(*(handle.record() for handle in self._cluster.dispatcher.serving))
+
+        await asyncio.wrap_future(self._cluster.loop.start(begin()))
+
+    async def recorded(self) -> list[EngineRecord]:
+        """What each worker did since `record`; nothing is recorded any more."""
+
+        async def end() -> list[EngineRecord]:
+            return list(await asyncio.gather(*(handle.recorded() for handle in self._cluster.dispatcher.serving)))
+
+        return await asyncio.wrap_future(self._cluster.loop.start(end()))
+
+    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
+        """What a move occupies a worker for that does nothing else; see `measure_moves`."""
+        first = self._cluster.dispatcher.serving[0]
+        return await asyncio.wrap_future(self._cluster.loop.start(first.time_moves(prompts, seed)))
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End all workers; with `drain` what runs may finish first, for `timeout` seconds at most."""

@@ -11,8 +11,8 @@ from millpond.cluster.figures import ClusterFigures, WorkerInfo
 from millpond.cluster.loop_thread import LoopThread
 from millpond.cluster.ray_session import RaySession
 from millpond.cluster.ray_worker import RayWorker
+from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
-from millpond.cluster.worker import Role
 from millpond.cluster.worker_pool import MakeWorker
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.outputs import EngineStats

@@ -22,9 +22,9 @@ from millpond.cluster.messages import RequestStart, RequestUpdate, WorkerReport,
 from millpond.cluster.moves import Mover
 from millpond.cluster.outgoing import Outgoing
 from millpond.cluster.prefix_ledger import PrefixLedger
+from millpond.cluster.roles import Role
 from millpond.cluster.router import Load, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings
-from millpond.cluster.worker import Role
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
@@ -102,6 +102,11 @@ class Dispatcher:
     def busy(self) -> bool:
         """Whether requests are in flight."""
         return bool(self._entries)
+
+    @property
+    def serving(self) -> list[WorkerHandle]:
+        """Workers that serve, by name."""
+        return [handle for _, handle in sorted(self._pool.serving.items())]
 
     async def drain(self, worker: str, *, replaced: bool = True) -> DrainResult:
         """Give the requests of a worker to others, and end it.

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from millpond.cluster.messages import RequestStart, WorkerReport
-from millpond.cluster.worker import Role
+from millpond.cluster.plan.move_times import MoveTimes
+from millpond.cluster.plan.step_recorder import EngineRecord
+from millpond.cluster.roles import Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
@@ -70,6 +72,18 @@ class WorkerHandle(Protocol):
 
     async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
         """See `EngineWorker.memory`."""
+        ...
+
+    async def record(self) -> None:
+        """See `EngineWorker.record`."""
+        ...
+
+    async def recorded(self) -> EngineRecord:
+        """See `EngineWorker.recorded`."""
+        ...
+
+    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
+        """See `EngineWorker.time_moves`."""
         ...
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.handoff import HandoffGoneError
 from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.worker import Role
+from millpond.cluster.roles import Role
 from millpond.cluster.worker_pool import WorkerPool
 from millpond.errors import MillpondError, PoolFullError
 

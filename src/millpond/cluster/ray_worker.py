@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.plan.move_times import MoveTimes
+from millpond.cluster.plan.step_recorder import EngineRecord
+from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
-from millpond.cluster.worker import EngineWorker, Role
+from millpond.cluster.worker import EngineWorker
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
@@ -49,9 +51,7 @@ class RayWorker:
         # on a Ray of this process workers share its cores, however many there are; elsewhere Ray places them by CPUs
         cpus = 0 if settings.address is None else 1
         actor = ray.remote(_Actor).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
-        self._actor = actor.remote(
-            model, dict(options), role, HandoffBuffer(settings.handoff_bytes, settings.lease_s), settings.hang_s
-        )
+        self._actor = actor.remote(model, dict(options), role, settings)
 
     async def open(self) -> tuple[int, int, CacheOptions]:
         """See `WorkerHandle`."""
@@ -113,6 +113,20 @@ class RayWorker:
     async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
         """See `WorkerHandle`."""
         found: CacheSnapshot | None = await self._wait(self._actor.memory.remote(name, layer))
+        return found
+
+    async def record(self) -> None:
+        """See `WorkerHandle`."""
+        await self._wait(self._actor.record.remote())
+
+    async def recorded(self) -> EngineRecord:
+        """See `WorkerHandle`."""
+        found: EngineRecord = await self._wait(self._actor.recorded.remote())
+        return found
+
+    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
+        """See `WorkerHandle`."""
+        found: MoveTimes = await self._wait(self._actor.time_moves.remote(prompts, seed))
         return found
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from millpond.cluster.worker import Role
+from millpond.cluster.roles import Role
 from millpond.engine.outputs import EngineStats
 
 #: Tokens of prompts that a request which decodes counts for: a step of a small model on a CPU takes about as long.

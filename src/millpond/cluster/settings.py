@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.budget import parse_bytes
-from millpond.cluster.worker import Role
+from millpond.cluster.roles import Role
 from millpond.errors import OptionError
 
 

@@ -8,20 +8,24 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from millpond.cluster.handoff import HandoffBuffer, HandoffGoneError
 from millpond.cluster.messages import Reported, RequestStart, RequestUpdate, WorkerReport, failed
+from millpond.cluster.plan.measure_moves import measure_moves
+from millpond.cluster.plan.move_times import MoveTimes
+from millpond.cluster.plan.step_recorder import EngineRecord, StepRecorder, cache_of
+from millpond.cluster.roles import Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.engine import Engine
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
-from millpond.errors import MillpondError, OptionError, PoolFullError
+from millpond.errors import OptionError, PoolFullError
 
-#: Who reads prompts and decodes ("replica"), or only one of the two.
-Role = Literal["replica", "prefill", "decode"]
 #: A report comes after this many seconds even if nothing is new.
 HEARTBEAT_S = 0.5
 #: Bytes to send of a request, at most: as a multiple of those in its pages, and besides.
@@ -33,17 +37,16 @@ class EngineWorker:
 
     Args:
         model: as of `AsyncLLM`. options: the rest of its arguments. role: see `Role`.
-        handoff: requests that wait for others to take them over; where there is no room for one more it decodes here
-            until there is.
-        step_limit_s: seconds that a step may take before reports say that the engine hangs.
+        settings: bytes and seconds for which requests may wait for others to take them over, where a request for which
+            there is no room decodes here until there is; seconds after which reports say that the engine hangs.
     """
 
-    def __init__(
-        self, model: Any, options: Mapping[str, Any], role: Role, handoff: HandoffBuffer, step_limit_s: float
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Any, options: Mapping[str, Any], role: Role, settings: ClusterSettings) -> None:
         self._model, self._options = model, options
-        self._role, self._handoff, self._step_limit_s = role, handoff, step_limit_s
+        self._role, self._step_limit_s = role, settings.hang_s
+        self._handoff = HandoffBuffer(settings.handoff_bytes, settings.lease_s)
         self._opened: AsyncLLM | None = None
+        self._recorder: StepRecorder | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
         self._reported: dict[str, Reported] = {}
@@ -51,6 +54,7 @@ class EngineWorker:
         self._more = BYTES_FACTOR
         self._cancelled: set[str] = set()
         self._staying: set[str] = set()  # requests that are not offered to other workers
+        self._left: dict[str, tuple[RequestOutput, int] | RequestUpdate] = {}  # those that the engine's thread let go
         self._news = asyncio.Event()
 
     async def open(self) -> tuple[int, int, int, CacheOptions]:
@@ -63,6 +67,8 @@ class EngineWorker:
             OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`.
         """
         self._opened = AsyncLLM(self._model, **self._options)
+        if self._role == "prefill":
+            self._opened.leave = self._leave
         return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
 
     async def start(self, starts: Sequence[RequestStart]) -> None:
@@ -106,10 +112,11 @@ class EngineWorker:
             self._cancelled.add(name)  # it may be on its way out of the engine
             task.cancel()  # or on its way into it
             await asyncio.wait({task})
+        await self._llm.cancel(name)  # from here on it is not in the engine
         self._handoff.drop(name)
+        self._left.pop(name, None)
         self._newest.pop(name, None)
         self._reported.pop(name, None)
-        await self._llm.cancel(name)
 
     async def offer(self, name: str) -> int | None:
         """Let a request that has an answer wait for another worker, whatever the role of this one.
@@ -171,6 +178,24 @@ class EngineWorker:
         """See `AsyncLLM.memory`."""
         return await self._llm.memory(name, layer)
 
+    async def record(self) -> None:
+        """Record the steps and moves of the engine from now on; see `StepRecorder`.
+
+        Raises:
+            OptionError: it has requests, or a budget in bytes.
+        """
+        self._recorder = await self._llm.call(StepRecorder)
+
+    async def recorded(self) -> EngineRecord:
+        """What the engine did since `record`; nothing is recorded any more."""
+        recorder = self._recorder
+        assert recorder is not None, "recording begins first"
+        return await self._llm.call(lambda _: recorder.end())
+
+    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
+        """See `measure_moves`."""
+        return await self._llm.call(lambda engine: measure_moves(engine, cache_of(engine)[0], prompts, seed))
+
     async def close(self) -> None:
         """End all requests and give all memory back."""
         await self._llm.close(drain=False)
@@ -201,11 +226,14 @@ class EngineWorker:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._tell(name, output)
-                    if all(one.token_ids for one in output.completions):
-                        self._sizes[name] = sum(one.kv.kv_bytes for one in output.completions if one.kv is not None)
-                    goes = self._role == "prefill" and not output.finished and name not in self._staying
-                    if goes and await self._offer(name, output):
-                        return
+                    if (held := _bytes_of(output)) is not None:
+                        self._sizes[name] = held
+            left = self._left.pop(name, None)
+            if isinstance(left, RequestUpdate):
+                self._tell(name, left)
+            elif left is not None:
+                update = self._reported.setdefault(name, Reported()).update(left[0], time.monotonic())
+                self._tell(name, replace(update, offered=left[1]))
         except Exception as error:  # whatever it is, the one who waits must hear of it
             self._tell(name, failed(name, error))
 
@@ -213,21 +241,36 @@ class EngineWorker:
         self._newest[name] = news
         self._news.set()
 
-    async def _offer(self, name: str, output: RequestOutput) -> bool:
-        """Turn a request whose prompt was read into bytes for another worker, if there is room for them."""
-        if name not in self._sizes:
+    def _leave(self, engine: Engine, output: RequestOutput) -> bool:
+        """In the engine's thread, right behind the step: turn a request whose prompt was read into bytes for another
+        worker, if there is room for them. A pass later it would have decoded here, and held up the prompts."""
+        name, held = output.request_id, _bytes_of(output)
+        if name in self._staying or name not in self._tasks or held is None or not self._room_for(name, held):
             return False
         try:
-            data = await self._pack(name)
-        except MillpondError as error:
-            gone = isinstance(error, HandoffGoneError)
-            self._tell(name, RequestUpdate(name, dropped=True) if gone else failed(name, error))
-            return True
-        if data is None:
+            data = engine.hand_over(name)
+        except (OptionError, PoolFullError):  # it cannot move, or not now: it goes on here
+            self._handoff.drop(name)
             return False
-        update = self._reported.setdefault(name, Reported()).update(output, time.monotonic())
-        self._tell(name, replace(update, offered=len(data)))
+        except Exception as error:
+            self._handoff.drop(name)
+            engine.cancel(name)
+            self._left[name] = failed(name, error)
+            return True
+        kept = self._keep(name, data, held)
+        self._left[name] = (output, len(data)) if kept else RequestUpdate(name, dropped=True)
         return True
+
+    def _room_for(self, name: str, held: int) -> bool:
+        """Set bytes aside for a request with as many in its pages."""
+        return self._handoff.reserve(name, int(self._more * held) + BYTES_BESIDES)
+
+    def _keep(self, name: str, data: bytes, held: int) -> bool:
+        """Hold the bytes of a request for another worker; False: they were more than expected and had no room."""
+        kept = self._handoff.put(name, data)
+        if not kept:
+            self._more = max(self._more, len(data) / max(held, 1))  # the next one of its kind decodes here
+        return kept
 
     async def _pack(self, name: str) -> bytes | None:
         """The bytes of a request, which has left the engine and waits; None: it is still there.
@@ -237,7 +280,7 @@ class EngineWorker:
             MillpondError: see `Engine.hand_over`.
         """
         held = self._sizes[name]
-        if not self._handoff.reserve(name, int(self._more * held) + BYTES_BESIDES):
+        if not self._room_for(name, held):
             return None
         try:
             data = await self._llm.hand_over(name)
@@ -249,7 +292,13 @@ class EngineWorker:
         if name in self._cancelled:
             self._handoff.drop(name)
             raise HandoffGoneError(f"request {name!r} was cancelled on its way")
-        if not self._handoff.put(name, data):
-            self._more = max(self._more, len(data) / max(held, 1))  # the next one of its kind decodes here
+        if not self._keep(name, data, held):
             raise HandoffGoneError(f"request {name!r} takes {len(data):,} bytes, for which there is no room")
         return data
+
+
+def _bytes_of(output: RequestOutput) -> int | None:
+    """Bytes in the pages of a request; None: not all of its answers have begun."""
+    if not all(one.token_ids for one in output.completions):
+        return None
+    return sum(one.kv.kv_bytes for one in output.completions if one.kv is not None)

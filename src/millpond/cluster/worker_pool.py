@@ -13,7 +13,7 @@ from millpond.cluster.background_tasks import BackgroundTasks
 from millpond.cluster.figures import WorkerInfo
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
 from millpond.cluster.messages import WorkerReport
-from millpond.cluster.worker import Role
+from millpond.cluster.roles import Role
 from millpond.engine.outputs import EngineStats
 from millpond.engine.request import CacheOptions
 from millpond.errors import MillpondError, OptionError

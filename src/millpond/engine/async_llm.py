@@ -37,6 +37,8 @@ T = TypeVar("T")
 _CALLS_SHARE = 0.2
 #: And this many seconds where nothing is in flight, so that requests that come together are in one step.
 _CALLS_IDLE_S = 0.02
+#: Seconds before a request may leave: those who wait for the outputs of the step get Python's lock first.
+_LOOP_S = 0.001
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,10 @@ class AsyncLLM:
         machine: constants for a plan; see `LLM`.
         verify: of packed weights; see `LLM`.
         **options: fields of `EngineConfig`, in place of those of `config`.
+
+    Attributes:
+        leave: called in the engine's thread behind each step, with outputs that are not the last of their requests;
+            True: the request has left the engine, and its stream ends. None: nothing is.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`.
@@ -94,6 +100,7 @@ class AsyncLLM:
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )
+        self.leave: Callable[[Engine, RequestOutput], bool] | None = None
         self._boxes: dict[str, Mailbox] = {}  # only the engine's thread reads it
         self._asked = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()
@@ -335,7 +342,9 @@ class AsyncLLM:
             step_s = 0.0
             if self._engine.busy:
                 self._since = began = time.monotonic()
-                self._hand_out(self._step())
+                outputs = self._step()
+                self._hand_out(outputs)
+                self._let_leave(outputs)
                 step_s = time.monotonic() - began
 
     def _wait(self) -> bool:
@@ -381,6 +390,17 @@ class AsyncLLM:
                 found.append((box, output))
         for box, output in deliver(found):
             self._drop(output.request_id, box)
+
+    def _let_leave(self, outputs: list[RequestOutput]) -> None:
+        if self.leave is None:
+            return
+        for output in outputs:
+            name = output.request_id
+            if output.finished or name not in self._boxes:
+                continue
+            time.sleep(_LOOP_S)
+            if self.leave(self._engine, output):
+                self._boxes.pop(name).end()
 
     def _post(self, run: Callable[[], None], client: str = "") -> bool:
         """Let the engine's thread run this; False if there is none any more."""

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -59,6 +59,9 @@ from millpond.hf.model_support import unwrapped
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
+#: Whether a request left an engine or came into it.
+Direction = Literal["out", "in"]
+
 
 class Engine:
     """Runs requests; not safe for several threads at once.
@@ -73,6 +76,8 @@ class Engine:
     Attributes:
         cache: of requests that name none. recipe: how their caches are stored.
         watch: called at the end of each step with what it did, and its seconds; None: nothing is.
+        watch_moves: called when a request was handed or taken over, with its name, the tokens of its prompt and the
+            seconds; likewise.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
@@ -165,6 +170,7 @@ class Engine:
         )  # fmt: skip
         self._finished = self._evicted = 0
         self.watch: Callable[[Step, float], None] | None = None
+        self.watch_moves: Callable[[Direction, str, int, float], None] | None = None
         self._stats = self._count()
 
     # ------------------------------------------------------------------ requests
@@ -249,6 +255,7 @@ class Engine:
             PoolFullError: it is swapped out and there is no room to read its pages. DataError: their file is broken.
             In all cases the request stays as it is.
         """
+        began = time.perf_counter()
         live = self._live.get(request_id)
         if live is None or live.job.trunk:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
@@ -266,6 +273,8 @@ class Engine:
         if not self._live:
             self._trim()
         self._stats = self._count()
+        if self.watch_moves is not None:
+            self.watch_moves("out", request_id, live.job.prompt, time.perf_counter() - began)
         return data
 
     def checkpoint(self, request_id: str) -> bytes | None:
@@ -299,6 +308,7 @@ class Engine:
             PoolFullError: there is no room now. OptionError, BudgetError, UnsupportedModelError: as `add`. In all
             cases nothing is left behind.
         """
+        began = time.perf_counter()
         snapshot = RequestSnapshot.from_bytes(data)
         if request is not None:
             snapshot = snapshot.continued_as(request)
@@ -308,6 +318,8 @@ class Engine:
             for loads in self._loads:
                 loads.add(live)
         self._stats = self._count()
+        if self.watch_moves is not None:
+            self.watch_moves("in", live.request.request_id, live.job.prompt, time.perf_counter() - began)
         return live.request.request_id
 
     def plan_batch(self, requests: Sequence[Request], levels: int | None = None) -> BatchPlan:

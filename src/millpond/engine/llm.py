@@ -345,8 +345,15 @@ def requests_of(
     places = _places(breakpoints, len(each))
     return [
         Request(
-            request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), breakpoints=at,
-            keep=tuple(keep), fair_shares=tuple(fair_shares), forget=tuple(forget), on_pressure=on_pressure,
+            request_id=str(next(names)),
+            prompt=prompt,
+            params=own,
+            cache=cache or CacheOptions(),
+            breakpoints=at,
+            keep=tuple(keep),
+            fair_shares=tuple(fair_shares),
+            forget=tuple(forget),
+            on_pressure=on_pressure,
         )
         for prompt, own, at in zip(each, chosen, places, strict=True)
     ]

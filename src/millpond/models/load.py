@@ -77,9 +77,7 @@ def load_model(name: str | os.PathLike[str], dtype: str = "auto") -> PreTrainedM
     if dtype != "auto" and dtype not in DTYPES:
         raise unknown("dtype", dtype, ["auto", *DTYPES])
     chosen: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
-    model: PreTrainedModel = _load(
-        name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=chosen), dtype
-    )
+    model: PreTrainedModel = _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=chosen), dtype)
     model.train(False)
     return model
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from millpond.cluster.client import Cluster
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.llm import ClusterLLM
 from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
-from millpond.cluster.worker import EngineWorker, Role
+from millpond.cluster.worker import EngineWorker
 from millpond.engine.config import EngineConfig
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
@@ -46,8 +46,7 @@ class LocalWorker:
         self.on_take: Callable[[LocalWorker], None] = lambda source: None  # before bytes are pulled from a worker
         self._watch = watch
         model = copy.deepcopy(shared_model("llama"))
-        handoff = HandoffBuffer(settings.handoff_bytes, settings.lease_s)
-        self.engine = EngineWorker(model, options, role, handoff, settings.hang_s)
+        self.engine = EngineWorker(model, options, role, settings)
 
     def die(self) -> None:
         """No call is answered any more; the engine goes, and what it held."""
@@ -136,6 +135,15 @@ class LocalWorker:
     async def memory(self, name: str, layer: int) -> Any:
         return await self._of(self.engine.memory(name, layer))
 
+    async def record(self) -> None:
+        await self._of(self.engine.record())
+
+    async def recorded(self) -> Any:
+        return await self._of(self.engine.recorded())
+
+    async def time_moves(self, prompts: Sequence[int], seed: int) -> Any:
+        return await self._of(self.engine.time_moves(prompts, seed))
+
     async def close(self) -> None:
         self.go.set()
         await self._of(self.engine.close())
@@ -209,6 +217,7 @@ class LocalCluster:
         return all(
             not one._handoff.size
             and not one._tasks
+            and not one._left
             and not one._newest
             and not one._reported
             and not one._llm._engine._live

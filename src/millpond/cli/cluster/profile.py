@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,13 +25,23 @@ def profile(
     new: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 24,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured.")] = 2,
     threads: Threads = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Time as many workers that run at once.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="The same, of workers that read prompts.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="And of those that decode behind them.")] = None,
 ) -> None:
-    """Time an engine's steps over prompts of several lengths and several users at once, and moves; about a minute."""
+    """Time an engine's steps over prompts of several lengths at several rates of arrivals, and moves; about a minute.
+
+    With --replicas, or --prefill and --decode, the engines are workers on this machine, with all that they take from
+    each other.
+    """
     import asyncio
 
     from millpond.bench.common.machine import describe_machine
+    from millpond.cluster.async_llm import AsyncClusterLLM
     from millpond.cluster.plan.measure import Measured, measure
+    from millpond.cluster.plan.one_engine import OneEngine
     from millpond.cluster.plan.profile_file import save_profile
+    from millpond.cluster.plan.step_recorder import RecordingEngines
     from millpond.engine.async_llm import AsyncLLM
     from millpond.models.load import load_model
 
@@ -39,17 +49,26 @@ def profile(
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise OptionError(f"--prompts {prompts!r} must read 32,128,256: tokens, separated by commas")
     lengths = [int(part) for part in parts]
+    numbers: dict[str, Any] = {"replicas": replicas, "prefill": prefill, "decode": decode}
+    workers = sum(n or 0 for n in numbers.values())
+    note = describe_machine().hardware
+    if workers:
+        note += "; beside each other: " + ", ".join(f"{n} {name}" for name, n in numbers.items() if n)
     with notes(), errors().status("measuring") as status:
 
         async def measured() -> Measured:
-            llm = AsyncLLM(
-                load_model(model, dtype), threads=threads, options=cache.options, calibration=cache.calibration,
-                **cache.kept(),
-            )  # fmt: skip
+            llm: AsyncLLM | AsyncClusterLLM
+            kept: dict[str, Any] = {"options": cache.options, "calibration": cache.calibration, **cache.kept()}
+            if workers:
+                llm = AsyncClusterLLM(model, dtype=dtype, threads=threads, **numbers, **kept)
+                engines: RecordingEngines = llm
+            else:
+                llm = AsyncLLM(load_model(model, dtype), threads=threads, **kept)
+                engines = OneEngine(llm)
             try:
                 return await measure(
-                    llm, model, prompts=lengths, new=new, rounds=rounds, note=describe_machine().hardware,
-                    report=status.update,
+                    engines, model, prompts=lengths, new=new, rounds=rounds, note=note, report=status.update,
+                    workers=workers or 1,
                 )  # fmt: skip
             finally:
                 await llm.close(drain=False)
@@ -68,4 +87,6 @@ def profile(
             f"a move of {max(lengths):,} tokens, {moved / 1e6:,.1f} MB: {1e3 * moves.packing(moved):.1f} ms to pack, "
             f"{1e3 * moves.taking_in(moved):.1f} ms to take in"
         )
+    if found.latency_s is not None:
+        text += f", {1e3 * found.latency_s:.1f} ms on its way (--latency of a plan)"
     output().print(text, soft_wrap=True, highlight=False)

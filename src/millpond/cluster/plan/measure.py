@@ -1,30 +1,29 @@
-"""A profile of a model on this machine: an engine answers users at once, its steps and moves are timed."""
+"""A profile of a model on this machine: engines answer users at once, their steps and moves are timed."""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.fit import fit
-from millpond.cluster.plan.measure_moves import measure_moves
-from millpond.cluster.plan.move_times import FREE_MOVES
+from millpond.cluster.plan.fit import fit, fit_moves
+from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile
-from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.engine import Engine
+from millpond.cluster.plan.step_recorder import EngineRecord, RecordingEngines
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
-from millpond.engine.scheduler import Step
 from millpond.errors import OptionError, PoolFullError
-from millpond.runner.cache_layout import CacheLayout
-from millpond.runner.packed_model import LayerShape
 
-#: Users that have a request under way at a time, in turn, and requests of each in a round; prompts take all lengths.
-USERS, EACH = (1, 2, 4, 8, 16), 2
+#: Users who have a request under way at a time while an engine shows how many it answers, and requests of each.
+USERS, EACH = 16, 2
+#: Of that rate, the arrivals that are timed, and their number for each engine; prompts take all lengths in turn.
+SHARES, REQUESTS = (0.4, 0.7, 1.0, 1.3), 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,127 +32,129 @@ class Measured:
 
     Attributes:
         refused: why requests of the engine cannot move, so that the profile has no cost of moves; None: it has.
+        latency_s: of a move between two of the engines, without what it occupies them for; None: there was none.
     """
 
     profile: Profile
     steps: tuple[tuple[StepLoad, float], ...]
     error: float
     refused: str | None = None
+    latency_s: float | None = None
 
 
 async def measure(
-    llm: AsyncLLM, name: str, *, prompts: Sequence[int] = (32, 128, 256, 512), new: int = 24, rounds: int = 2,
-    seed: int = 0, note: str = "", report: Callable[[str], None] | None = None,
+    engines: RecordingEngines, name: str, *, prompts: Sequence[int] = (32, 128, 256, 512), new: int = 24,
+    rounds: int = 2, seed: int = 0, workers: int = 1, note: str = "", report: Callable[[str], None] | None = None,
 ) -> Measured:  # fmt: skip
-    """Time the steps of an engine that streams its answers and does nothing else, and fit them.
+    """Time the steps of engines that stream their answers and do nothing else, and fit them.
 
-    Some users have one request after another, so that prompts come while answers of other lengths are under way, as
-    they do where requests arrive at any time; the first round only warms up. Then the shortest and the longest prompt
-    move out of the engine and into it again.
+    First some users have one request after another, to warm up and to find the rate that the engines can take. Then
+    requests arrive independently of each other, at rates around it, so that prompts come while answers of other lengths
+    are under way. Moves are those between the engines; where there are none, the shortest and the longest prompt move
+    out of an engine and into it again afterwards.
 
     Args:
-        llm: with the method, budget and codec of the profile, and without a prefix cache.
-        prompts: tokens of the prompts, in turn. new: tokens of an answer, at most; half as many at least. note: on the
-            machine, for the profile.
+        engines: with the method, budget and codec of the profile, and without a prefix cache.
+        prompts: tokens of the prompts, in turn. new: tokens of an answer, at most; half as many at least.
+        workers: number of the engines. note: on the machine, for the profile.
 
     Raises:
-        OptionError: a prompt and its answer exceed the model's context, or the engine is busy. DataError: see `fit`.
+        OptionError: a prompt and its answer exceed the model's context, or an engine is busy. DataError: see `fit`.
     """
     longest = max(prompts) + new
-    if longest > llm.context_length:
+    if longest > engines.context_length:
         raise OptionError(
-            f"prompts of {max(prompts):,} tokens with {new} new ones exceed the model's {llm.context_length:,}; "
+            f"prompts of {max(prompts):,} tokens with {new} new ones exceed the model's {engines.context_length:,}; "
             "give shorter ones"
         )
-    if await llm.call(lambda engine: engine.busy):
-        raise OptionError("the engine has requests; measure one that has none")
-    cache, head_dim = await llm.call(cache_of)
-    steps: list[tuple[StepLoad, float]] = []
-    watch = _Watch(cache, steps)
-    await llm.call(lambda engine: setattr(engine, "watch", watch))
-    try:
-        for turn in range(rounds + 1):
-            if turn == 1:
-                steps.clear()
-            for users in USERS:
-                if report is not None:
-                    report("warming up" if turn == 0 else f"round {turn} of {rounds}: {users} at a time")
-                lengths = [prompts[n % len(prompts)] for n in range(max(EACH * users, len(prompts)))]
-                await _load(llm, watch, f"{turn}-{users}", users, lengths, new, seed)
-    finally:
-        await llm.call(lambda engine: setattr(engine, "watch", None))
+    say = report or (lambda _: None)
+    await engines.record()  # a busy engine is refused before it has more to do
+    load = _Load(engines, prompts, new, seed)
+    for turn in range(2):
+        say("finding the rate" if turn else "warming up")
+        rate = await load.by_users(USERS * workers, EACH)
+    await engines.record()
+    for turn in range(rounds):
+        for share in SHARES:
+            say(f"round {turn + 1} of {rounds}: {share * rate:.1f} requests a second")
+            await load.arriving(share * rate, REQUESTS * workers)
+    records = await engines.recorded()
+    steps = tuple(step for record in records for step in record.steps)
     times, error = fit(steps)
-    moves, refused = FREE_MOVES, None
-    if report is not None:
-        report("moves")
-    try:
-        moves = await llm.call(lambda engine: measure_moves(engine, cache, (min(prompts), max(prompts)), seed))
-    except (OptionError, PoolFullError) as error_:
-        refused = str(error_)
-    step_tokens = await llm.call(lambda engine: engine.config.max_step_tokens)
-    profile = Profile(name, {1: times}, cache, head_dim, True, note, step_tokens, moves)
-    return Measured(profile, tuple(steps), error, refused)
+    moves, refused = _moves_of(records), None
+    if moves is None:
+        say("moves")
+        try:
+            moves = await engines.time_moves((min(prompts), max(prompts)), seed)
+        except (OptionError, PoolFullError) as error_:
+            moves, refused = FREE_MOVES, str(error_)
+    one = records[0]
+    profile = Profile(name, {1: times}, one.cache, one.head_dim, True, note, one.step_tokens, moves)
+    return Measured(profile, steps, error, refused, _latency_of(records))
 
 
-async def _load(
-    llm: AsyncLLM, watch: _Watch, name: str, users: int, lengths: Sequence[int], new: int, seed: int
-) -> None:  # fmt: skip
-    """Let some users ask for one answer after another, as long as there are prompts of these lengths."""
-    draw = np.random.default_rng(seed)
-    asks = iter([(n, draw.integers(0, llm.vocab_size, length), new - n % (new // 2 + 1))
-                 for n, length in enumerate(lengths)])  # fmt: skip
+class _Load:
+    """Requests for engines, each with a prompt of its own; see `measure`."""
 
-    async def user() -> None:
-        for n, ids, tokens in asks:
-            key = f"{name}-{n}"
-            params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-            watch.prompts[key] = len(ids)
-            async for _ in llm.stream(Request(request_id=key, prompt=tuple(ids.tolist()), params=params)):
-                pass
+    def __init__(self, engines: RecordingEngines, prompts: Sequence[int], new: int, seed: int) -> None:
+        self._engines, self._prompts, self._new = engines, prompts, new
+        self._draw, self._sent = np.random.default_rng(seed), 0
 
-    await asyncio.gather(*(user() for _ in range(users)))
+    async def by_users(self, users: int, each: int) -> float:
+        """Answer some requests of each of these users, one after another; returns requests a second."""
 
+        async def user() -> None:
+            for _ in range(each):
+                await self._request()
 
-class _Watch:
-    """What each step of an engine did, from the jobs of its scheduler."""
+        began = time.perf_counter()
+        await asyncio.gather(*(user() for _ in range(users)))
+        return users * each / (time.perf_counter() - began)
 
-    def __init__(self, cache: CacheSize, steps: list[tuple[StepLoad, float]]) -> None:
-        self.prompts: dict[str, int] = {}
-        self._cache = cache
-        self._steps = steps
-        self._done: dict[str, int] = {}
+    async def arriving(self, rate: float, number: int) -> None:
+        """Answer requests that arrive independently, so many a second."""
+        tasks = []
+        for gap in self._draw.exponential(1 / rate, number):
+            tasks.append(asyncio.ensure_future(self._request()))
+            await asyncio.sleep(gap)
+        await asyncio.gather(*tasks)
 
-    def __call__(self, step: Step, seconds: float) -> None:
-        tokens = squares = ended = entries = 0
-        for job, n in step.chunks:  # which have been read by now
-            tokens += n
-            squares += job.read**2 - (job.read - n) ** 2
-            ended += job.read == job.prompt
-        for job in step.decodes:
-            done = self._done[job.key] = self._done.get(job.key, 0) + 1
-            entries += self._cache.kept(self.prompts[job.key], done)
-        self._steps.append((StepLoad(tokens, squares, ended, len(step.decodes), entries), seconds))
+    async def _request(self) -> None:
+        number, self._sent = self._sent, self._sent + 1
+        ids = self._draw.integers(0, self._engines.vocab_size, self._prompts[number % len(self._prompts)])
+        tokens = self._new - number % (self._new // 2 + 1)
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        request = Request(request_id=f"profile-{number}", prompt=tuple(ids.tolist()), params=params)
+        async for _ in self._engines.stream(request):
+            pass
 
 
-def cache_of(engine: Engine) -> tuple[CacheSize, int]:
-    """What a request of an engine holds with its own method, budget and codec, and the numbers of a key.
+def _moves_of(records: Sequence[EngineRecord]) -> MoveTimes | None:
+    """What the moves between engines took in the mean, by the length of the prompt; None: there were none."""
+    found: dict[str, dict[int, list[float]]] = {"out": defaultdict(list), "in": defaultdict(list)}
+    for record in records:
+        for move in record.moves:
+            found[move.direction][move.prompt].append(move.seconds)
+    if not all(found.values()):
+        return None
+    cache = records[0].cache
+    out, into = (
+        fit_moves([cache.moved(prompt) for prompt in by], [statistics.fmean(took) for took in by.values()])
+        for by in found.values()
+    )
+    return MoveTimes(*out, *into)
 
-    Raises:
-        OptionError: a budget in bytes.
+
+def _latency_of(records: Sequence[EngineRecord]) -> float | None:
+    """Seconds between the two ends of a move in the median, less half of a step, which it waits for in the mean.
+
+    Engines on several machines have clocks of their own, which may differ by more.
     """
-    layers, recipe = engine.layers, engine.recipe
-    entry_bytes = float(sum(recipe.entry_bytes(layer) for layer in layers))
-    stored = sum(_stored_bytes(recipe, layer) for layer in layers)
-    policy = recipe.policy
-    grows = policy.keeps_all or (policy.grows_when_decoded and not policy.makes_room)
-    budget = None if policy.keeps_all else recipe.budget
-    return CacheSize(entry_bytes, stored, budget, grows), layers[0].key_dim
-
-
-def _stored_bytes(recipe: CacheLayout, layer: LayerShape) -> float:
-    """Bytes of a kept token in one layer; codes as far as they take no more than numbers as they are."""
-    own, codec = recipe.entry_bytes(layer), recipe.codec(layer)
-    if codec is None:
-        return own
-    numbers = layer.n_kv_heads * (layer.key_dim + layer.value_dim)
-    return min(own, numbers * codec.bits_per_element(layer.key_dim, layer.value_dim) / 8)
+    moves = [move for record in records for move in record.moves]
+    left = {move.request: move.began + move.seconds for move in moves if move.direction == "out"}
+    ways = [move.began - left[move.request] for move in moves if move.direction == "in" and move.request in left]
+    if not ways:
+        return None
+    taking = [record for record in records if any(move.direction == "in" for move in record.moves)]
+    step = statistics.fmean(seconds for record in taking for _, seconds in record.steps)
+    return max(statistics.median(ways) - step / 2, 0.0)

@@ -122,9 +122,7 @@ class Offload:
             workload = Workload(prompt=self.prompt_tokens, new=self.new_tokens)
         place = self.place()
         if place is not None:
-            return open_on_device(
-                model, place, self.device_memory, self.memory, plan, dtype, config, workload=workload
-            )
+            return open_on_device(model, place, self.device_memory, self.memory, plan, dtype, config, workload=workload)
         with bar() as report:
             return open_in_memory(
                 model, self.memory, plan, dtype, config, disk=self.disk, machine=self.machine, workload=workload,

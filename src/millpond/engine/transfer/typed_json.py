@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from millpond.errors import DataError
@@ -24,13 +25,19 @@ def from_json(kind: type[T], values: Any) -> T:
     Raises:
         DataError: a field that the class does not have, or a value of another type. Also what the class raises.
     """
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]  # mypy: a class is hashable
     if not isinstance(values, dict) or not values.keys() <= hints.keys():
         raise DataError(f"{str(values)[:80]} does not hold the fields of {kind.__name__}: send the request once more")
     try:
         return kind(**{name: _as(hints[name], value) for name, value in values.items()})
     except TypeError as error:
         raise DataError(f"fields of {kind.__name__} do not fit ({error}): send the request once more") from None
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Its fields' types; to find them out takes longer than to read a request."""
+    return get_type_hints(kind)
 
 
 def _differs(field: Field[Any], found: Mapping[str, Any]) -> bool:
