@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
-from millpond.engine.call_queue import CallQueue
+from millpond.engine.call_queue import CALLS_SHARE, CallQueue
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
@@ -32,10 +32,7 @@ from millpond.models.weights.streamed import Verify
 
 T = TypeVar("T")
 
-#: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
-#: those that decode; one call goes at least.
-_CALLS_SHARE = 0.2
-#: And this many seconds where nothing is in flight, so that requests that come together are in one step.
+#: Seconds for which calls are made where nothing is in flight, so that requests that come together are in one step.
 _CALLS_IDLE_S = 0.02
 #: Seconds before a request may leave: those who wait for the outputs of the step get Python's lock first.
 _LOOP_S = 0.001
@@ -331,7 +328,7 @@ class AsyncLLM:
     def _serve(self) -> None:
         step_s = 0.0
         while self._wait():
-            until = time.monotonic() + (_CALLS_SHARE * step_s if self._engine.busy else _CALLS_IDLE_S)
+            until = time.monotonic() + (CALLS_SHARE * step_s if self._engine.busy else _CALLS_IDLE_S)
             while self._asked:
                 self._since = time.monotonic()
                 with self._changed:

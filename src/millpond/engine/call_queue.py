@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 Call = Callable[[], None]
+#: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
+#: those that decode; one call goes at least.
+CALLS_SHARE = 0.2
 
 
 class CallQueue:

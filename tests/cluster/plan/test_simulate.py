@@ -92,12 +92,28 @@ def test_moves_occupy_both_workers_between_their_steps() -> None:
     assert first.ttft == pytest.approx(reading)
     assert second.ttft == pytest.approx(2 * reading + packing)  # no step while the first one is packed
     assert third.ttft == pytest.approx(3 * reading + 2 * packing)
-    # the second comes while the first is taken in, the third while the second is: then all decode together
+    # the second comes while the first is taken in, the third while the second is: a step lies between two of them
     assert 2 * reading + 2 * packing + 0.25 < reading + packing + 0.25 + taking
-    steps = sum(0.02 + 3 * 1e-3 + 3 * entries * 1e-5 for entries in (101, 102))
-    ends = reading + packing + 0.25 + 3 * taking + steps
-    for one in (first, second, third):
-        assert one.tpot == pytest.approx((ends - one.ttft) / 2)
+
+    def step(*entries: int) -> float:
+        return 0.02 + len(entries) * 1e-3 + sum(entries) * 1e-5
+
+    first_ends = reading + packing + 0.25 + taking + step(101) + taking + step(102, 101)
+    second_ends = first_ends + taking + step(102, 101)
+    ends = (first_ends, second_ends, second_ends + step(102))
+    for one, end in zip((first, second, third), ends, strict=True):
+        assert one.tpot == pytest.approx((end - one.ttft) / 2)
+
+
+def test_short_moves_are_taken_in_together() -> None:
+    """As many between two steps as end within a fifth of the last one."""
+    moves = MoveTimes(take_base=0.003)
+    layout = ClusterLayout(tuple(replace(one, step_tokens=300) for one in split(moves=moves).workers))
+    others = [PlannedRequest(0.5, 100, 3) for _ in range(3)]  # which come together, while the first one decodes
+    found = run(layout, [PlannedRequest(0.0, 100, 100), *others])
+    seconds = sorted(one.tpot or 0.0 for one in found[1:])
+    assert seconds[0] == pytest.approx(seconds[1]), "3 ms had gone of 4.4 ms when the second could begin"
+    assert seconds[2] > seconds[1] + 0.005, "6 ms when the third could, which waits for a step"
 
 
 def test_a_cache_is_taken_in_behind_the_step_that_is_under_way() -> None:

@@ -29,7 +29,7 @@ def profile(
     prefill: Annotated[int | None, typer.Option(min=1, help="The same, of workers that read prompts.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="And of those that decode behind them.")] = None,
 ) -> None:
-    """Time an engine's steps over prompts of several lengths at several rates of arrivals, and moves; about a minute.
+    """Time an engine's steps over prompts of several lengths at several rates of arrivals, and moves; a minute or two.
 
     With --replicas, or --prefill and --decode, the engines are workers on this machine, with all that they take from
     each other.

@@ -1,6 +1,7 @@
 """A simulation of workers that run the engine's own scheduler; only the times of their steps are modelled.
 
-Between two steps a worker packs caches or takes them in, one after another, as long as its plan says.
+Between two steps a worker packs all caches that leave, or takes in as many as the engine's thread would, at least one;
+each takes as long as its plan says.
 What is not modelled: shared beginnings of prompts, the time of swapping, deaths, and other work between two steps.
 """
 
@@ -16,6 +17,7 @@ from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.requests import PlannedRequest
 from millpond.cluster.router import DECODING
+from millpond.engine.call_queue import CALLS_SHARE
 from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
 from millpond.errors import OptionError
 
@@ -69,8 +71,9 @@ class _Worker:
     Attributes:
         unread: tokens of prompts whose answers have not begun. held: bytes of caches that wait here until they are
             fetched. incoming: bytes that it fetches.
-        offers: caches that others hold for it. link_free: when the next move may begin. between: what it does before
-            its next step, and the seconds of each.
+        offers: caches that others hold for it. link_free: when the next move may begin. between: what it does between
+            two steps, and the seconds of each. acted: whether it has done any of that since the last step.
+            acts_until: when it has done enough of it, unless all of it is packing.
     """
 
     plan: WorkerPlan
@@ -83,6 +86,8 @@ class _Worker:
     offers: deque[tuple[_Flight, _Worker]] = field(default_factory=deque)
     link_free: float = 0.0
     between: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
+    acted: bool = False
+    acts_until: float = 0.0
 
     @property
     def load(self) -> int:
@@ -181,21 +186,28 @@ class Simulation:
 
     def _begin(self, worker: _Worker) -> None:
         worker.busy = False
-        if worker.between:
-            seconds, act = worker.between.popleft()
-            worker.busy = True
-            self._at(self._now + seconds, lambda: self._go_on(worker, act), worker.plan.role == "prefill")
+        packs = worker.plan.role == "prefill"
+        if worker.between and (packs or not worker.acted or self._now <= worker.acts_until):
+            self._act(worker)
             return
         if self._link.memory is not None and worker.held >= self._link.memory:
             return  # what was read must be fetched first
         step = worker.scheduler.plan()
         if step.empty:
+            if worker.between:
+                self._act(worker)
             return
         load = self._load(worker, step)
-        begins, load = self._repeat(worker, step, load)
+        begins, load = (self._now, load) if worker.between else self._repeat(worker, step, load)
         took = worker.plan.times.seconds(load)
         worker.busy = True
-        self._at(begins + took, lambda: self._end(worker, step, took), worker.plan.role == "prefill")
+        self._at(begins + took, lambda: self._end(worker, step, took), packs)
+
+    def _act(self, worker: _Worker) -> None:
+        """Do the next thing between two steps."""
+        seconds, act = worker.between.popleft()
+        worker.busy = worker.acted = True
+        self._at(self._now + seconds, lambda: self._go_on(worker, act), worker.plan.role == "prefill")
 
     def _repeat(self, worker: _Worker, step: Step, load: StepLoad) -> tuple[float, StepLoad]:
         """Take those steps at once in which nothing but the lengths of answers changes.
@@ -241,6 +253,7 @@ class Simulation:
 
     def _end(self, worker: _Worker, step: Step, took: float) -> None:
         worker.scheduler.took_seconds(step, took)
+        worker.acted, worker.acts_until = False, self._now + CALLS_SHARE * took
         for job, n in step.chunks:
             worker.scheduler.mark_read(job, n)
             if job.read == job.prompt:
