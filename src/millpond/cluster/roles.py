@@ -1,4 +1,4 @@
-"""What a worker does."""
+"""Role: the part of a request that a worker does."""
 
 from __future__ import annotations
 

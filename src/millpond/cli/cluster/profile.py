@@ -53,7 +53,7 @@ def profile(
     workers = sum(n or 0 for n in numbers.values())
     note = describe_machine().hardware
     if workers:
-        note += "; beside each other: " + ", ".join(f"{n} {name}" for name, n in numbers.items() if n)
+        note += "; workers at once: " + ", ".join(f"{n} {name}" for name, n in numbers.items() if n)
     with notes(), errors().status("measuring") as status:
 
         async def measured() -> Measured:

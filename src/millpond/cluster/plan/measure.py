@@ -112,7 +112,7 @@ class _Load:
         return users * each / (time.perf_counter() - began)
 
     async def arriving(self, rate: float, number: int) -> None:
-        """Answer requests that arrive independently, so many a second."""
+        """Answer requests that arrive independently, at this rate a second."""
         tasks = []
         for gap in self._draw.exponential(1 / rate, number):
             tasks.append(asyncio.ensure_future(self._request()))

@@ -1,4 +1,4 @@
-"""What an engine does, step by step and move by move, for the profile of a plan."""
+"""StepRecorder: steps and moves of an engine, one by one, for the profile of a plan."""
 
 from __future__ import annotations
 
