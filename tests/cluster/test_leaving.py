@@ -34,8 +34,8 @@ def with_worker(use: Callable[[EngineWorker], Awaitable[None]], **settings: Any)
         await worker.open()
         try:
             await use(worker)
-            assert not (worker._handoff.size or worker._left or worker._newest or worker._tasks)
-            assert not worker._llm._engine._live
+            left = (worker._handoff.size, worker._left, worker._newest, worker._tasks, worker._llm._engine._live)
+            assert not any(left), left
         finally:
             await worker.close()
 

@@ -184,9 +184,7 @@ def test_lower_tiers_go_on_taking_what_leaves() -> None:
     method, options, budget, codec = CASES["h2o mikv"]
     ids, new = torch.tensor([prompt(210)]), 120
     with mp.compress(model(), method, budget, codec, **options) as kept:
-        model().generate(
-            ids, cache=kept, max_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids)
-        )
+        model().generate(ids, cache=kept, max_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids))
         expected = kept.stats().kv_bytes
     engine = engine_for("h2o mikv")
     engine.add(Request(request_id="one", prompt=tuple(prompt(210)), params=greedy(new)))

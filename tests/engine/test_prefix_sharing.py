@@ -35,9 +35,7 @@ def request(name: str, method: str, **options: Any) -> Request:
 def alone(name: str, method: str) -> list[int]:
     ids = torch.tensor([TEXTS[name]])
     with mp.compress(shared_model("llama"), method, budget_of(method), **METHODS[method]) as kept:
-        out = generate(
-            shared_model("llama"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 8, cache=kept
-        )
+        out = generate(shared_model("llama"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 8, cache=kept)
     return [int(i) for i in out[0, ids.shape[1] :]]
 
 

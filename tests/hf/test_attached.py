@@ -125,9 +125,7 @@ def test_turns_may_bring_only_what_is_new() -> None:
         with mp.compress(llama(), "h2o", 16) as cache:
             text = torch.cat([run(ids, cache=cache), more], 1)
             last = text if whole else text[:, -4:]  # the last token of an answer was not read yet
-            out: Any = llama().generate(
-                input_ids=last, attention_mask=torch.ones_like(text), cache=cache, **SETTINGS
-            )
+            out: Any = llama().generate(input_ids=last, attention_mask=torch.ones_like(text), cache=cache, **SETTINGS)
             outs.append(out[0, -6:].tolist())
     assert outs[0] == outs[1]
 

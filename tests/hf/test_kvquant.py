@@ -151,9 +151,7 @@ def test_tables_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     for first in (1024, 32):
         monkeypatch.setattr(rope_tables, "FIRST", first)
         with torch.no_grad(), compressed("llama") as cache:
-            rows.append(
-                torch.stack([model("llama")(ids[:, i : i + 1], cache=cache).logits for i in range(LENGTH)])
-            )
+            rows.append(torch.stack([model("llama")(ids[:, i : i + 1], cache=cache).logits for i in range(LENGTH)]))
     torch.testing.assert_close(rows[0], rows[1])
 
 
@@ -172,9 +170,7 @@ def test_it_goes_with_methods_that_evict_and_with_later_turns() -> None:
 def test_the_engine_answers_as_generate() -> None:
     ids = text(1, LENGTH)
     with torch.no_grad(), compressed("llama") as cache:
-        expected = run(
-            model("llama"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 20, cache=cache
-        )
+        expected = run(model("llama"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 20, cache=cache)
     engine = Engine(model("llama"), method="full", codec="kvquant4", calibration=calibrated("llama"))
     engine.add(Request(request_id="a", prompt=tuple(ids[0].tolist()), params=greedy(20)))
     found = finish(engine)["a"]

@@ -278,9 +278,7 @@ def test_a_peft_model_generates_with_its_adapter():
     model = family("llama").make()
     with mp.compress(model, "full") as cache:
         wrapped = lora(model)
-        found = wrapped.generate(
-            input_ids=TEXT, max_new_tokens=6, do_sample=False, pad_token_id=0, cache=cache
-        )
+        found = wrapped.generate(input_ids=TEXT, max_new_tokens=6, do_sample=False, pad_token_id=0, cache=cache)
         assert torch.equal(found, expected)
         with wrapped.disable_adapter():
             cache.reset()

@@ -30,8 +30,6 @@ def test_generate_through_triton(method: str, monkeypatch: pytest.MonkeyPatch) -
     for kernels in ("reference", "gpu"):
         monkeypatch.setenv("MILLPOND_KERNELS", kernels)
         with mp.compress(model, method=method, page_slots=8, **CASES[method]) as cache:
-            out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=5, do_sample=False, cache=cache
-            )
+            out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, do_sample=False, cache=cache)
             found.append((out.tolist(), [cache.positions(layer, s) for layer in range(2) for s in range(2)]))
     assert found[0] == found[1]

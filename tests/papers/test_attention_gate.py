@@ -62,9 +62,7 @@ def plain_flags(gate: LayerGate, q: Tensor, k: Tensor, v: Tensor, prompt: int = 
 
     prompt: the first tokens of which each looks at all; the others look at those before them.
     """
-    inputs = [
-        [float(a) for part in (q, k, v) for head in part[0] for a in head[t].float()] for t in range(q.shape[2])
-    ]
+    inputs = [[float(a) for part in (q, k, v) for head in part[0] for a in head[t].float()] for t in range(q.shape[2])]
     all_keys = [torch.tensor(times(gate.wk, x)).bfloat16().tolist() for x in inputs]
     all_values = [torch.tensor(times(gate.wv, x)).bfloat16().tolist() for x in inputs]
     found: list[list[float]] = [[] for _ in gate.b2]

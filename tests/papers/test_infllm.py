@@ -240,9 +240,7 @@ def test_beams_and_drafts_carry_their_blocks() -> None:
     with torch.no_grad(), mp.compress(model, "infllm", 14, **SMALL) as cache:
         plainly = model.generate(input_ids=ids, attention_mask=mask, cache=cache, **common)
         cache.reset()
-        drafted = model.generate(
-            input_ids=ids, attention_mask=mask, cache=cache, prompt_lookup_num_tokens=3, **common
-        )
+        drafted = model.generate(input_ids=ids, attention_mask=mask, cache=cache, prompt_lookup_num_tokens=3, **common)
         assert drafted.tolist() == plainly.tolist()
         cache.reset()
         model(ids[:, :40], cache=cache)

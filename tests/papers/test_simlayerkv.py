@@ -79,9 +79,7 @@ def test_a_budget_of_everything_equals_full() -> None:
     model, (ids, mask) = llama(layers=4), prompts(3)
     stock = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     with torch.no_grad(), mp.compress(model, "simlayerkv", 80, threshold=0.0, **SETTINGS) as cache:
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache=cache
-        )
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache=cache)
     assert out.tolist() == stock.tolist()
 
 

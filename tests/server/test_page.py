@@ -132,8 +132,9 @@ def test_each_message_shows_what_is_gone_of_it(window: Window, server: Live) -> 
     widths = window.run(f"getComputedStyle({first}).backgroundSize")
     assert re.findall(r"\d+%", widths) == ["25%", "50%"]
     assert window.run("document.getElementById('gone-legend').checkVisibility()")
-    usual, server.llm.forgotten = server.llm.forgotten, lambda request: tuple(
-        Forgotten(begin, end, 0.0, 0.0) for begin, end in request.tell_forgotten
+    usual, server.llm.forgotten = (
+        server.llm.forgotten,
+        lambda request: tuple(Forgotten(begin, end, 0.0, 0.0) for begin, end in request.tell_forgotten),
     )
     try:
         window.type("w7")

@@ -187,9 +187,14 @@ class EngineWorker:
         self._recorder = await self._llm.call(StepRecorder)
 
     async def recorded(self) -> EngineRecord:
-        """What the engine did since `record`; nothing is recorded any more."""
+        """What the engine did since `record`; nothing is recorded any more.
+
+        Raises:
+            OptionError: it was not recorded.
+        """
         recorder = self._recorder
-        assert recorder is not None, "recording begins first"
+        if recorder is None:
+            raise OptionError("this worker was not recorded: it may have started since; take the profile again")
         return await self._llm.call(lambda _: recorder.end())
 
     async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
@@ -17,9 +17,10 @@ from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.step_recorder import EngineRecord, StepRecorder
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
+from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
-from millpond.errors import OptionError
+from millpond.errors import MillpondError, OptionError
 from tests.helpers.cluster.local import LocalCluster
 from tests.helpers.hf.families import shared_model
 
@@ -139,6 +140,33 @@ def test_a_worker_for_prompts_decodes_nothing_that_moves() -> None:
     assert min(taken) < found.profile.moves.taking_in(size) < max(taken)
     assert found.latency_s is not None
     assert 0 <= found.latency_s < 60
+
+
+def test_a_worker_that_has_started_since_was_not_recorded() -> None:
+    with LocalCluster(replicas=1) as local:
+        llm = AsyncClusterLLM.of(local.cluster, "tiny", None)
+        with pytest.raises(OptionError, match="take the profile again"):
+            asyncio.run(llm.recorded())
+
+
+def test_an_error_on_the_way_ends_the_recording() -> None:
+    """And no request goes on."""
+    with LocalCluster(replicas=1) as local:
+        llm = AsyncClusterLLM.of(local.cluster, "tiny", None)
+        stream, sent = llm.stream, list[Request]()
+
+        async def fails(request: Request) -> AsyncGenerator[RequestOutput, None]:
+            sent.append(request)
+            if len(sent) > 80:  # some arrive by then
+                raise MillpondError("out of luck")
+            async for output in stream(request):
+                yield output
+
+        llm.stream = fails  # type: ignore[method-assign]
+        with pytest.raises(MillpondError, match="out of luck"):
+            asyncio.run(measure(llm, "tiny", prompts=PROMPTS, new=NEW, rounds=1))
+        assert local.made[0].engine._llm._engine.watch is None
+        local.settle()
 
 
 def test_one_engine_is_measured_as_workers_are() -> None:

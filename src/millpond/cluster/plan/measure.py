@@ -1,4 +1,4 @@
-"""A profile of a model on this machine: engines answer users at once, their steps and moves are timed."""
+"""A profile of a model on this machine: engines answer requests, their steps and moves are timed."""
 
 from __future__ import annotations
 
@@ -70,15 +70,17 @@ async def measure(
     say = report or (lambda _: None)
     await engines.record()  # a busy engine is refused before it has more to do
     load = _Load(engines, prompts, new, seed)
-    for turn in range(2):
-        say("finding the rate" if turn else "warming up")
-        rate = await load.by_users(USERS * workers, EACH)
-    await engines.record()
-    for turn in range(rounds):
-        for share in SHARES:
-            say(f"round {turn + 1} of {rounds}: {share * rate:.1f} requests a second")
-            await load.arriving(share * rate, REQUESTS * workers)
-    records = await engines.recorded()
+    try:
+        for turn in range(2):
+            say("finding the rate" if turn else "warming up")
+            rate = await load.by_users(USERS * workers, EACH)
+        await engines.record()
+        for turn in range(rounds):
+            for share in SHARES:
+                say(f"round {turn + 1} of {rounds}: {share * rate:.1f} requests a second")
+                await load.arriving(share * rate, REQUESTS * workers)
+    finally:
+        records = await engines.recorded()
     steps = tuple(step for record in records for step in record.steps)
     times, error = fit(steps)
     moves, refused = _moves_of(records), None
@@ -113,11 +115,15 @@ class _Load:
 
     async def arriving(self, rate: float, number: int) -> None:
         """Answer requests that arrive independently, at this rate a second."""
-        tasks = []
-        for gap in self._draw.exponential(1 / rate, number):
-            tasks.append(asyncio.ensure_future(self._request()))
-            await asyncio.sleep(gap)
-        await asyncio.gather(*tasks)
+        tasks = list[asyncio.Task[None]]()
+        try:
+            for gap in self._draw.exponential(1 / rate, number):
+                tasks.append(asyncio.create_task(self._request()))
+                await asyncio.sleep(gap)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _request(self) -> None:
         number, self._sent = self._sent, self._sent + 1
