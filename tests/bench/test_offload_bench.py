@@ -10,18 +10,21 @@ from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from millpond.bench.offload import cell, deepspeed, llamacpp, run, shapes
-from millpond.bench.offload.settings import OffloadSettings
+from millpond.bench.offload.projection import growth, sizes_of
+from millpond.bench.offload.settings import OURS, OffloadSettings
 from millpond.bench.offload.table import markdown
 from millpond.cli.app import app
 from millpond.cli.bench.offload_picture import draw
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE
+from millpond.engine.offload.kv_size import KVSize
+from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.offload.workload import Workload
@@ -85,6 +88,19 @@ def test_a_cell_of_ours_runs_one_block_to_its_end(tmp_path: Path, monkeypatch: p
     assert part["new_tokens"] == 5 * part["requests"]
     assert part["seconds"] == pytest.approx(part["prefill_s"] + part["decode_s"])
     assert part["decode_s"] == pytest.approx(2 * part["decode_timed_s"])  # two of four steps
+
+
+def test_later_steps_read_caches_that_have_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mean(new: int) -> KVSize:
+        return cast(KVSize, SimpleNamespace(step_bytes=100 + new / 2))
+
+    assert growth(mean, 10, 100, sequences=2, weight_bytes=600) == pytest.approx((600 + 2 * 150) / (600 + 2 * 105))
+    assert growth(mean, 10, 100, sequences=0, weight_bytes=0) == 1
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    shapes.make_model(tmp_path, "tiny")
+    full, h2o = (sizes_of(model_size(tmp_path), EngineConfig(**OURS[name]), 100) for name in ("full", "h2o"))
+    assert full(400).step_bytes / full(10).step_bytes == pytest.approx(300 / 105, rel=0.05)
+    assert h2o(400).step_bytes == h2o(10).step_bytes
 
 
 @pytest.mark.parametrize("schedule", ["row", "diagonal"])

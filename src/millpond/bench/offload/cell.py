@@ -20,6 +20,7 @@ from millpond.bench.offload.batch import time_batch
 from millpond.bench.offload.cap import Cap
 from millpond.bench.offload.deepspeed import run_deepspeed
 from millpond.bench.offload.llamacpp import run_llamacpp
+from millpond.bench.offload.projection import growth, sizes_of
 from millpond.bench.offload.settings import OURS, OffloadSettings
 from millpond.bench.offload.shapes import SHAPES, prompts_of
 from millpond.bench.offload.waited import waited_s
@@ -27,6 +28,7 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
 from millpond.engine.offload.capabilities import ENGINE
+from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.planner import constants_for
 from millpond.engine.offload.workload import Workload
@@ -139,7 +141,12 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
     stats, found = engine.stats(), plan.prediction
     new_tokens, projected = plan.block * settings.new, engine.busy
     assert projected or stats.generated_tokens == new_tokens, "one block to its end"
-    longer = (settings.new - 1) / settings.our_steps if projected and settings.our_steps else 1.0
+    longer = 1.0
+    if projected and settings.our_steps:
+        caches = sizes_of(model_size(folder, config.weights), config, settings.prompt)
+        far, weight_bytes = plan.block * plan.share("kv", "disk"), statistics.fmean(n for _, n in steps)
+        grown = growth(caches, settings.our_steps, settings.new, far, weight_bytes)
+        longer = grown * (settings.new - 1) / settings.our_steps
     decode_timed_s = seconds - prefill_s
     decode_s, decode_waited = longer * decode_timed_s, longer * (end_waited - prefill_waited)
     seconds = prefill_s + decode_s

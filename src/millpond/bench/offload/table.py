@@ -38,7 +38,8 @@ def markdown(data: dict[str, Any]) -> str:
         f"prompts of {settings['prompt']} and answers of {settings['new']} tokens, {settings['threads']} threads.",
         f"One run of each cell on {data['hardware']}; {data['software']}.",
         "Ours runs one block of its plan in the schedule zigzag or row; rows with * are projected from the prompts and "
-        f"{settings['steps']} decoding steps" + (f", of ours {ours}." if ours else "."),
+        f"{settings['steps']} decoding steps"
+        + (f", of ours {ours}, whose later steps read caches that have grown as fast." if ours else "."),
         "Waited: share of the time in which the calling thread could have run and other processes had the cores; the "
         "columns from 'tok/s besides' to 'of decoding' are of the rest.",
         *([_NOT_ENDED] if any(row["cell"].startswith("deepspeed") for row in data["rows"]) else []),
