@@ -155,6 +155,42 @@ def test_kv_goes_to_disk_where_that_may_be(recall: ModelSize) -> None:
     assert shares["kv host"] + shares["kv disk"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("h2o", 256)])
+def test_few_layers_on_a_disk_take_their_windows_too(recall: ModelSize, method: str, budget: int | None) -> None:
+    """What a plan counts for some layers there is what requests reserve with as many."""
+    deep = replace(recall, layers=recall.layers * 8)
+    kv, layout = kv_size(deep, 1024, 64, method=method, budget=budget), cache_layout(deep, method, {}, budget, "auto")
+    n = len(deep.layers)
+    assert kv.window_held > kv.far_held / n
+    for far in (1, 2, n // 2, n):
+        need = estimate(layout, deep.shapes, 1024, 64, 1, on_disk=frozenset(range(far)))
+        share = far / n
+        for near, all_far, window, reserved in (
+            (kv.held, kv.far_held, kv.window_held, need.each),
+            (kv.reading, kv.far_reading, kv.window_reading, need.reading),
+        ):
+            assert (1 - share) * near + share * (all_far - window) + window == pytest.approx(reserved, rel=0.01)
+
+
+def test_all_sequences_of_a_plan_are_admitted_at_once(recall: ModelSize) -> None:
+    """With KV in both places: there is room for the last prompt while all others decode."""
+    pytest.importorskip("scipy")
+    deep = replace(recall, layers=recall.layers * 8)
+    cost = CostModel(deep, kv_size(deep, 1024, 64, method="full"), EXAMPLE)
+    layout, n = cache_layout(deep, "full", {}, None, "auto"), len(deep.layers)
+    for sequences, near in ((24, 20), (40, 30), (64, 32), (64, 50)):
+        block = BlockShape(sequences=sequences, micro_batch=8, prompt_rows=64)
+        shares = solve(cost, block, Limits(memory=cost.kv.held * near), ENGINE)
+        assert shares is not None
+        plan = predicted(cost, block, shares)
+        far = plan.kv_layers_on_disk(n)
+        assert 0 < len(far) < n
+        need = estimate(layout, deep.shapes, 1024, 64, 1, on_disk=frozenset(far))
+        assert plan.prediction is not None
+        room = plan.prediction.bytes["host"]["kv"] + plan.prediction.bytes["host"]["kv on its way"]
+        assert (sequences - 1) * need.each + need.most(1) <= room
+
+
 def test_a_device_holds_what_fits_it(recall: ModelSize) -> None:
     pytest.importorskip("scipy")
     machine = replace(EXAMPLE, accelerator=Accelerator(flops=1e13, memory_per_s=3e11, link_per_s=1e9))

@@ -47,16 +47,22 @@ class BlockShape:
 
 
 class Term(NamedTuple):
-    """Seconds of one part of a sweep, or bytes of a purpose: coefficients of `PLACES`, and a constant."""
+    """Seconds of one part of a sweep, or bytes of a purpose: coefficients of `PLACES`, and a constant.
+
+    Attributes:
+        with_disk: a constant more where any KV lies on a disk.
+    """
 
     name: str
     shares: tuple[float, float, float, float, float, float]
     constant: float
+    with_disk: float = 0.0
 
     def at(self, values: Mapping[str, float]) -> float:
         """What it comes to with these shares."""
         weighted = zip(PLACES, self.shares, strict=True)
-        return self.constant + sum(coefficient * values.get(place, 0.0) for place, coefficient in weighted)
+        constant = self.constant + self.with_disk * (values.get("kv disk", 0.0) > 0)
+        return constant + sum(coefficient * values.get(place, 0.0) for place, coefficient in weighted)
 
 
 @dataclass(frozen=True)
@@ -170,15 +176,16 @@ class CostModel:
         model, kv = self.model, self.kv
         weights, near = float(model.layer_bytes), HOST if self.machine.accelerator is None else DEVICE
         held = float(block.sequences * (kv.mean if block.schedule == "diagonal" else kv.held))
-        more, far = self._prompts_kv(block)
+        more, far, window = self._prompts_kv(block)
         free = float(self.kv.pools * self.kv.arena_bytes)
         found = {
             DEVICE: [Term("weights", (weights, 0, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, held, 0, 0), 0)],
             HOST: [Term("weights", (0, weights, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, more, held + more, 0), free)],
             DISK: [Term("weights", (0, 0, weights, 0, 0, 0), 0), Term("kv", (0, 0, 0, 0, 0, held), 0)],
         }  # fmt: skip
-        beside = float(block.sequences * kv.far_held + far + N_SLOTS * SLOT_BYTES)
-        found[HOST].append(Term("kv on its way", (0, 0, 0, 0, 0, beside), 0))
+        layers_far = float(block.sequences * (kv.far_held - kv.window_held) + far)
+        windows = float(block.sequences * kv.window_held + window + N_SLOTS * SLOT_BYTES)
+        found[HOST].append(Term("kv on its way", (0, 0, 0, 0, 0, layers_far), 0, with_disk=windows))
         found[near] += [Term(name, (0, 0, 0, 0, 0, 0), n) for name, n in self.step(block).by_purpose.items()]
         far_ends, slots = model.far_ends, block.slots * model.slot_bytes
         nowhere = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -197,11 +204,13 @@ class CostModel:
             self.model, step_tokens=block.prompt_rows, running=block.sequences, micro_batch=block.micro_batch
         )
 
-    def _prompts_kv(self, block: BlockShape) -> tuple[int, int]:
-        """Bytes of prompts while they are read, beyond what they hold later: in memory, and of those on a disk."""
+    def _prompts_kv(self, block: BlockShape) -> tuple[int, int, int]:
+        """Bytes of prompts while they are read, beyond what they hold later: in memory, and of those on a disk, by its
+        layers and however few they are."""
         kv = self.kv
         reading = min(block.sequences, ceil(block.prompt_rows / kv.prompt) + _READ_AT_A_TIME)
-        return reading * (kv.most - kv.held), reading * (kv.far_most - kv.far_held)
+        window = kv.window_most - kv.window_held
+        return reading * (kv.most - kv.held), reading * (kv.far_most - kv.far_held - window), reading * window
 
     @property
     def _item(self) -> int:

@@ -35,6 +35,7 @@ class KVSize:
         reading: bytes while the prompt is read. held: at most while it decodes. mean: on average over the answer.
         far_reading, far_held: bytes in memory of a sequence whose layers all lie on a disk (positions, scores, a page
             of each head, two layers at a time): while the prompt is read, and while it decodes.
+        window_reading, window_held: parts of these that are there however few layers lie on a disk: two at a time.
         step_bytes: of keys and values that a decoding step reads on average. new_bytes: of those that a token adds.
         evicts: of a prompt that has ended less stays than was read.
         prompt_bytes: of keys and values of a prompt that is being read. kept_bytes: of those that its plan keeps.
@@ -51,6 +52,8 @@ class KVSize:
     mean: int
     far_reading: int
     far_held: int
+    window_reading: int
+    window_held: int
     step_bytes: float
     new_bytes: float
     prompt_bytes: float
@@ -73,6 +76,11 @@ class KVSize:
     def far_most(self) -> int:
         """In memory at any time, of a sequence whose layers all lie on a disk."""
         return max(self.far_reading, self.far_held)
+
+    @cached_property
+    def window_most(self) -> int:
+        """The part of `far_most` that is there however few layers lie on a disk."""
+        return self.window_reading if self.far_reading >= self.far_held else self.window_held
 
 
 def kv_size(
@@ -98,6 +106,8 @@ def kv_size(
     layout = cache_layout(model, method, options or {}, budget, codec)
     need = estimate(layout, shapes, prompt, new, 1)
     far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset(range(len(shapes))))
+    one_far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset([0]))
+    n = len(shapes)
     kept = [sum(_held(layout, shape, prompt, new)) / 2 for shape in shapes]
     heads = [layer.n_heads for layer in model.layers]
     flops = [2 * n * (shape.key_dim + shape.value_dim) for n, shape in zip(heads, shapes, strict=True)]
@@ -105,6 +115,8 @@ def kv_size(
         prompt=prompt, new=new, reading=need.reading, held=need.each,
         mean=estimate(layout, shapes, prompt, -(-new // 2), 1).each,
         far_reading=far.reading, far_held=far.each,
+        window_reading=_window(need.reading, one_far.reading, far.reading, n),
+        window_held=_window(need.each, one_far.each, far.each, n),
         step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
         new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
         prompt_bytes=sum(_prompt_bytes(layout, shape, prompt) for shape in shapes),
@@ -116,6 +128,14 @@ def kv_size(
         group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),
         arena_bytes=MemoryLimit(memory).arena_bytes,
     )  # fmt: skip
+
+
+def _window(near: int, one_far: int, far: int, layers: int) -> int:
+    """What is there however few layers lie on a disk, out of bytes with none, one and all of them there."""
+    if layers == 1:
+        return far
+    each = (far - (one_far - near * (layers - 1) / layers)) / (layers - 1)
+    return max(round(far - layers * each), 0)
 
 
 def codec_of_plan(config: EngineConfig) -> CodecSpec:

@@ -145,8 +145,11 @@ def solve(cost: CostModel, block: BlockShape, limits: Limits, can: Capabilities 
     free = [place for place, may in within.items() if may]
     if set(free) <= {"weights host", "weights disk", "kv host"}:  # one choice: more weights in memory never cost time
         shares: Shares | None = _fill_memory(bytes_of[HOST], limits)
-    else:
-        shares = solve_linear(cost, block, limits, free)
+    else:  # KV on a disk takes memory however little it is, which no linear program knows: with it, and without
+        choices = [free, [place for place in free if place != "kv disk"]]
+        tried = [solve_linear(cost, block, limits, one) for one in (choices if "kv disk" in free else [free])]
+        found = [one for one in tried if one is not None]
+        shares = min(found, key=lambda one: _seconds(cost, block, one), default=None)
     return None if shares is None else _whole_layers(cost, shares, bytes_of, limits)
 
 
@@ -172,7 +175,8 @@ def solve_linear(cost: CostModel, block: BlockShape, limits: Limits, free: Seque
         unit = max(limits.of(tier), 1.0)  # so that all numbers are of one size
         tier_terms = bytes_of[tier]
         rows.append([*(sum(column) / unit for column in zip(*(t.shares for t in tier_terms), strict=True)), 0.0, 0.0])
-        most.append((limits.of(tier) - sum(t.constant for t in tier_terms)) / unit)
+        constant = sum(t.constant + t.with_disk * ("kv disk" in free) for t in tier_terms)
+        most.append((limits.of(tier) - constant) / unit)
     equal = [[1.0] * 3 + [0.0] * 5, [0.0] * 3 + [1.0] * 3 + [0.0] * 2]
     bounds = [(0.0, float(place in free)) for place in PLACES] + [(0.0, None)] * 2
     found = optimize.linprog(
@@ -228,6 +232,11 @@ def _sweeps(cost: CostModel, block: BlockShape) -> tuple[int, int]:
     """Sweeps of a block that read prompts, and those that only decode."""
     course = cost.course(block)
     return course.prefill, course.decode
+
+
+def _seconds(cost: CostModel, block: BlockShape, shares: Shares) -> float:
+    prefills, decodes = _sweeps(cost, block)
+    return prefills * _longest(cost.prefill(block), shares)[0] + decodes * _longest(cost.decode(block), shares)[0]
 
 
 def _longest(terms: Iterable[Term], shares: Shares) -> tuple[float, str]:
