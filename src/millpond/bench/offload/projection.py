@@ -15,8 +15,8 @@ def growth(size: Callable[[int], KVSize], steps: int, new: int, sequences: float
     The bytes that caches have more by then are read as fast as those of the first steps.
 
     Args:
-        size: of the cache of a sequence whose answer has so many tokens. steps: that were timed. new: tokens of an
-            answer. sequences: whose caches lie on the disk. weight_bytes: that each step reads.
+        size: of the cache of a sequence, by the tokens of its answer. steps: that were timed. new: tokens of an answer.
+        sequences: whose caches lie on the disk. weight_bytes: that each step reads.
     """
     first, whole = (sequences * size(tokens).step_bytes for tokens in (steps, new))
     return (weight_bytes + whole) / (weight_bytes + first) if weight_bytes + first else 1.0
