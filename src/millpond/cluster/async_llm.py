@@ -14,7 +14,7 @@ from millpond.cluster.figures import DrainResult
 from millpond.cluster.ledger import check_movable
 from millpond.cluster.outbox import Outbox
 from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.step_recorder import EngineRecord
+from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
 from millpond.engine.mailbox import Mailbox
 from millpond.engine.outputs import CacheSnapshot, RequestOutput

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from millpond.cluster.messages import RequestStart, WorkerReport
 from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.step_recorder import EngineRecord
+from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request

@@ -11,7 +11,7 @@ import numpy as np
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.messages import RequestStart, WorkerReport
 from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.step_recorder import EngineRecord
+from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from millpond.cluster.handoff import HandoffBuffer, HandoffGoneError
 from millpond.cluster.messages import Reported, RequestStart, RequestUpdate, WorkerReport, failed
-from millpond.cluster.plan.measure_moves import measure_moves
 from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.step_recorder import EngineRecord, StepRecorder, cache_of
+from millpond.cluster.plan.one_engine import OneEngine
+from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
 from millpond.engine.async_llm import AsyncLLM
@@ -28,6 +28,9 @@ from millpond.errors import OptionError, PoolFullError
 
 #: A report comes after this many seconds even if nothing is new.
 HEARTBEAT_S = 0.5
+#: Seconds before a request is packed in the engine's thread: the event loop, which tells of the step, is to have
+#: Python's lock first.
+_LOOP_S = 0.001
 #: Bytes to send of a request, at most: as a multiple of those in its pages, and besides.
 BYTES_FACTOR, BYTES_BESIDES = 1.25, 2**16
 
@@ -46,7 +49,6 @@ class EngineWorker:
         self._role, self._step_limit_s = role, settings.hang_s
         self._handoff = HandoffBuffer(settings.handoff_bytes, settings.lease_s)
         self._opened: AsyncLLM | None = None
-        self._recorder: StepRecorder | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
         self._reported: dict[str, Reported] = {}
@@ -67,6 +69,7 @@ class EngineWorker:
             OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`.
         """
         self._opened = AsyncLLM(self._model, **self._options)
+        self._recording = OneEngine(self._opened)
         if self._role == "prefill":
             self._opened.leave = self._leave
         return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
@@ -184,7 +187,7 @@ class EngineWorker:
         Raises:
             OptionError: it has requests, or a budget in bytes.
         """
-        self._recorder = await self._llm.call(StepRecorder)
+        await self._recording.record()
 
     async def recorded(self) -> EngineRecord:
         """What the engine did since `record`; nothing is recorded any more.
@@ -192,14 +195,12 @@ class EngineWorker:
         Raises:
             OptionError: it was not recorded.
         """
-        recorder = self._recorder
-        if recorder is None:
-            raise OptionError("this worker was not recorded: it may have started since; take the profile again")
-        return await self._llm.call(lambda _: recorder.end())
+        (found,) = await self._recording.recorded()
+        return found
 
     async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
         """See `measure_moves`."""
-        return await self._llm.call(lambda engine: measure_moves(engine, cache_of(engine)[0], prompts, seed))
+        return await self._recording.time_moves(prompts, seed)
 
     async def close(self) -> None:
         """End all requests and give all memory back."""
@@ -252,6 +253,7 @@ class EngineWorker:
         name, held = output.request_id, _bytes_of(output)
         if name in self._staying or name not in self._tasks or held is None or not self._room_for(name, held):
             return False
+        time.sleep(_LOOP_S)
         try:
             data = engine.hand_over(name)
         except (OptionError, PoolFullError):  # it cannot move, or not now: it goes on here

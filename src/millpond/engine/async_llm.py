@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 #: Seconds for which calls are made where nothing is in flight, so that requests that come together are in one step.
 _CALLS_IDLE_S = 0.02
-#: Seconds before a request may leave: those who wait for the outputs of the step get Python's lock first.
-_LOOP_S = 0.001
 
 _log = logging.getLogger(__name__)
 
@@ -393,10 +391,7 @@ class AsyncLLM:
             return
         for output in outputs:
             name = output.request_id
-            if output.finished or name not in self._boxes:
-                continue
-            time.sleep(_LOOP_S)
-            if self.leave(self._engine, output):
+            if not output.finished and name in self._boxes and self.leave(self._engine, output):
                 self._boxes.pop(name).end()
 
     def _post(self, run: Callable[[], None], client: str = "") -> bool:

@@ -14,7 +14,8 @@ from millpond.cluster.plan.measure import Measured, measure
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.one_engine import OneEngine
 from millpond.cluster.plan.profile import StepLoad
-from millpond.cluster.plan.step_recorder import EngineRecord, StepRecorder
+from millpond.cluster.plan.recording import EngineRecord
+from millpond.cluster.plan.step_recorder import StepRecorder
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput

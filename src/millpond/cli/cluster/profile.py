@@ -41,7 +41,7 @@ def profile(
     from millpond.cluster.plan.measure import Measured, measure
     from millpond.cluster.plan.one_engine import OneEngine
     from millpond.cluster.plan.profile_file import save_profile
-    from millpond.cluster.plan.step_recorder import RecordingEngines
+    from millpond.cluster.plan.recording import RecordingEngines
     from millpond.engine.async_llm import AsyncLLM
     from millpond.models.load import load_model
 

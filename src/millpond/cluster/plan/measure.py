@@ -15,7 +15,7 @@ from millpond.cluster.plan.fit import fit, fit_moves
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile
-from millpond.cluster.plan.step_recorder import EngineRecord, RecordingEngines
+from millpond.cluster.plan.recording import EngineRecord, RecordingEngines
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError, PoolFullError

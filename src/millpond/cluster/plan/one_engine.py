@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 
+from millpond.cluster.plan.engine_cache import cache_of
 from millpond.cluster.plan.measure_moves import measure_moves
 from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.step_recorder import EngineRecord, StepRecorder, cache_of
+from millpond.cluster.plan.recording import EngineRecord
+from millpond.cluster.plan.step_recorder import StepRecorder
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
+from millpond.errors import OptionError
 
 
 class OneEngine:
@@ -40,7 +43,8 @@ class OneEngine:
     async def recorded(self) -> list[EngineRecord]:
         """See `RecordingEngines`."""
         recorder = self._recorder
-        assert recorder is not None, "recording begins first"
+        if recorder is None:
+            raise OptionError("this engine was not recorded: it may have started since; take the profile again")
         return [await self._llm.call(lambda _: recorder.end())]
 
     async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:

@@ -3,86 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.move_times import MoveTimes
+from millpond.cluster.plan.engine_cache import cache_of
 from millpond.cluster.plan.profile import StepLoad
+from millpond.cluster.plan.recording import EngineRecord, RecordedMove
 from millpond.engine.engine import Direction, Engine
-from millpond.engine.outputs import RequestOutput
-from millpond.engine.request import Request
 from millpond.engine.scheduler import Step
 from millpond.errors import OptionError
-from millpond.runner.cache_layout import CacheLayout
-from millpond.runner.packed_model import LayerShape
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedMove:
-    """A request that left an engine or came into it.
-
-    Attributes:
-        request: its name. prompt: tokens of its prompt. began: on the clock of the machine, in seconds.
-        seconds: for which the engine took no step.
-    """
-
-    direction: Direction
-    request: str
-    prompt: int
-    began: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRecord:
-    """What one engine did while it was recorded.
-
-    Attributes:
-        cache: what its requests hold. head_dim: numbers of a key. step_tokens: most tokens of a step that reads.
-        steps: what each did, and its seconds. moves: of requests, in order.
-    """
-
-    cache: CacheSize
-    head_dim: int
-    step_tokens: int
-    steps: tuple[tuple[StepLoad, float], ...] = ()
-    moves: tuple[RecordedMove, ...] = ()
-
-
-class RecordingEngines(Protocol):
-    """Engines that answer requests, and say what they did."""
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that the model sees at a time."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids below it are tokens."""
-        ...
-
-    def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request as it goes on."""
-        ...
-
-    async def record(self) -> None:
-        """Record from now on, and forget what was recorded before.
-
-        Raises:
-            OptionError: an engine has requests, or a budget in bytes.
-        """
-        ...
-
-    async def recorded(self) -> list[EngineRecord]:
-        """What each engine did since; nothing is recorded any more."""
-        ...
-
-    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
-        """See `measure_moves`, of one engine that does nothing else."""
-        ...
 
 
 class StepRecorder:
@@ -135,27 +62,3 @@ class StepRecorder:
             done = self._done[job.key] = self._done.get(job.key, 0) + 1
             entries += self._cache.kept(job.prompt, done)
         return StepLoad(tokens, squares, ended, len(step.decodes), entries)
-
-
-def cache_of(engine: Engine) -> tuple[CacheSize, int]:
-    """What a request of an engine holds with its own method, budget and codec, and the numbers of a key.
-
-    Raises:
-        OptionError: a budget in bytes.
-    """
-    layers, recipe = engine.layers, engine.recipe
-    entry_bytes = float(sum(recipe.entry_bytes(layer) for layer in layers))
-    stored = sum(_stored_bytes(recipe, layer) for layer in layers)
-    policy = recipe.policy
-    grows = policy.keeps_all or (policy.grows_when_decoded and not policy.makes_room)
-    budget = None if policy.keeps_all else recipe.budget
-    return CacheSize(entry_bytes, stored, budget, grows), layers[0].key_dim
-
-
-def _stored_bytes(recipe: CacheLayout, layer: LayerShape) -> float:
-    """Bytes of a kept token in one layer; codes as far as they take no more than numbers as they are."""
-    own, codec = recipe.entry_bytes(layer), recipe.codec(layer)
-    if codec is None:
-        return own
-    numbers = layer.n_kv_heads * (layer.key_dim + layer.value_dim)
-    return min(own, numbers * codec.bits_per_element(layer.key_dim, layer.value_dim) / 8)
