@@ -12,7 +12,7 @@ MODELS := packages/millpond-models
 SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 KVPRESS := build/kvpress/bin/python
 
-.PHONY: help demo demo-real test test-real test-slow lint types docs docs-pages docs-check bench install clean
+.PHONY: help demo demo-real test test-real test-slow gpu-dry-run lint types docs docs-pages docs-check bench install clean
 
 help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
@@ -20,6 +20,7 @@ help:
 	@echo "make demo-real   the same on a real model of 98 MB, which it downloads: a long text and a question"
 	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
+	@echo "make gpu-dry-run every section of the GPU benchmarks in small on the CPU; installs Triton"
 	@echo "make lint        ruff"
 	@echo "make types       mypy --strict"
 	@echo "make docs        write the generated pages, and build the site into build/site"
@@ -64,6 +65,12 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(PYTEST_ARGS)
+
+# every section of the GPU benchmarks in small on the CPU, Triton's kernels in its interpreter
+gpu-dry-run: $(READY)
+	$(PIP) install --quiet triton
+	rm -rf out/gpu
+	$(BIN)/python -W ignore benchmarks/gpu/run_all.py --dry-run --out out/gpu
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -19,6 +19,8 @@ from typing import Any
 
 import typer.main
 from api_page import api_page
+from gpu_tables import gpu_section
+from gpu_tables import read as read_gpu_rows
 from papers_page import papers_page
 
 from millpond.bench.common.report import generate_table, markdown_table
@@ -53,6 +55,7 @@ GATE = ROOT / "benchmarks" / "results" / "gate"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
 PICTURES = ROOT / "docs" / "images" / "quality"
+GPU_ROWS = ROOT / "benchmarks" / "results" / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
 
@@ -69,7 +72,8 @@ def pages() -> dict[Path, str]:
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))
     readme = ROOT / "README.md"
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
-    texts[SPEED] = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
+    speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
+    texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)

@@ -8,13 +8,8 @@ Sections (--only takes a comma-separated choice):
     decode   attention of one layer, 32 query heads over 8 KV heads of width 128, as a share of copy bandwidth
     prefill  causal attention with and without column sums, against the flash attention of torch
     codes    decode over packed pages, see gpu_codes.py: every format against the reference
-    code-speed, code-generate  every format against bfloat16; generate() over codes against the CPU
+    code-speed  every format against bfloat16
     sweep    decode with other split, block, warp and stage counts
-    methods  generate() of pond-recall with every method, against the CPU
-    engine   answers of the engine, against the CPU
-    placed   answers of the engine with layers on the device, in the host's memory and on the disk
-    throughput  tokens per second of the engine on that model, with and without graphs of decoding steps
-    generate time and memory of generate() on a random model of 8B parameters, and with transformers' cache
 Results go to DIR/gpu_check.json after each section. --interpret --tiny runs all of it on a CPU in the interpreter of
 Triton: a test of this script, not of speed.
 """
@@ -33,17 +28,15 @@ from typing import Any
 if "--interpret" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-from gpu_codes import run_code_generate, run_code_speed, run_codes
-from gpu_machine import Machine, Row
-from gpu_models import run_engine, run_generate, run_methods, run_placed, run_throughput
+from gpu_codes import run_code_speed, run_codes
+from gpu_machine import Machine
 from gpu_ops import run_check, run_graph
+from gpu_rows import Row
 from gpu_speed import run_decode, run_prefill, run_sweep
 
 SECTIONS: dict[str, Callable[[Machine], list[Row]]] = {
     "check": run_check, "graph": run_graph, "decode": run_decode, "prefill": run_prefill,
-    "codes": run_codes, "code-speed": run_code_speed, "code-generate": run_code_generate,
-    "sweep": run_sweep, "methods": run_methods, "engine": run_engine, "generate": run_generate, "placed": run_placed,
-    "throughput": run_throughput,
+    "codes": run_codes, "code-speed": run_code_speed, "sweep": run_sweep,
 }  # fmt: skip
 
 

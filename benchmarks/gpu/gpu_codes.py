@@ -1,28 +1,23 @@
-"""Attention over codes on a CUDA GPU: the section `codes` of gpu_check.py.
+"""Attention over codes on a CUDA GPU: the sections `codes` and `code-speed` of gpu_check.py.
 
-Every format is checked against the reference on the CPU, and timed against bfloat16 pages over equal entries. Then
-generate() of a small model runs over codes, with and without eviction: its tokens and kept sets against the CPU's.
+Every format is checked against the reference on the CPU, and timed against bfloat16 pages over equal entries.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
-from gpu_machine import CODE_TOLERANCE, Machine, Row
+from gpu_machine import CODE_TOLERANCE, Machine
+from gpu_rows import Row
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from millpond import compress
 from millpond.codec import codec_named
 from millpond.codec.spec import Tables
-from millpond.hf.calibration.measure import calibrate
 from millpond.kernels import gpu, reference
 from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
@@ -44,8 +39,7 @@ RULES = (
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
 PLAIN_SLOTS, PLAIN = 64, 40  # of the pages of newest entries; how many lie there
 CPU = torch.device("cpu")
-GENERATED = ("int4", "kivi2", "fp8", "rotated4", "kvquant4")
-METHODS: tuple[tuple[str, dict[str, Any]], ...] = (("full", {}), ("h2o", {"budget": 160, "sinks": 2}))
+PLAIN_PAGES = "bf16 pages"
 
 
 def int32(*shape: int, value: int = 0, device: torch.device = CPU) -> Tensor:
@@ -187,103 +181,25 @@ def check(machine: Machine) -> list[Row]:
     return rows
 
 
-def timed(machine: Machine) -> list[Row]:
-    """One layer, 32 query heads over 8 KV heads of width 128, 16 sequences."""
+def time_codec(machine: Machine, codec: str) -> Row:
+    """A decoding step of one layer over codes: 32 query heads over 8 KV heads of width 128, 16 sequences."""
     n_seq, heads, group, dim, stored = (1, 1, 4, 64, 128) if machine.tiny else (16, 8, 4, 128, 8192)
     regions, device = n_seq * heads, machine.device
     q = torch.randn(n_seq, heads * group, dim, device=device).bfloat16()
     new = torch.randn(n_seq, heads, dim, device=device).bfloat16()
     caps, recent = int32(regions, value=UNBOUNDED, device=device), int32(regions, device=device)
-    q_pos, rows = int32(n_seq, value=2 * stored, device=device), []
-    for codec in ("bf16 pages", *CODECS):
-        held = stored if codec == "bf16 pages" else PLAIN
-        made, table = plain(regions, dim, torch.bfloat16, held, stored)
-        pages, table, lens = moved(made, device), table.to(device), int32(regions, value=held, device=device)
-        codes = None if held == stored else regions_on(sealed(codec, regions, stored, dim, heads), device)
+    q_pos = int32(n_seq, value=2 * stored, device=device)
+    held = stored if codec == PLAIN_PAGES else PLAIN
+    made, table = plain(regions, dim, torch.bfloat16, held, stored)
+    pages, table, lens = moved(made, device), table.to(device), int32(regions, value=held, device=device)
+    codes = None if held == stored else regions_on(sealed(codec, regions, stored, dim, heads), device)
 
-        def step(pages=pages, table=table, lens=lens, codes=codes) -> object:  # type: ignore[no-untyped-def]
-            where, shape = PageRegions(pages, table, lens), AttentionShape(dim**-0.5)
-            return gpu.decode(DecodeArgs(q, new, new, StepRegions(where, caps, recent, q_pos, KEEP_ALL, shape, codes)))
+    def step() -> object:
+        where, shape = PageRegions(pages, table, lens), AttentionShape(dim**-0.5)
+        return gpu.decode(DecodeArgs(q, new, new, StepRegions(where, caps, recent, q_pos, KEEP_ALL, shape, codes)))
 
-        def reset(lens: Tensor = lens, held: int = held) -> None:
-            lens.fill_(held)
-
-        ms = machine.ms(machine.graphed(step), reset)
-        faster = rows[0]["ms"] / ms if rows else 1.0
-        rows.append({"codec": codec, "stored": stored, "batch": n_seq, "ms": ms, "faster": faster})
-        print(f"codes {codec:10} {ms:8.3f} ms, {rows[-1]['faster']:.2f} x bf16", flush=True)
-    return rows
-
-
-@contextmanager
-def kernels(name: str) -> Iterator[None]:
-    """Which kernels serve, for a while."""
-    before = os.environ.get("MILLPOND_KERNELS")
-    os.environ["MILLPOND_KERNELS"] = name
-    try:
-        yield
-    finally:
-        os.environ.pop("MILLPOND_KERNELS")
-        if before is not None:
-            os.environ["MILLPOND_KERNELS"] = before
-
-
-def shared(kept: list[Any], others: list[Any]) -> float:
-    """The share of the positions kept, per layer, sequence and head, that are kept in both runs."""
-    pairs = [
-        (set(map(int, a)), set(map(int, b)))
-        for layer, layer2 in zip(kept, others, strict=True)
-        for heads, heads2 in zip(layer, layer2, strict=True)
-        for a, b in zip(heads, heads2, strict=True)
-    ]
-    return sum(len(a & b) for a, b in pairs) / max(1, sum(len(a | b) for a, b in pairs))
-
-
-def generated(machine: Machine) -> list[Row]:
-    """Greedy generate() of a random model in float32, two sequences, one of them padded.
-
-    On the CPU the reference serves, whose products are of float32 too. Pages are sealed in the prompt and, with enough
-    tokens, while decoding.
-    """
-    prompt, new, codecs = (140, 3, ("int4", "kvquant4")) if machine.tiny else (200, 96, GENERATED)
-    torch.manual_seed(0)
-    config: Any = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config).float()
-    model.train(False)
-    ids, mask = torch.randint(2, 512, (2, prompt)), torch.ones(2, prompt, dtype=torch.long)
-    mask[1, : prompt // 10] = 0
-    calibration = calibrate(model, torch.randint(2, 512, (4096,)), bits=(4,), windows=4)
-    rows = []
-    for codec, (method, options) in itertools.product(codecs, METHODS):
-        found = []
-        given = {"calibration": calibration} if codec_named(codec).calibrated else {}
-        for device, served in ((CPU, "reference"), (machine.device, "gpu")):
-            model.to(device)
-            with kernels(served), compress(model, method, codec=codec, **given, **options) as cache:
-                out = model.generate(
-                    ids.to(device), attention_mask=mask.to(device), cache=cache, do_sample=False,
-                    max_new_tokens=new, min_new_tokens=new, disable_compile=True,
-                )  # fmt: skip
-                sealed_by_head = [core.table.sealed.lens.tolist() for core in cache.layer_caches]
-                kept = [[cache.positions(layer, s) for s in range(2)] for layer in range(2)]
-                found.append((out[:, prompt:].cpu(), kept, sealed_by_head))
-        (tokens, kept, _), (tokens2, kept2, codes2) = found
-        row = {
-            "op": "generate", "codec": codec, "method": method, "tokens": new, "sealed": codes2,
-            "same_tokens": float((tokens == tokens2).float().mean()), "same_kept": shared(kept, kept2),
-        }  # fmt: skip
-        # a number between two codes may fall to either side, so that a few kept entries may differ, but no token
-        row["ok"] = row["same_tokens"] == 1.0 and row["same_kept"] >= 0.95 and any(map(any, codes2))
-        rows.append(row)
-        shown = "ok" if row["ok"] else "MISMATCH"
-        print(
-            f"generate {codec:9} {method:5} {shown}, same tokens {row['same_tokens']:.3f}, kept {row['same_kept']:.3f}",
-            flush=True,
-        )
-    return rows
+    ms = machine.ms(machine.graphed(step), lambda: lens.fill_(held))
+    return {"codec": codec, "stored": stored, "batch": n_seq, "ms": ms}
 
 
 def run_codes(machine: Machine) -> list[Row]:
@@ -292,10 +208,11 @@ def run_codes(machine: Machine) -> list[Row]:
 
 
 def run_code_speed(machine: Machine) -> list[Row]:
-    """Time every format."""
-    return timed(machine)
-
-
-def run_code_generate(machine: Machine) -> list[Row]:
-    """generate() over codes."""
-    return generated(machine)
+    """Time every format, and pages of bfloat16."""
+    rows: list[Row] = []
+    for codec in (PLAIN_PAGES, *CODECS):
+        row = time_codec(machine, codec)
+        row["faster"] = rows[0]["ms"] / row["ms"] if rows else 1.0
+        rows.append(row)
+        print(f"codes {codec:10} {row['ms']:8.3f} ms, {row['faster']:.2f} x bf16", flush=True)
+    return rows

@@ -6,9 +6,11 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_rows import Row
 from torch import Tensor
 
 from millpond.kernels.args import PageRegions
@@ -16,8 +18,6 @@ from millpond.kernels.pages import PageArrays
 
 if TYPE_CHECKING:
     from torch.cuda import CUDAGraph
-
-Row = dict[str, Any]
 
 ARENA_BYTES = 2**28
 #: relative to the largest number of the reference: float32 has the order of sums, the others the rounding of p
@@ -46,9 +46,12 @@ class Machine:
         self.repeats = 20 if self.cuda else 1
 
     def describe(self) -> Row:
-        name = torch.cuda.get_device_name() if self.cuda else "cpu, interpreter"
-        triton = importlib.import_module("triton")
-        return {"device": name, "torch": torch.__version__, "triton": triton.__version__, "tiny": self.tiny}
+        """The card, the versions and the day, for each row."""
+        names = ("torch", "triton", "transformers", "millpond")
+        versions = {name: importlib.import_module(name).__version__ for name in names}
+        card = torch.cuda.get_device_name() if self.cuda else "cpu, interpreter"
+        day = datetime.now(UTC).date().isoformat()
+        return {"card": card, **versions, "day": day, **({"tiny": True} if self.tiny else {})}
 
     def mine(self) -> bool:
         """Whether the next check is of this process."""

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from gpu_machine import SCORE_TOLERANCE, TOLERANCE, Layer, Machine, Row, error, ints, page_error
+from gpu_machine import SCORE_TOLERANCE, TOLERANCE, Layer, Machine, error, ints, page_error
+from gpu_rows import Row
 from torch import Tensor
 
 from millpond.kernels import gpu, reference

@@ -1,15 +1,19 @@
-"""How fast the ops are on a CUDA GPU: the sections `decode`, `prefill` and `sweep` of gpu_check.py."""
+"""How fast the ops of one layer are on a CUDA GPU: cells of run_all.py, and sections of gpu_check.py."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_machine import FAR, Layer, Machine, Row, ints
+from gpu_codes import CODECS, PLAIN_PAGES, time_codec
+from gpu_machine import FAR, Layer, Machine, ints
+from gpu_rows import Cell, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,6 +27,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 WORKING_SET = 2**30  # bytes that timed calls rotate through: 20 times the second-level cache of an H200
 
 
+@cache
 def copy_gb_per_s(machine: Machine) -> float:
     """Bytes read plus bytes written by a device-to-device copy, per second."""
     n = 2**20 if machine.tiny else 2**31
@@ -38,7 +43,8 @@ VARIANTS = {
 }
 
 
-def time_decode(machine: Machine, batch: int, stored: int, slots: int, bandwidth: float, rules: list[str]) -> list[Row]:
+def time_decode(machine: Machine, batch: int, stored: int, slots: int, rules: Sequence[str]) -> list[Row]:
+    """Steps of one layer under each rule, and their share of the bandwidth of a copy."""
     device, heads, dim = machine.device, (2 if machine.tiny else KV_HEADS), (32 if machine.tiny else DIM)
     group, regions = HEADS // KV_HEADS, batch * heads
     n_bytes = regions * stored * 2 * dim * 2
@@ -69,7 +75,7 @@ def time_decode(machine: Machine, batch: int, stored: int, slots: int, bandwidth
         rate = n_bytes / ms / 1e6
         rows.append({
             "batch": batch, "stored": stored, "page": slots, "rule": name, "ms": ms, "ms_without_graph": eager,
-            "gb_per_s": rate, "share_of_copy": rate / bandwidth,
+            "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s(machine),
         })  # fmt: skip
     return rows
 
@@ -81,7 +87,7 @@ def run_decode(machine: Machine) -> list[Row]:
     rows: list[Row] = [{"copy_gb_per_s": bandwidth}]
     grid = itertools.product((16, 64), (4096, 8192, 16384, 32768), (16, 32, 64, 256))
     for batch, stored, slots in [(2, 80, 16)] if machine.tiny else grid:
-        for row in time_decode(machine, batch, stored, slots, bandwidth, list(VARIANTS)):
+        for row in time_decode(machine, batch, stored, slots, list(VARIANTS)):
             rows.append(row)
             print(
                 f"{batch:6} {stored:6} {slots:5}  {row['rule']:14} {row['ms']:7.3f} {row['ms_without_graph']:7.3f} "
@@ -94,7 +100,7 @@ def run_decode(machine: Machine) -> list[Row]:
 
 
 def run_sweep(machine: Machine) -> list[Row]:
-    bandwidth, rows = copy_gb_per_s(machine), []
+    rows = []
     usual = DECODE.TUNING
     grid = [
         DECODE.Tuning(split, block, warps, stages)
@@ -106,7 +112,7 @@ def run_sweep(machine: Machine) -> list[Row]:
         for tuning in grid[:1] if machine.tiny else grid:
             DECODE.TUNING = tuning
             try:
-                row = time_decode(machine, *shape, bandwidth, ["scores"])[0]
+                row = time_decode(machine, *shape, ["scores"])[0]
             except Exception as failure:  # a tile that does not fit the device is a result of the sweep
                 row = {"ms": FAR, "failure": repr(failure)[:200]}
             found.append({"shape": shape, "tuning": tuning._asdict(), **row})
@@ -150,3 +156,22 @@ def run_prefill(machine: Machine) -> list[Row]:
             flush=True,
         )
     return rows
+
+
+def kernel_cells(machine: Machine) -> list[Cell]:
+    """Decoding of one layer under each rule, causal attention, and decoding over codes."""
+    decode = [(2, 80)] if machine.tiny else [(16, 8192), (64, 8192), (16, 32_768)]
+    prefill = [150] if machine.tiny else [2048, 8192, 32_768]
+    codecs = (PLAIN_PAGES, "int4") if machine.tiny else (PLAIN_PAGES, *CODECS)
+    slots = 16 if machine.tiny else 64
+    section = "kernels"
+
+    def decoded(batch: int, stored: int, rule: str) -> Row:
+        return time_decode(machine, batch, stored, slots, [rule])[0]
+
+    return [
+        *(Cell(section, f"decode {rule}, {batch} x {stored}", partial(decoded, batch, stored, rule), 2.0)
+          for batch, stored in decode for rule in VARIANTS),
+        *(Cell(section, f"prefill, {rows}", partial(time_prefill, machine, rows), 2.0) for rows in prefill),
+        *(Cell(section, f"decode codes, {codec}", partial(time_codec, machine, codec), 4.0) for codec in codecs),
+    ]  # fmt: skip

@@ -32,13 +32,11 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_the_checks_pass_in_the_interpreter(tmp_path: Path) -> None:
-    sections = "check,graph,codes,code-generate,methods,engine,generate,placed,throughput"
+    sections = "check,graph,codes"
     options = ("--interpret", "--tiny", "--only", sections)
     assert "all checks passed" in run("gpu_check.py", *options, "--out", str(tmp_path))
 
 
 @pytest.mark.slow
-def test_the_scripts_of_whole_models_run_on_a_cpu() -> None:
-    shown = run("gpu_offload.py", "--tiny", "--cells", "full,h2o,accelerate-16")
-    assert shown.count("'tokens_per_s'") == 3
+def test_heads_are_trained_on_a_cpu() -> None:
     assert "'steps': 2" in run("gpu_train.py", "--tiny", "--steps", "2")

@@ -120,3 +120,12 @@ def test_hooks_need_nothing_but_this_checkout() -> None:
     for hook in repos[0]["hooks"]:
         assert hook["language"] == "system"
         assert_runs(hook["entry"])
+
+
+def test_the_tracked_files_stay_small() -> None:
+    """58 MiB: what a machine with a GPU takes along, with some room."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.is_file()) <= 58 * 2**20

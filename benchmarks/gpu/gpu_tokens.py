@@ -1,0 +1,239 @@
+"""Tokens and kept entries on the device against the CPU's: every method and codec, in generate() and in the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from gpu_machine import Machine
+from gpu_rows import Cell, Row
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import millpond as mp
+from millpond.codec import codec_named
+from millpond.codec.presets import PRESETS
+from millpond.hf.calibration.measure import calibrate
+from millpond.methods import list_methods
+from millpond.models.cache_argument import cache_argument
+
+CPU = torch.device("cpu")
+#: Options of some methods here; the others run as they are with a fifth of the entries.
+GIVEN: dict[str, dict[str, Any]] = {
+    "full": {}, "attention_gate": {}, "fastgen": {}, "minference": {}, "dms": {"budget": "20%", "window": 32},
+    "duo_attention": {"budget": "50%", "recent": 32}, "infllm": {"budget": "20%", "sinks": 4, "block": 8},
+    "simlayerkv": {"budget": "20%", "recent": 32}, "layer_table": {"budget": "20%", "table": "3;1"},
+}  # fmt: skip
+TEXT = "anna kettle " + "quiet rain past meadow and old stone on river " * 30 + "boris lantern "
+QUESTIONS = ("<ask> anna <is>", "<ask> boris <is>")
+#: Engines with more than a method or a codec: shared prefixes, preemption, prompts that are evicted from while read.
+FEATURES: dict[str, dict[str, Any]] = {
+    "prefix cache": {"method": "full", "prefix_cache": True},
+    "preemption": {"method": "h2o", "budget": "20%", "kv_memory": "1MiB", "overcommit": 4},
+    "locret in chunks": {"method": "locret", "budget": "20%", "options": {"prefill": "chunks", "chunk": 64}},
+}
+PLACES: tuple[dict[str, float], ...] = (
+    {"device": 1.0}, {"device": 0.4, "host": 0.6}, {"host": 1.0}, {"device": 0.2, "host": 0.4, "disk": 0.4},
+    {"disk": 1.0},
+)  # fmt: skip
+#: Shares that must be equal. A number between two codes may fall to either side, so a few kept entries may differ.
+KEPT, KEPT_CODES = 0.98, 0.95
+#: The same of tokens of engines whose caches hold codes, or whose weights are in bf16.
+TOKENS_CODES, TOKENS_BF16 = 0.9, 0.98
+
+
+def method_cells(machine: Machine) -> list[Cell]:
+    """generate() of pond-recall in float32 with every method."""
+    names = ["full", "h2o"] if machine.tiny else list_methods()
+    return [Cell("tokens: methods", name, partial(of_method, machine, name), 4.0) for name in names]
+
+
+def codec_cells(machine: Machine) -> list[Cell]:
+    """generate() of a random model in float32 over every codec, with and without eviction."""
+    names = ["int4"] if machine.tiny else sorted(PRESETS)
+    methods = {"full": {}, "h2o": {"budget": 160, "sinks": 2}}
+    return [
+        Cell("tokens: codecs", f"{codec}, {method}", partial(of_codec, machine, codec, method, options), 8.0)
+        for codec in names
+        for method, options in methods.items()
+    ]
+
+
+def engine_cells(machine: Machine) -> list[Cell]:
+    """Answers of the engine to prompts of many lengths with every method, every codec, and its features."""
+    given: dict[str, dict[str, Any]] = dict(FEATURES)
+    given |= {name: engine_options(name) for name in list_methods()}
+    codecs = sorted(name for name, codec in PRESETS.items() if not codec.calibrated)
+    given |= {f"{method}, {codec}": {**engine_options(method), "codec": codec} for codec in codecs
+              for method in ("full", "h2o")}  # fmt: skip
+    if machine.tiny:
+        given = {name: given[name] for name in ("h2o", "full, int4")}
+    return [Cell("tokens: engine", name, partial(of_engine, machine, options), 5.0) for name, options in given.items()]
+
+
+def place_cells(machine: Machine) -> list[Cell]:
+    """Answers of the engine with layers on the device, in the host's memory and on the disk."""
+    places = [weights for weights in PLACES if machine.cuda or "device" not in weights]
+    methods = ("h2o",) if machine.tiny else ("full", "h2o")
+    return [
+        Cell("tokens: places", f"{method}, {name_of(weights)}", partial(of_places, machine, method, weights), 5.0)
+        for method in methods
+        for weights in (places[:1] if machine.tiny else places)
+    ]
+
+
+def engine_options(method: str) -> dict[str, Any]:
+    """What an engine is given for a method."""
+    options = dict(GIVEN.get(method, {"budget": "20%"}))
+    found: dict[str, Any] = {"method": method}
+    if "budget" in options:
+        found["budget"] = options.pop("budget")
+    return found | ({"options": options} if options else {})
+
+
+def name_of(weights: dict[str, float]) -> str:
+    return " ".join(f"{tier} {share:.0%}" for tier, share in weights.items())
+
+
+# ---------------------------------------------------------------------- cells
+
+
+def of_method(machine: Machine, name: str) -> Row:
+    """One method in generate(): equal tokens, and the share of equal kept entries."""
+    model, tokenizer = pond_recall(), mp.load_tokenizer("pond-recall")
+    text = TEXT[:60] if machine.tiny else TEXT
+    ids = torch.cat([tokenizer(text + asked, return_tensors="pt").input_ids for asked in QUESTIONS])
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    options = GIVEN.get(name, {"budget": "20%"}) | {"tokenizer": tokenizer}
+    new = 3 if machine.tiny else 24
+    runs = [generated(model, device, served, (ids, mask), new, name, options) for device, served in sides(machine)]
+    return compared(*runs, kept=KEPT)
+
+
+def of_codec(machine: Machine, codec: str, method: str, options: dict[str, Any]) -> Row:
+    """One codec in generate(), two sequences, one of them padded; pages are sealed in the prompt and while decoding."""
+    prompt, new = (136, 2) if machine.tiny else (200, 96)
+    model, calibration = small_llama()
+    torch.manual_seed(1)
+    ids, mask = torch.randint(2, 512, (2, prompt)), torch.ones(2, prompt, dtype=torch.long)
+    mask[1, : prompt // 10] = 0
+    given: dict[str, Any] = {**options, "codec": codec}
+    if codec_named(codec).calibrated:
+        given["calibration"] = calibration
+    runs = [generated(model, device, served, (ids, mask), new, method, given) for device, served in sides(machine)]
+    return compared(*runs, kept=KEPT_CODES)
+
+
+def of_engine(machine: Machine, options: dict[str, Any]) -> Row:
+    """One engine: the share of equal tokens of nine answers."""
+    tokenizer = mp.load_tokenizer("pond-recall")
+    answers = []
+    for device, served in sides(machine):
+        model = pond_recall().to(device)
+        with kernels(served), mp.LLM(model, tokenizer=tokenizer, **options) as llm:
+            answers.append(asked(llm, machine))
+    same = share_of_tokens(*answers)
+    return {"same_tokens": same, "ok": same >= (TOKENS_CODES if "codec" in options else 1.0)}
+
+
+def of_places(machine: Machine, method: str, weights: dict[str, float]) -> Row:
+    """One placement of the weights, which are in bf16."""
+    options: dict[str, Any] = {"method": method} | ({} if method == "full" else {"budget": "20%"})
+    given: tuple[dict[str, Any], ...] = ({}, {"device": str(machine.device), "plan": mp.Plan(weights=weights)})
+    answers = []
+    for more in given:
+        with mp.LLM("pond-recall", tokenizer=mp.load_tokenizer("pond-recall"), **options, **more) as llm:
+            answers.append(asked(llm, machine))
+    same = share_of_tokens(*answers)
+    return {"same_tokens": same, "ok": same >= TOKENS_BF16}
+
+
+# ---------------------------------------------------------------------- parts of cells
+
+
+@cache
+def pond_recall() -> Any:
+    return mp.load_model("pond-recall").float()
+
+
+@cache
+def small_llama() -> tuple[Any, Any]:
+    """A random model with heads of 64, and a calibration for the codecs that need one."""
+    torch.manual_seed(0)
+    config: Any = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).float()
+    model.train(False)
+    return model, calibrate(model, torch.randint(2, 512, (4096,)), bits=(4,), windows=4)
+
+
+def sides(machine: Machine) -> tuple[tuple[torch.device, str], ...]:
+    """The CPU with the plain reference, whose products are of float32 too, and the device with its kernels."""
+    return (CPU, "reference"), (machine.device, "gpu")
+
+
+@contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """Which kernels serve, for a while."""
+    before = os.environ.get("MILLPOND_KERNELS")
+    os.environ["MILLPOND_KERNELS"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("MILLPOND_KERNELS")
+        if before is not None:
+            os.environ["MILLPOND_KERNELS"] = before
+
+
+Generated = tuple[torch.Tensor, list[Any]]
+
+
+def generated(
+    model: Any, device: torch.device, served: str, inputs: tuple[torch.Tensor, torch.Tensor], new: int, method: str,
+    options: dict[str, Any],
+) -> Generated:  # fmt: skip
+    """Greedy tokens of generate(), and the kept positions by layer, sequence and head."""
+    model.to(device)
+    ids, mask = (given.to(device) for given in inputs)
+    with kernels(served), torch.no_grad(), mp.compress(model, method, **options) as cache:
+        out = model.generate(
+            ids, attention_mask=mask, **cache_argument(cache), do_sample=False, max_new_tokens=new, min_new_tokens=new,
+            disable_compile=True,
+        )  # fmt: skip
+        kept = [[cache.positions(layer, s) for s in range(len(ids))] for layer in range(len(cache.layer_caches))]
+    return out[:, ids.shape[1] :].cpu(), kept
+
+
+def compared(one: Generated, other: Generated, kept: float) -> Row:
+    """Whether all tokens are equal, and a share `kept` of the kept entries."""
+    same_tokens, same_kept = float((one[0] == other[0]).float().mean()), share_of_kept(one[1], other[1])
+    return {"same_tokens": same_tokens, "same_kept": same_kept, "ok": same_tokens == 1.0 and same_kept >= kept}
+
+
+def share_of_kept(kept: Sequence[Any], others: Sequence[Any]) -> float:
+    """The share of the positions kept, per layer, sequence and head, that are kept in both runs."""
+    pairs = [
+        (set(map(int, a)), set(map(int, b)))
+        for layer, layer2 in zip(kept, others, strict=True)
+        for heads, heads2 in zip(layer, layer2, strict=True)
+        for a, b in zip(heads, heads2, strict=True)
+    ]
+    return sum(len(a & b) for a, b in pairs) / max(1, sum(len(a | b) for a, b in pairs))
+
+
+def asked(llm: mp.LLM, machine: Machine) -> list[list[int]]:
+    """Tokens of the answers to prompts of many lengths."""
+    prompts = [TEXT[: 60 * n] + QUESTIONS[0] for n in range(1, 2 if machine.tiny else 10)]
+    params = mp.SamplingParams(max_tokens=3 if machine.tiny else 20, temperature=0.0, ignore_eos=True)
+    return [list(out.completions[0].token_ids) for out in llm.generate(prompts, params)]
+
+
+def share_of_tokens(answers: list[list[int]], others: list[list[int]]) -> float:
+    same = [a == b for one, other in zip(answers, others, strict=True) for a, b in zip(one, other, strict=True)]
+    return sum(same) / len(same)
