@@ -1,16 +1,34 @@
 # One command each: `make demo`, `make test`. The first one makes .venv and installs; later ones find it there.
-# Variables: PYTHON (3.11 or newer), VENV, WORKERS (processes that run tests), PYTEST_ARGS.
+# Variables: PYTHON (3.11 or newer), VENV, WORKERS (processes that run tests), PYTEST_ARGS, ISAS (native: kernels for this
+# processor alone; all: those of every processor, as in a wheel).
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 WORKERS ?= 2
+ISAS ?= native
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+NEEDS := $(VENV)/.millpond-requirements
 READY := $(VENV)/.millpond-installed
+TESTS := $(VENV)/.millpond-tests
 TOOLS := $(VENV)/.millpond-tools
+LOG := $(VENV)/install.log
 MODELS := packages/millpond-models
 SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 KVPRESS := build/kvpress/bin/python
+
+# $(call install,what): pip install, what it downloads and compiles a line each; all that it said, where it fails
+install = @echo "installing $(strip $(1))"; $(PIP) install --verbose --config-settings=cmake.define.MILLPOND_ISAS=$(ISAS) $(1) 2>&1 | tee $(LOG) \
+  | awk '/^ *(Collecting|Downloading|Successfully installed|\[[0-9]+\/[0-9]+\])/ { print substr($$0, 1, 110); fflush() }' \
+  || { tail -n 60 $(LOG); exit 1; }
+
+# $(call extras,names): what these extras need; the package itself is built once
+define extras
+@$(BIN)/python .ci/requirements.py $(1) > $(VENV)/requirements.txt
+$(call install,-r $(VENV)/requirements.txt)
+endef
 
 .PHONY: help demo demo-real test test-real test-slow gpu-dry-run lint types docs docs-pages docs-check bench install clean
 
@@ -38,14 +56,22 @@ $(BIN)/python:
 unexport PYTHONDONTWRITEBYTECODE
 
 # torch first and by itself: one known version, whatever else asks for it
-$(READY): $(SOURCES) | $(BIN)/python
-	$(PIP) install --quiet "torch==2.13.0"
-	$(PIP) install --quiet ./$(MODELS)
-	$(PIP) install --quiet --editable ".[test]"
+$(NEEDS): pyproject.toml | $(BIN)/python
+	$(call install,"torch==2.13.0")
+	$(call extras,cli plot)
 	@touch $@
 
-$(TOOLS): $(READY)
-	$(PIP) install --quiet --editable ".[dev]"
+$(READY): $(SOURCES) $(NEEDS)
+	$(call install,--no-deps --editable .)
+	@touch $@
+
+$(TESTS): $(READY)
+	$(call install,./$(MODELS))
+	$(call extras,test)
+	@touch $@
+
+$(TOOLS): $(TESTS)
+	$(call extras,dev)
 	@touch $@
 
 demo: $(READY)
@@ -56,19 +82,19 @@ demo-real: $(READY)
 	$(BIN)/millpond models get smollm2-135m
 	$(BIN)/millpond demo --model smollm2-135m --text docs/explanation/engine.md
 
-test-real: $(READY)
+test-real: $(TESTS)
 	$(BIN)/millpond models get smollm2-135m
 	$(BIN)/python -m pytest -m real $(PYTEST_ARGS)
 
-test: $(READY)
+test: $(TESTS)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-slow: $(READY)
+test-slow: $(TESTS)
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 # every section of the GPU benchmarks in small on the CPU, Triton's kernels in its interpreter
-gpu-dry-run: $(READY)
-	$(PIP) install --quiet triton
+gpu-dry-run: $(TESTS)
+	$(call install,triton)
 	rm -rf out/gpu
 	$(BIN)/python -W ignore benchmarks/gpu/run_all.py --dry-run --out out/gpu
 
@@ -82,13 +108,13 @@ types: $(TOOLS)
 docs: docs-pages $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-docs-pages: $(READY)
+docs-pages: $(TESTS)
 	$(BIN)/python docs/generate.py
 
-docs-check: $(READY)
+docs-check: $(TESTS)
 	$(BIN)/python docs/generate.py --check
 
-bench: $(READY)
+bench: $(TESTS)
 	$(BIN)/millpond bench kernels --out benchmarks/results
 	$(BIN)/millpond bench methods --out benchmarks/results
 	$(BIN)/millpond bench generate --out benchmarks/results $(if $(wildcard $(KVPRESS)),--kvpress $(KVPRESS))

@@ -38,6 +38,7 @@ from millpond.evals.report.leaderboard import render
 from millpond.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond.evals.report.plots.style import write
 from millpond.evals.task import TASKS
+from millpond.install_command import shown_command
 from millpond.kernels.decode_rules import Evict
 from millpond.markdown import one_per_line
 from millpond.methods import METHODS
@@ -45,6 +46,8 @@ from millpond.policy.policy import Policy
 from millpond.registry import Entry
 
 ROOT = Path(__file__).parent.parent
+#: Commands that follow from where the package can be installed from, see `millpond.install_command`.
+INSTALLS = re.compile(r"pip install '(?:millpond|\.)\[([\w,-]+)\]'")
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
 RESULTS = ROOT / "benchmarks" / "results" / "generate.json"
 MODEL_TYPES = ROOT / "benchmarks" / "results" / "model-types.json"
@@ -78,6 +81,10 @@ def pages() -> dict[Path, str]:
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
     texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()  # as `millpond leaderboard` writes it
+    for page in [readme, *sorted((ROOT / "docs").glob("how-to/*.md"))]:
+        text = texts.get(page) or page.read_text(encoding="utf-8")
+        if INSTALLS.search(text):
+            texts[page] = INSTALLS.sub(lambda found: shown_command(found[1]), text)
     return {path: one_per_line(text) for path, text in texts.items()}
 
 

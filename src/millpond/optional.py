@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 
 
 def require(library: str, extra: str, purpose: str) -> Any:
@@ -22,4 +23,4 @@ def require(library: str, extra: str, purpose: str) -> Any:
         return import_module(library)
     except ModuleNotFoundError:
         name = library.partition(".")[0]
-        raise OptionError(f"{purpose} needs {name}; install it with: pip install 'millpond[{extra}]'") from None
+        raise OptionError(f"{purpose} needs {name}; install it with: {install_command(extra)}") from None

@@ -19,6 +19,7 @@ from millpond.cli.lm_eval import with_model
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.evals.adapters.asked import greedy_question
 from millpond.evals.sample import Sample
+from millpond.install_command import install_command
 from tests.helpers.evals.small import TinyTask, examined, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
 needed = pytest.mark.skipif(
@@ -233,4 +234,4 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "a"])
     assert result.exit_code == 2
-    assert "pip install 'millpond[lm-eval]'" in " ".join(result.stderr.split())
+    assert install_command("lm-eval") in " ".join(result.stderr.split())

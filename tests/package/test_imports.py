@@ -16,7 +16,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: A part imports only what stands to its left.
 ORDER = [
-    {"errors", "scalar", "budget", "cpu_limit", "markdown", "optional", "option_files", "peer_process", "registry"},
+    {
+        "errors", "scalar", "budget", "cpu_limit", "install_command", "markdown", "optional", "option_files",
+        "peer_process", "registry",
+    },
     {"kernels"},
     {"tiers"},
     {"codec"},

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
 from millpond.cli.serve_options import KEYS_VARIABLE
+from millpond.install_command import install_command
 
 
 def test_it_serves_and_goes_down_with_nothing_lost() -> None:
@@ -167,4 +168,4 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "millpond.server.uvicorn_server")
     done = invoke()
     assert done.exit_code == 2
-    assert "pip install 'millpond[server]'" in done.stderr
+    assert install_command("server") in done.stderr

@@ -1,12 +1,13 @@
 """The command line: thin, with its options taken from the registry. Needs the extra `cli`.
 
-Imports: bench, budget, cache, cluster, codec, cpu_limit, engine, errors, evals, hf, markdown, methods, models,
-option_files, optional, policy, presets, registry, server, train.
+Imports: bench, budget, cache, cluster, codec, cpu_limit, engine, errors, evals, hf, install_command, markdown,
+methods, models, option_files, optional, policy, presets, registry, server, train.
 """
 
 import sys
 
 from millpond.cpu_limit import limit_openmp
+from millpond.install_command import install_command
 
 
 def main() -> None:
@@ -17,6 +18,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"millpond's command line needs {error.name}; install it with: pip install 'millpond[cli]'")
+        sys.exit(f"millpond's command line needs {error.name}; install it with: {install_command('cli')}")
 
     app(prog_name="millpond")

@@ -17,6 +17,7 @@ from millpond.cli.options import DeviceMemory, DeviceName, Disk, DtypeName, Memo
 from millpond.cli.serve import name_of
 from millpond.cli.serve_options import EngineChoice
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 
 if TYPE_CHECKING:
     from millpond.engine.async_llm import AsyncLLM
@@ -54,7 +55,7 @@ def batch(
     try:
         from millpond.server.batch.runner import BatchFile
     except ModuleNotFoundError as error:
-        raise OptionError(f"batch files need {error.name}: pip install 'millpond[server]'") from error
+        raise OptionError(f"batch files need {error.name}: {install_command('server')}") from error
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.config import EngineConfig
     from millpond.server.settings import ServerSettings

@@ -15,7 +15,6 @@ from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import DeviceName, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
-from millpond.models.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +79,7 @@ def ask(
 
     from millpond.cli.text_streamer import TextStopwatch
     from millpond.hf.document import document_note, restore_document
+    from millpond.models.cache_argument import cache_argument
     from millpond.models.chat_template import end_ids
 
     made = _made_with(document, document_note(document))

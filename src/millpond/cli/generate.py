@@ -16,9 +16,7 @@ from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import OptionGroup, expand_groups
 from millpond.cli.options import Chat, Temperature, TopP, TypicalP, optional
 from millpond.cli.prompt_options import PromptSource, encode, wants_template
-from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.models.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from millpond.bench.common.stopwatch import Stopwatch
@@ -90,6 +88,8 @@ def generate(
     """Generate text from a prompt inside a KV budget."""
     if min_new_tokens > max_new_tokens:
         raise OptionError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}; lower it")
+    from millpond.engine.sampling.params import SamplingParams
+
     words = SamplingParams(bad_words=tuple(bad_word or ())).bad_words
     text = source.read()
     if placing.asked:
@@ -109,6 +109,7 @@ def generate(
     from millpond.engine.forgotten import forgotten
     from millpond.engine.sampling.banned_tokens import sequences_of
     from millpond.hf.compress import compress
+    from millpond.models.cache_argument import cache_argument
     from millpond.models.chat_template import end_ids
 
     loaded, tokenizer = model.load()

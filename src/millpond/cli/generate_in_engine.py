@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
@@ -14,8 +14,10 @@ from millpond.cli.model_options import ModelOptions, device_of_engine
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import DeviceMemory, Disk, Memory, Weights
 from millpond.cli.prompt_options import encode, wants_template
-from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+
+if TYPE_CHECKING:
+    from millpond.engine.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

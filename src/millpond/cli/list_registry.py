@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -11,25 +11,31 @@ from rich.markup import escape
 from rich.table import Table
 
 from millpond.cli.console import output
-from millpond.codec import list_codecs
-from millpond.methods import METHODS
-from millpond.registry import Entry
+
+if TYPE_CHECKING:
+    from millpond.registry import Entry
 
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show this method with its options.", show_default=False)] = None,
 ) -> None:
     """List the methods that decide what is kept, or show one with its options."""
+    from millpond.methods import METHODS
+
     output().print(_overview() if name is None else _page(METHODS.get(name)))
 
 
 def codecs() -> None:
     """List the number formats in which entries can be stored."""
+    from millpond.codec import list_codecs
+
     for name in list_codecs():
         typer.echo(name)
 
 
 def _overview() -> Table:
+    from millpond.methods import METHODS
+
     table = Table(title="Methods", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("name", "paper", "what it keeps"):
         table.add_column(heading, no_wrap=heading != "what it keeps")

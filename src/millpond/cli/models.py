@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from millpond.cli.console import output
+from millpond.install_command import install_command
 
 app = typer.Typer(
     invoke_without_command=True, help="List the models that are at hand and those that can be downloaded."
@@ -68,7 +69,7 @@ def _overview() -> Table:
         table.add_row(f"[bold]{name}[/]", _megabytes(size), "yes", "Apache-2.0", "trained by this project, for tests")
     for name in SEPARATE:
         if name not in installed:
-            table.add_row(f"[bold]{name}[/]", "", "no", "Apache-2.0", escape("pip install 'millpond[models]'"))
+            table.add_row(f"[bold]{name}[/]", "", "no", "Apache-2.0", escape(install_command("models")))
     for download in DOWNLOADS:
         at_hand = download.at_hand
         what = download.purpose if at_hand else f"{download.command}  ({download.purpose})"

@@ -15,6 +15,7 @@ from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import DeviceMemory, DeviceName, Disk, DtypeName, Memory, ModelName, Threads, optional
 from millpond.cli.serve_options import Access, EngineChoice, RequestLimits, Workers
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 
 if TYPE_CHECKING:
     from millpond.server.llm_protocol import ServedLLM
@@ -51,7 +52,7 @@ def serve(
         from millpond.server.settings import ServerSettings
         from millpond.server.uvicorn_server import run
     except ModuleNotFoundError as error:
-        raise OptionError(f"the server needs {error.name}: pip install 'millpond[server]'") from error
+        raise OptionError(f"the server needs {error.name}: {install_command('server')}") from error
     from millpond.engine.async_llm import AsyncLLM
     from millpond.engine.config import EngineConfig
 

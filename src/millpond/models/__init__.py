@@ -1,4 +1,4 @@
 """Model families and model loading. Importing this package loads nothing.
 
-Imports: codec, errors, kernels, optional, tiers.
+Imports: codec, errors, install_command, kernels, optional, tiers.
 """

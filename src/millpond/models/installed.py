@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 
 #: Models that come with the package millpond-models.
 SEPARATE = ("pond-text", "pond-text-long")
@@ -31,7 +32,7 @@ def installed_folder(name: str) -> Path | None:
     """
     if name not in installed_models():
         if name in SEPARATE:
-            raise OptionError(f"model {name!r} is in millpond-models; install it with: pip install 'millpond[models]'")
+            raise OptionError(f"model {name!r} is in millpond-models; install it with: {install_command('models')}")
         return None
     return next(folder / name for folder in _folders() if (folder / name / "config.json").exists())
 

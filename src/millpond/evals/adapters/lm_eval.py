@@ -1,6 +1,6 @@
 """`millpond` as a model of EleutherAI's lm-evaluation-harness: every answer comes from the evicting cache.
 
-Importing this module registers the model; `millpond lm-eval` does so. Needs `pip install 'millpond[lm-eval]'`.
+Importing this module registers the model; `millpond lm-eval` does so. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations

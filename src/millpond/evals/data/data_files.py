@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.errors import DataError
+from millpond.install_command import install_command
 
 #: Bytes of a file that are read at most, decompressed.
 MOST_BYTES = 1 << 30
@@ -136,7 +137,7 @@ def _parquet(path: str) -> Iterator[DataRow]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
-        raise DataError(f'{path}: Parquet files need the library datasets: pip install "millpond[eval]"') from None
+        raise DataError(f"{path}: Parquet files need the library datasets: {install_command('eval')}") from None
     if not Path(path).expanduser().is_file():
         raise DataError(f"{path} cannot be read (no such file); name an existing one")
     try:

@@ -4,11 +4,12 @@ With TRITON_INTERPRET=1 in the environment before the first import of Triton, th
 """
 
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 
 try:
     import triton as _triton  # noqa: F401
 except ImportError as error:
-    raise OptionError("the gpu kernels need Triton; install it with: pip install 'millpond[gpu]'") from error
+    raise OptionError(f"the gpu kernels need Triton; install it with: {install_command('gpu')}") from error
 
 # in torch: its matrix products will do
 from millpond.kernels.eager.attend import attend

@@ -13,11 +13,13 @@ import torch  # noqa: F401  (before any library: the kernels use the thread pool
 
 from millpond.cpu_limit import usable_cpus
 from millpond.errors import MillpondError, OptionError
+from millpond.install_command import build_command
 
 ABI = 28  #: of csrc/common/cpu.cpp
 #: Instruction sets with the level of CPU that they need, see mp_cpu_level in csrc/common/cpu.cpp. v4fma is v4bf16 with
 #: products of floats where there is much to multiply.
 X86 = {"baseline": 0, "v3": 1, "v4": 2, "v4fma": 3, "v4bf16": 3}
+PROBE = "cpu"  #: the library that says which of the others this CPU can run
 NEEDS = ("SSE 4.2", "AVX2 and FMA", "AVX-512 F, BW, VL, DQ", "AVX-512 BF16 and VNNI")  #: by level
 
 
@@ -35,7 +37,11 @@ def _folders() -> list[Path]:
 
 
 def installed() -> dict[str, Path]:
-    """The libraries that this install brought, by instruction set."""
+    """The libraries that this install brought, by instruction set: of a build from source that of its machine alone."""
+    return {name: file for name, file in _files().items() if name != PROBE}
+
+
+def _files() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in _folders():
         for file in sorted(folder.glob("millpond_*.so")):
@@ -51,22 +57,21 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
     if abi != ABI:
         raise StaleKernelsError(
-            f"{path} has interface {abi} and these sources need {ABI}: it was built from others. Build it again where "
-            "millpond was installed from: pip install --no-deps -e . in a checkout, else pip install "
-            "--force-reinstall --no-cache-dir --no-deps millpond"
+            f"{path} has interface {abi} and these sources need {ABI}: it was built from others. Build it again: "
+            f"{build_command()}"
         )
     return library
 
 
 def runnable() -> list[str]:
     """The installed instruction sets that this CPU can run, best first."""
-    have = installed()
+    have, files = installed(), _files()
     if "neon" in have:
         return ["neon"]
-    base = _open(have["baseline"]) if "baseline" in have else None
-    if base is None:
+    probe = _open(files[PROBE]) if PROBE in files else None
+    if probe is None:
         return []
-    level, fma_first = base.mp_cpu_level(), bool(base.mp_cpu_prefers_floats())
+    level, fma_first = probe.mp_cpu_level(), bool(probe.mp_cpu_prefers_floats())
     can = [name for name, needed in reversed(X86.items()) if needed <= level and name in have]
     return sorted(can, key=lambda name: fma_first and name != "v4fma")
 
@@ -96,10 +101,13 @@ def load() -> tuple[str, ctypes.CDLL] | None:
 
 
 def warn_missing() -> None:
+    others = ", ".join(sorted(installed()))
+    if others:
+        why = f"millpond's native CPU kernels were built for another processor ({others})"
+        way_out = f"Build them here: {build_command()}"
+    else:
+        why = "millpond was installed without its native CPU kernels"
+        way_out = f"Install a C++ compiler (GCC or Clang) and reinstall: {build_command()}"
     warnings.warn(
-        "millpond was installed without its native CPU kernels, so the torch reference runs, many times slower. "
-        "Install a C++ compiler (GCC or Clang) and reinstall: pip install --force-reinstall --no-cache-dir "
-        "--no-deps --no-binary millpond millpond",
-        NativeKernelsWarning,
-        stacklevel=2,
+        f"{why}, so the torch reference runs, many times slower. {way_out}", NativeKernelsWarning, stacklevel=2
     )

@@ -1,0 +1,50 @@
+"""The commands that install millpond with an extra, and build it again: they work where this package came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Whether package registries carry millpond. All messages, and the commands in README and docs, follow from it.
+PUBLISHED = False
+#: Extras that are packages of this repository until they are published.
+PACKAGES = {"models": "packages/millpond-models"}
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra into the environment of this process; of a checkout it names the checkout.
+
+    Example:
+        >>> install_command("server").startswith("pip install ")
+        True
+    """
+    if PUBLISHED:
+        return shown_command(extra)
+    checkout = _checkout()
+    if checkout is None:
+        return f"{shown_command(extra)} in the checkout that millpond was installed from"
+    if extra in PACKAGES:
+        return f"pip install '{checkout / PACKAGES[extra]}'"
+    return f"pip install -e '{checkout}[{extra}]'"
+
+
+def shown_command(extras: str) -> str:
+    """The same for a reader of the documentation, in the root of a checkout. extras: separated by commas."""
+    if PUBLISHED:
+        return f"pip install 'millpond[{extras}]'"
+    return f"pip install ./{PACKAGES[extras]}" if extras in PACKAGES else f"pip install '.[{extras}]'"
+
+
+def build_command() -> str:
+    """What builds the native kernels again."""
+    checkout = _checkout()
+    if checkout is not None:
+        return f"pip install --no-deps -e '{checkout}'"
+    if PUBLISHED:
+        return "pip install --force-reinstall --no-cache-dir --no-deps --no-binary millpond millpond"
+    return "pip install --force-reinstall --no-deps . in the checkout that millpond was installed from"
+
+
+def _checkout() -> Path | None:
+    """The checkout whose sources run; None where they were copied into an environment."""
+    root = Path(__file__).parents[2]
+    return root if (root / "pyproject.toml").is_file() and (root / "CMakeLists.txt").is_file() else None
