@@ -4,6 +4,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._options import Sinks
+from millpond.option_ranges import SHARE, SOME_POSITIONS
 from millpond.policy.allocation.across_layers import AcrossLayers
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.allocation.layers import EvenLayers
@@ -15,8 +16,8 @@ from millpond.policy.variants.reconstruction import Rebuilt, ReconstructionPolic
 @method("kvzip", paper="arXiv:2505.23416")
 def kvzip(
     ask: Annotated[str, "prompt of the repetition; or token ids such as 5;6; or none"] = "Repeat the previous context:",
-    chunk: Annotated[int, "tokens that are repeated in one pass"] = 2048,
-    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
+    chunk: Annotated[int, "tokens that are repeated in one pass", SOME_POSITIONS] = 2048,
+    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1", SHARE] = 0.0,
     across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = False,
     sinks: Sinks = 4,
 ) -> Policy:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import Recent, Sinks
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.strided import Strided
@@ -12,8 +13,8 @@ from millpond.policy.scores.strided import Strided
 
 @method("strided", paper="arXiv:1904.10509")
 def strided(
-    stride: Annotated[int, "every stride-th position stays; 0: the stride that the budget asks for"] = 0,
-    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone"] = 0.0,
+    stride: Annotated[int, "every stride-th position stays; 0: the stride that the budget asks for", POSITIONS] = 0,
+    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone", SHARE] = 0.0,
     recent: Recent = 0.5,
     sinks: Sinks = 0,
 ) -> Policy:
@@ -31,9 +32,11 @@ def strided(
 
 @method("fixed", paper="arXiv:1904.10509")
 def fixed(
-    width: Annotated[int, "positions at the end of each block that stay"] = 4,
-    block: Annotated[int, "length of a block, a multiple of width; 0: the length that the budget asks for"] = 0,
-    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone"] = 0.0,
+    width: Annotated[int, "positions at the end of each block that stay", SOME_POSITIONS] = 4,
+    block: Annotated[
+        int, "length of a block, a multiple of width; 0: the length that the budget asks for", POSITIONS
+    ] = 0,
+    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone", SHARE] = 0.0,
     recent: Recent = 0.5,
     sinks: Sinks = 0,
 ) -> Policy:
