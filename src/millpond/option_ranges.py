@@ -6,6 +6,7 @@ POSITIONS, SHARE]`.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ class Range:
 
     Example:
         >>> Range(0, 1, above=True).holds(0), str(Range(0, 1, above=True))
-        (False, 'above 0 to 1')
+        (False, 'above 0 and at most 1')
     """
 
     low: int | float
@@ -37,11 +38,12 @@ class Range:
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        return f"{'above ' if self.above else ''}{_written(self.low)} to {_written(self.high)}"
+        low, high = _written(self.low), _written(self.high)
+        return f"above {low} and at most {high}" if self.above else f"{low} to {high}"
 
 
 def _written(end: int | float) -> str:
-    return f"{end:g}" if isinstance(end, float) else f"{end:,}"
+    return f"{int(end):,}" if math.isfinite(end) and end == int(end) else f"{end:g}"
 
 
 def brief(value: Any) -> str:

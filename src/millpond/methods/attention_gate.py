@@ -50,8 +50,6 @@ def attention_gate(
     short later turn, such as a question, stays whole. The paper's gate looks at the whole prompt: that is --global; the
     tokens behind the prompt look back from where they stand.
     """
-    if every < 1:
-        raise OptionError(f"attention_gate: every={every} must be at least 1 token")
     evicts = decode == "evict"
     return GatePolicy(
         score=Gated(_load(gate)),

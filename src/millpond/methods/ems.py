@@ -48,8 +48,6 @@ def ems(
     """
     if kernel % 2 == 0:
         raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")
-    if window < 1:
-        raise OptionError(f"ems: window={window} must be at least 1")
     if every == "auto":
         every = 8 if decode == "merge" else 1
     if not isinstance(every, int):

@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
 from millpond.policy.policy import Policy
@@ -43,8 +42,6 @@ def fastgen(
     that the rule keeps anyway. Recovery is the mean over at most `queries` evenly spread queries. Each later turn,
     and each chunk of a prompt in chunks, is measured again.
     """
-    if sinks < 1:
-        raise OptionError(f"fastgen: sinks={sinks} must be at least 1, so that no head is empty")
     return HeadRulesPolicy(
         score=AccumulatedAttention(),
         protect=Protect(sinks=sinks),

@@ -50,8 +50,6 @@ def minference(
     faster than dense attention where few of the pairs of query and entry are computed, and slower where scattered
     diagonals leave little out.
     """
-    if not 0 < ratio < float("inf"):
-        raise OptionError(f"minference: ratio={ratio} must be a number above 0")
     chosen = BlockSparse(blocks) if pattern == "block_sparse" else make_pattern(pattern, vertical, slash, last)
     return SparsePrefillPolicy(pattern=chosen.scaled(ratio), table=_table(patterns, last, ratio) if patterns else {})
 

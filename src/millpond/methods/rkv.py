@@ -41,10 +41,6 @@ def rkv(
     """
     if kernel % 2 == 0:
         raise OptionError(f"rkv: kernel={kernel} must be odd, so that the pool keeps its place")
-    if window < 1:
-        raise OptionError(f"rkv: window={window} must be at least 1")
-    if buffer < 1:
-        raise OptionError(f"rkv: buffer={buffer} must be at least 1")
     if decode == "grow" and buffer != 128:
         raise OptionError(f"rkv: buffer={buffer}, but nothing leaves while decoding; leave it out")
     return Policy(

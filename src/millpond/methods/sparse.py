@@ -27,7 +27,7 @@ def strided(
 
     For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
-    return _pattern("strided", Strided(stride=_natural("strided", "stride", stride), heavy=heavy), recent, sinks)
+    return _pattern("strided", Strided(stride=stride, heavy=heavy), recent, sinks)
 
 
 @method("fixed", paper="arXiv:1904.10509")
@@ -47,8 +47,8 @@ def fixed(
 
     For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
-    if width < 1 or _natural("fixed", "block", block) % width:
-        raise OptionError(f"fixed: block={block} must be a multiple of width={width}, and width at least 1")
+    if block % width:
+        raise OptionError(f"fixed: block={block} must be a multiple of width={width}")
     return _pattern("fixed", Strided(width, block // width, "last", heavy), recent, sinks)
 
 
@@ -59,9 +59,3 @@ def _pattern(name: Literal["strided", "fixed"], score: Strided, recent: int | fl
             f"{name}: heavy={score.heavy} must lie in 0..{1 - share:g}, what recent={recent} leaves of the budget"
         )
     return Policy(score=score, protect=Protect(sinks=sinks, recent=recent))
-
-
-def _natural(name: str, option: str, value: int) -> int:
-    if value < 0:
-        raise OptionError(f"{name}: {option}={value} must not be negative; 0 lets the budget decide")
-    return value
