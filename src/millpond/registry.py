@@ -57,7 +57,7 @@ class Option:
     @property
     def numbers(self) -> dict[Any, Range]:
         """The range of each kind of number that it takes: int, float or both."""
-        kinds = [kind for kind in _alternatives(self.annotation) if kind in (int, float)]
+        kinds = _kinds_of_numbers(self.annotation)
         return dict(zip(kinds, self.ranges or [UNDECLARED] * len(kinds), strict=True))
 
     @property
@@ -69,7 +69,7 @@ class Option:
         """`value` as this option's type.
 
         Args:
-            typed: text stays text; else it is converted, as a command line needs it.
+            typed: text is no number; else it is converted, as a command line needs it.
 
         Raises:
             OptionError: it is not one of the choices, not of the type, not in its range, or names a file that may not
@@ -86,12 +86,12 @@ class Option:
             return value
         ranges = self.numbers
         for kind in _alternatives(self.annotation):
-            if typed and isinstance(value, str) and kind is not str:
-                continue
             try:
                 found = _convert(value, kind)
             except (TypeError, ValueError, OverflowError):
                 continue
+            if typed and isinstance(value, str) and kind is not str:
+                break
             if kind in ranges and not ranges[kind].holds(found):
                 raise OptionError(f"{owner}: {self.name}={brief(value)} must be {self.range_text}")
             return found
@@ -103,6 +103,10 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
+
+
+def _kinds_of_numbers(annotation: Any) -> list[Any]:
+    return [kind for kind in _alternatives(annotation) if kind in (int, float)]
 
 
 def _spell(annotation: Any) -> str:
@@ -269,10 +273,7 @@ def _options_of(build: Callable[..., Any]) -> dict[str, Option]:
             hint, text, *more = typing.get_args(hint)
             is_file = FILE in more
             ranges = tuple(part for part in more if isinstance(part, Range))
-        option = Option(name, hint, parameter.default, text, is_file, ranges)
-        if len(ranges) not in (0, len(option.numbers)):
-            raise OptionError(
-                f"option {name!r} declares {len(ranges)} ranges and takes {len(option.numbers)} of numbers"
-            )
-        options[name] = option
+        if len(ranges) not in (0, kinds := len(_kinds_of_numbers(hint))):
+            raise OptionError(f"option {name!r} declares {len(ranges)} ranges and takes {kinds} kinds of numbers")
+        options[name] = Option(name, hint, parameter.default, text, is_file, ranges)
     return options
