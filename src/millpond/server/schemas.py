@@ -128,7 +128,7 @@ class TokenFields(GuidedFields):
 class SamplingFields(TokenFields):
     """What completions and chats have in common."""
 
-    max_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    max_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=128)
     stream_options: StreamOptions | None = None
 
@@ -197,7 +197,7 @@ class ChatBody(SamplingFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
