@@ -16,7 +16,7 @@ from millpond.presets import preset
 from millpond.server.errors import ApiError
 from millpond.server.message_spans import Span
 from millpond.server.schemas import CacheFields, ObjectFormat, SchemaFormat, TextFormat, TokenFields
-from millpond.server.structured_outputs import constraint, two_of
+from millpond.server.structured_outputs import StructuralTag, constraint, two_of
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
 _SAME = (
@@ -92,7 +92,7 @@ def requests(
     ]  # fmt: skip
 
 
-def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> dict[str, Any] | None:
+def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | StructuralTag | None) -> dict[str, Any] | None:
     """The JSON schema that an answer must follow."""
     if isinstance(wanted, SchemaFormat):
         return wanted.json_schema.schema_

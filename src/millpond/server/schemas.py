@@ -12,7 +12,7 @@ from millpond.engine.request import MOST_BREAKPOINTS, MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MOST_NAME, MOST_TOOLS, Body, Message, Name, Tool
-from millpond.server.structured_outputs import GuidedFields
+from millpond.server.structured_outputs import GuidedFields, StructuralTag
 
 #: Of seeds, what 64 bits hold; of counts of tokens, more than any context holds.
 _INT64, MOST_TOKENS = 2**63 - 1, 2**31 - 1
@@ -200,7 +200,9 @@ class ChatBody(SamplingFields, ChatFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: (
+        Annotated[TextFormat | ObjectFormat | SchemaFormat | StructuralTag, Field(discriminator="type")] | None
+    ) = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
