@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from millpond.errors import BudgetError
+from millpond.option_ranges import Range, brief
 from millpond.scalar import number
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(%|[a-zA-Z]*)\s*(?:,\s*at least (\d+)\s*)?$")
+#: Of "20%", 512 and "64MiB": what is kept of the longest text, and what no memory holds.
+RANGES = {"ratio": Range(0, 1, above=True), "tokens": Range(1, 2**30), "bytes": Range(1, 2**60)}
+#: Characters of a budget at most: a number, a unit and "at least".
+_LONGEST = 100
+_NAMES = {"ratio": "a ratio", "tokens": "tokens", "bytes": "bytes"}
 _WAY_OUT = 'write "20%" (of each prompt), 512 (tokens per KV head) or "64MiB" (the whole cache)'
 
 
@@ -55,9 +61,9 @@ class Budget:
             return cls._checked("tokens", given, given)
         if isinstance(given, float):
             return cls._checked("ratio", given, given)
-        found = _PATTERN.match(given) if isinstance(given, str) else None
+        found = _PATTERN.match(given) if isinstance(given, str) and len(given) <= _LONGEST else None
         if not found:
-            raise BudgetError(f"budget {text!r} is not a budget; {_WAY_OUT}")
+            raise BudgetError(f"budget {brief(text)} is not a budget; {_WAY_OUT}")
         amount, unit = float(found[1]), found[2].lower()
         ratio = unit == "%" or (not unit and "." in found[1])
         if found[3] is not None and not ratio:
@@ -76,10 +82,10 @@ class Budget:
     def _checked(
         cls, kind: Literal["tokens", "ratio", "bytes"], amount: float | int, text: object, at_least: int = 0
     ) -> Budget:
-        if kind == "ratio" and not 0 < amount <= 1:
-            raise BudgetError(f"budget {text!r}: a ratio must lie in (0, 1]; {_WAY_OUT}")
-        if kind != "ratio" and amount < 1:
-            raise BudgetError(f"budget {text!r}: must be at least 1; {_WAY_OUT}")
+        if not RANGES[kind].holds(amount):
+            raise BudgetError(f"budget {brief(text)}: {_NAMES[kind]} must be {RANGES[kind]}; {_WAY_OUT}")
+        if at_least > RANGES["tokens"].high:
+            raise BudgetError(f"budget {brief(text)}: tokens must be {RANGES['tokens']}; {_WAY_OUT}")
         return cls(kind, amount, at_least)
 
     def entries(self, seen: int) -> int:

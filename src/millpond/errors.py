@@ -17,6 +17,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+#: Characters of an unknown name that are compared and shown: to compare takes their square.
+_LONGEST_NAME = 80
+
 
 class MillpondError(Exception):
     """Base class of all errors of this package."""
@@ -61,6 +64,7 @@ class NumericsError(MillpondError, ArithmeticError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> OptionError:
     """An error for a name that is not in `known`, with the closest known name as a suggestion."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+    close = difflib.get_close_matches(shown, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return OptionError(f"unknown {kind} {name!r}{hint} Known: {', '.join(names) or 'none'}")
+    return OptionError(f"unknown {kind} {shown!r}{hint} Known: {', '.join(names) or 'none'}")

@@ -1,6 +1,7 @@
 """Names -> builders. A builder is a function whose signature documents its options: `Annotated[type, "help"]`.
 
-An option that names a file says so: `Annotated[str, "help", FILE]`, see `millpond.option_files`.
+An option that names a file says so: `Annotated[str, "help", FILE]`, see `millpond.option_files`. One that is a number
+declares its range: `Annotated[int, "help", Range(1, 64)]`, see `millpond.option_ranges`.
 
 A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it,
 and what installed packages name under entry points of that folder's name, so that others can add their own.
@@ -14,13 +15,14 @@ import pkgutil
 import threading
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
 from millpond.errors import OptionError, unknown
 from millpond.option_files import FILE, OptionFile, OwnText, ReadWhenNamed, allowed, only_listed
+from millpond.option_ranges import UNDECLARED, Range, brief
 from millpond.scalar import number
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ class Option:
 
     Attributes:
         is_file: its value names a file.
+        ranges: of each kind of number that it takes, in the order of its type; () where none was declared.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Option:
     default: Any
     help: str
     is_file: bool = False
+    ranges: tuple[Range, ...] = ()
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -50,32 +54,59 @@ class Option:
         """The type as a user reads it: "int or float", or the choices."""
         return "path" if self.is_file else " | ".join(map(str, self.choices)) or _spell(self.annotation)
 
-    def checked(self, value: Any, owner: str) -> Any:
-        """`value` as this option's type; text is converted, as a command line needs it.
+    @property
+    def numbers(self) -> dict[Any, Range]:
+        """The range of each kind of number that it takes: int, float or both."""
+        kinds = _kinds_of_numbers(self.annotation)
+        return dict(zip(kinds, self.ranges or [UNDECLARED] * len(kinds), strict=True))
+
+    @property
+    def range_text(self) -> str:
+        """The numbers that it takes as a user reads them; "" where it takes none."""
+        return " or ".join(dict.fromkeys(map(str, self.numbers.values())))
+
+    def checked(self, value: Any, owner: str, *, typed: bool = False) -> Any:
+        """`value` as this option's type.
+
+        Args:
+            typed: text is no number; else it is converted, as a command line needs it.
 
         Raises:
-            OptionError: it is not one of the choices, not of the type, or names a file that may not be named.
+            OptionError: it is not one of the choices, not of the type, not in its range, or names a file that may not
+                be named.
         """
         if self.is_file and isinstance(value, str):
             return allowed(value, f"{owner}: {self.name}")
         value = number(value)
         if self.choices:
             if value not in self.choices:
-                raise OptionError(f"{owner}: {self.name}={value!r} must be one of {', '.join(map(repr, self.choices))}")
+                raise OptionError(
+                    f"{owner}: {self.name}={brief(value)} must be one of {', '.join(map(repr, self.choices))}"
+                )
             return value
-        errors = []
+        ranges = self.numbers
         for kind in _alternatives(self.annotation):
             try:
-                return _convert(value, kind)
-            except (TypeError, ValueError) as error:
-                errors.append(str(error))
-        raise OptionError(f"{owner}: {self.name}={value!r} is not a valid {_spell(self.annotation)}")
+                found = _convert(value, kind)
+            except (TypeError, ValueError, OverflowError):
+                continue
+            if typed and isinstance(value, str) and kind is not str:
+                break
+            if kind in ranges and not ranges[kind].holds(found):
+                raise OptionError(f"{owner}: {self.name}={brief(value)} must be {self.range_text}")
+            return found
+        within = f", {self.range_text}" if ranges else ""
+        raise OptionError(f"{owner}: {self.name}={brief(value)} is not a valid {_spell(self.annotation)}{within}")
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
+
+
+def _kinds_of_numbers(annotation: Any) -> list[Any]:
+    return [kind for kind in _alternatives(annotation) if kind in (int, float)]
 
 
 def _spell(annotation: Any) -> str:
@@ -142,8 +173,8 @@ class Entry(Generic[T]):
                 made[name] = read[value] if self.options[name].is_file else OwnText(value, read)
         return made
 
-    def __call__(self, **options: Any) -> T:
-        """Build with checked options.
+    def check(self, options: Mapping[str, Any], *, typed: bool = False) -> dict[str, Any]:
+        """The options as the builder takes them; typed: see `Option.checked`.
 
         Raises:
             OptionError: an unknown option (with a suggestion) or a value that does not fit.
@@ -152,8 +183,16 @@ class Entry(Generic[T]):
         for name, value in options.items():
             if name not in self.options:
                 raise unknown(f"option of {self.name}", name, self.options)
-            checked[name] = self.options[name].checked(value, self.name)
-        return self.build(**checked)
+            checked[name] = self.options[name].checked(value, self.name, typed=typed)
+        return checked
+
+    def __call__(self, **options: Any) -> T:
+        """Build with checked options.
+
+        Raises:
+            OptionError: see `check`; or values that do not go together.
+        """
+        return self.build(**self.check(options))
 
 
 class Registry(Generic[T]):
@@ -229,8 +268,12 @@ def _options_of(build: Callable[..., Any]) -> dict[str, Option]:
     options = {}
     for name, parameter in inspect.signature(build).parameters.items():
         hint, text, is_file = hints[name], "", False
+        ranges: tuple[Range, ...] = ()
         if typing.get_origin(hint) is typing.Annotated:
             hint, text, *more = typing.get_args(hint)
             is_file = FILE in more
-        options[name] = Option(name, hint, parameter.default, text, is_file)
+            ranges = tuple(part for part in more if isinstance(part, Range))
+        if len(ranges) not in (0, kinds := len(_kinds_of_numbers(hint))):
+            raise OptionError(f"option {name!r} declares {len(ranges)} ranges and takes {kinds} kinds of numbers")
+        options[name] = Option(name, hint, parameter.default, text, is_file, ranges)
     return options

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 
 from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.grammar.compiler import Grammars
-from millpond.engine.grammar.process import GrammarProcess
+from millpond.engine.grammar.compiler import Grammar, Grammars
+from millpond.engine.grammar.process import LIMITS, GrammarProcess
 from millpond.engine.grammar.worker import CompileLimits
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
@@ -24,9 +26,20 @@ pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed
 SLOW = {"type": "object", "properties": {f"k{i}": {"type": "string", "maxLength": 5_000 + i} for i in range(40)}}
 
 
+#: Far less than a second of compiling.
+QUICK = {"type": "object", "properties": {f"k{i}": {"type": "string", "maxLength": 60 + i} for i in range(3)}}
+
+
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(byte_tokenizer())
+def worker() -> Iterator[GrammarProcess]:
+    made = GrammarProcess()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def grammars(worker: GrammarProcess) -> Grammars:
+    return Grammars(byte_tokenizer(), worker=worker)
 
 
 def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
@@ -48,22 +61,54 @@ def test_what_cannot_be_followed_is_an_option_error(grammars: Grammars, params: 
         grammars.of(SamplingParams(**params))
 
 
-def test_time_and_memory_are_bounded() -> None:
-    slow = GrammarProcess(CompileLimits(seconds=0.05, cpu_seconds=5, memory_bytes=1 << 30, result_bytes=1 << 26))
-    small = GrammarProcess(CompileLimits(seconds=20, cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26))
-    try:
-        with pytest.raises(OptionError, match=r"more than 0\.05 s to compile"):
-            Grammars(byte_tokenizer(), worker=slow).of(SamplingParams(json_schema=SLOW))
-        with pytest.raises(OptionError, match="more than 1 MiB to compile"):
-            Grammars(byte_tokenizer(), worker=small).of(SamplingParams(json_schema=SLOW))
-    finally:
-        slow.close()
-        small.close()
+@pytest.mark.parametrize(("limits", "words"), [
+    (CompileLimits(cpu_seconds=1, memory_bytes=1 << 30, result_bytes=1 << 26), "more than 1 s of a processor"),
+    (CompileLimits(cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26), "more than 1 MiB to compile"),
+    (CompileLimits(20, 1 << 30, 1 << 26, clock_seconds=0.05), r"more than 0\.05 s to compile"),
+])  # fmt: skip
+def test_time_and_memory_are_bounded(limits: CompileLimits, words: str, worker: GrammarProcess) -> None:
+    worker.limits = limits
+    grammars = Grammars(byte_tokenizer(), worker=worker)
+    with pytest.raises(OptionError, match=words):
+        grammars.of(SamplingParams(json_schema=SLOW))
+    worker.limits = LIMITS
+    grammars._worker = GrammarProcess()
+    with pytest.raises(OptionError, match=words):
+        grammars.of(SamplingParams(json_schema=SLOW))
+    assert grammars._worker._process is None, "a refusal is remembered"
 
 
-def test_a_task_that_is_cancelled_ends_the_process_that_compiles() -> None:
+def test_a_busy_machine_refuses_nothing(worker: GrammarProcess) -> None:
+    """Seconds of the clock do not count: the process that compiles stands still for longer than it may compute."""
+    worker.limits = CompileLimits(cpu_seconds=1, memory_bytes=1 << 30, result_bytes=1 << 26)
+    grammars = Grammars(byte_tokenizer(), worker=worker)
+    found: list[object] = []
+
+    def compile_it() -> None:
+        try:
+            found.append(grammars.of(SamplingParams(json_schema=QUICK)))
+        except OptionError as error:
+            found.append(error)
+
+    grammars.of(SamplingParams(json_schema=SCHEMA))  # the worker runs
+    assert worker._process is not None
+    own = psutil.Process(worker._process.pid)
+    while own.children():
+        time.sleep(0.005)
+    asking = threading.Thread(target=compile_it)
+    asking.start()
+    while not (children := own.children()):
+        assert asking.is_alive(), found
+    children[0].suspend()
+    time.sleep(1.5)
+    children[0].resume()
+    asking.join(20)
+    worker.limits = LIMITS
+    assert isinstance(found[0], Grammar), found
+
+
+def test_a_task_that_is_cancelled_ends_the_process_that_compiles(worker: GrammarProcess) -> None:
     """Within far less than the seconds that the grammar would take."""
-    worker = GrammarProcess()
     grammars = Grammars(byte_tokenizer(), worker=worker)
 
     def compiling() -> int:
@@ -90,7 +135,6 @@ def test_a_task_that_is_cancelled_ends_the_process_that_compiles() -> None:
         asyncio.run(cancel())
     finally:
         grammars.close()
-        worker.close()
 
 
 def test_a_bystander_goes_on_while_a_schema_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

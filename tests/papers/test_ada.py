@@ -196,5 +196,5 @@ def test_a_shared_set_has_no_head_budgets() -> None:
 
 
 def test_alpha_out_of_range() -> None:
-    with pytest.raises(OptionError, match=r"alpha=1.5 must lie in 0..1"):
+    with pytest.raises(OptionError, match=r"alpha=1.5 must be 0 to 1"):
         METHODS.get("ada")(alpha=1.5)

@@ -288,11 +288,11 @@ def test_bytes_of_what_it_has_read() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"threshold": 1.5}, OptionError, "threshold=1.5 is compared with a probability"),
-        ({"floor": 1.5}, OptionError, "floor=1.5 must be a count"),
-        ({"floor": -1}, OptionError, "floor=-1 must be a count"),
-        ({"every": 0}, OptionError, "every=0 must be at least 1 token"),
-        ({"window": -1}, OptionError, "recent=-1 must not be negative"),
+        ({"threshold": 1.5}, OptionError, "threshold=1.5 must be 0 to 1"),
+        ({"floor": 1.5}, OptionError, "floor=1.5 must be 0 to 16,777,216 or 0 to 1"),
+        ({"floor": -1}, OptionError, "floor=-1 must be 0 to 16,777,216 or 0 to 1"),
+        ({"every": 0}, OptionError, "every=0 must be 1 to 16,777,216"),
+        ({"window": -1}, OptionError, "window=-1 must be 0 to 16,777,216"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -86,7 +86,7 @@ def test_a_window_moves_on_with_the_text() -> None:
 
 
 def test_options_out_of_range() -> None:
-    with pytest.raises(OptionError, match="chunk=0 must be at least 1"):
+    with pytest.raises(OptionError, match="chunk=0 must be 1 to 16,777,216"):
         chunkkv(chunk=0)
     with pytest.raises(OptionError, match="score='full' keeps everything"):
         chunkkv(score="full")

@@ -125,9 +125,9 @@ def test_one_seed_one_set() -> None:
 
 
 def test_options_out_of_range() -> None:
-    with pytest.raises(OptionError, match=r"blend=-0\.1 must not be negative"):
+    with pytest.raises(OptionError, match=r"blend=-0.1 must be 0 to 1,000,000"):
         compactor(blend=-0.1)
     with pytest.raises(OptionError, match="blend='much' must be a number, or auto"):
         compactor(blend="much")
-    with pytest.raises(OptionError, match="sketch=-1 must not be negative"):
+    with pytest.raises(OptionError, match="sketch=-1 must be 0 to 4,096"):
         compactor(sketch=-1)

@@ -201,7 +201,7 @@ def test_beams_take_their_threshold_along() -> None:
     [
         ({"variant": "official_code", "mass_bias": True}, "mass_bias needs weights that sum to 1"),
         ({"rate": "slow"}, "rate='slow' must be a number, or auto"),
-        ({"rate": 0.0}, "rate=0.0 of the moving average"),
+        ({"rate": 0.0}, "rate=0.0 must be above 0 and at most 1"),
         ({"decode": "grow", "every": 2}, "nothing is merged while decoding"),
     ],
 )

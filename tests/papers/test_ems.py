@@ -138,10 +138,10 @@ def test_scores_are_carried_along() -> None:
     ("options", "text_"),
     [
         ({"kernel": 4}, "kernel=4 must be odd"),
-        ({"window": 0}, "window=0 must be at least 1"),
-        ({"cover": 1.5}, "cover=1.5 is a share"),
-        ({"most": -1.0}, "most=-1.0 must not be negative"),
-        ({"threshold": -2.0}, "threshold=-2.0 must be at least -1"),
+        ({"window": 0}, "window=0 must be 1 to 1,024"),
+        ({"cover": 1.5}, "cover=1.5 must be 0 to 1"),
+        ({"most": -1.0}, "most=-1.0 must be 0 to 1,000,000"),
+        ({"threshold": -2.0}, "threshold=-2.0 must be -1 to 10"),
         ({"decode": "grow", "every": 2}, "nothing is merged while decoding"),
     ],
 )

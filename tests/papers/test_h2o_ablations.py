@@ -239,12 +239,12 @@ def test_a_pattern_with_heavy_hitters_goes_on_gathering() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("strided", {"stride": -1}, "strided: stride=-1 must not be negative"),
+        ("strided", {"stride": -1}, "stride=-1 must be 0 to 16,777,216"),
         ("strided", {"heavy": 0.6}, r"heavy=0.6 must lie in 0..0.5, what recent=0.5 leaves"),
-        ("fixed", {"heavy": -0.1}, r"heavy=-0.1 must lie in 0..0.5"),
+        ("fixed", {"heavy": -0.1}, r"heavy=-0.1 must be 0 to 1"),
         ("fixed", {"width": 3, "block": 8}, "block=8 must be a multiple of width=3"),
-        ("fixed", {"width": 0}, "width at least 1"),
-        ("no_heavy", {"sinks": -1}, "sinks=-1 must not be negative"),
+        ("fixed", {"width": 0}, "width=0 must be 1 to 16,777,216"),
+        ("no_heavy", {"sinks": -1}, "sinks=-1 must be 0 to 16,777,216"),
     ],
 )
 def test_options_out_of_range(name: str, options: dict[str, Any], message: str) -> None:

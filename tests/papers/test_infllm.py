@@ -296,11 +296,11 @@ def test_the_paper_s_setting() -> None:
     ("options", "message"),
     [
         ({"local": 1.0}, "below 1"),
-        ({"local": 0}, "at least 1"),
-        ({"block": 0}, "block=0 must be at least 1"),
+        ({"local": 0}, "local=0 must be 1 to 16,777,216 or above 0 and at most 1"),
+        ({"block": 0}, "block=0 must be 1 to 16,777,216"),
         ({"representatives": 40}, "representatives=40 of a block of 32"),
-        ({"together": 0}, "together=0 must be at least 1"),
-        ({"sinks": -1}, "must not be negative"),
+        ({"together": 0}, "together=0 must be 1 to 16,777,216"),
+        ({"sinks": -1}, "sinks=-1 must be 0 to 16,777,216"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:

@@ -154,8 +154,8 @@ def test_it_grows_or_goes_on_merging() -> None:
         ({"eps": "many"}, "eps='many' must be a number, or auto"),
         ({"eps": 0.5, "decode": "merge"}, "a fixed eps has not"),
         ({"every": 3}, "nothing is merged while decoding"),
-        ({"sigma": 0.0}, "sigma=0.0 must be above 0"),
-        ({"top": 1.5}, "top=1.5 is a share"),
+        ({"sigma": 0.0}, "sigma=0.0 must be 1e-06 to 1,000,000"),
+        ({"top": 1.5}, "top=1.5 must be 0 to 1"),
     ],
 )
 def test_options_out_of_range(options: dict[str, object], text_: str) -> None:

@@ -110,5 +110,5 @@ def test_evicting_while_decoding_holds_the_budget_and_the_newest_chunk() -> None
 
 
 def test_a_chunk_of_one_is_refused() -> None:
-    with pytest.raises(OptionError, match="lag=1 must be at least 2"):
+    with pytest.raises(OptionError, match="lag=1 must be 2 to 16,777,216"):
         lagkv(lag=1)

@@ -252,7 +252,7 @@ def test_scores_of_later_queries_are_refused_in_chunks() -> None:
         METHODS.get("snapkv")(prefill="chunks")
     with pytest.raises(OptionError, match="evicts once cannot tell a chunk"):
         locret(prefill="chunks", decode="once")
-    with pytest.raises(OptionError, match="chunk=0 must be at least 1"):
+    with pytest.raises(OptionError, match="chunk=0 must be 1 to 16,777,216"):
         locret(prefill="chunks", chunk=0)
     with pytest.raises(OptionError, match="prefill='once' or 'chunks'"):
         Policy(score=Retained(heads_of(1, 1, 2)), protect=Protect(grace=1), prefill="greedy")

@@ -142,8 +142,8 @@ def test_keys_stay_and_values_lie_between() -> None:
         ({"score": "ada/score=h2o"}, "compete every 8 steps"),
         ({"score": "duo_attention"}, "drop entries while decoding"),
         ({"every": 4}, "nothing is merged while decoding"),
-        ({"every": 0}, "every=0 must be at least 1"),
-        ({"threshold": -0.1}, "must not be negative"),
+        ({"every": 0}, "every=0 must be 1 to 16,777,216"),
+        ({"threshold": -0.1}, "threshold=-0.1 must be 0 to 10"),
     ],
 )
 def test_what_cannot_merge_is_refused(options: dict[str, object], text_: str) -> None:

@@ -118,7 +118,11 @@ def test_a_table_keeps_what_it_says() -> None:
 
 @pytest.mark.parametrize(
     ("table", "message"),
-    [("4;x", "table='4;x' must be numbers"), ("", "table='' must be numbers"), ("0;0", "one must be above 0")],
+    [
+        ("4;x", "table='4;x' must be at most 1,024 numbers, 0 to 1,000,000"),
+        ("", "table='' must be at most 1,024 numbers"),
+        ("0;0", "one must be above 0"),
+    ],
 )
 def test_a_table_that_is_none(table: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):

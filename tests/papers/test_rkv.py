@@ -118,11 +118,11 @@ def test_grows_when_told_to() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"blend": 1.5}, "blend=1.5 must lie in 0..1"),
+        ({"blend": 1.5}, "blend=1.5 must be 0 to 1"),
         ({"kernel": 4}, "kernel=4 must be odd"),
-        ({"window": 0}, "window=0 must be at least 1"),
-        ({"spared": -1}, "spared=-1 must not be negative"),
-        ({"buffer": 0}, "buffer=0 must be at least 1"),
+        ({"window": 0}, "window=0 must be 1 to 1,024"),
+        ({"spared": -1}, "spared=-1 must be 0 to 16"),
+        ({"buffer": 0}, "buffer=0 must be 1 to 16,777,216"),
         ({"buffer": 4, "decode": "grow"}, "nothing leaves while decoding"),
     ],
 )

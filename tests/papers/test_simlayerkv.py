@@ -121,7 +121,7 @@ def test_assisted_generation_equals_plain_decoding(seed: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": 1.5}, "threshold=1.5 is a share of the attention"),
+        ({"threshold": 1.5}, "threshold=1.5 must be 0 to 1"),
         ({"score": "window"}, "watches no attention"),
         ({"score": "h2o/prefill=greedy"}, "need a score that plans once at its end"),
         ({"score": "rkv"}, "need a score that plans once at its end"),

@@ -39,6 +39,51 @@ def test_the_words_of_vllm(body: dict[str, Any], name: str, value: Any) -> None:
         assert (request.params.constrained, getattr(request.params, name)) == (name, value)
 
 
+STRUCTURES = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+TRIGGERED = {
+    "type": "triggered_tags", "triggers": ["<f>"],
+    "tags": [{"type": "tag", "begin": "<f>", "end": "</f>", "content": {"type": "json_schema", "json_schema": SCHEMA}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tag", "expected"), [
+    ({"type": "structural_tag", "format": {"type": "any_text"}}, {"type": "any_text"}),
+    ({"type": "structural_tag"} | STRUCTURES, TRIGGERED),
+])  # fmt: skip
+def test_a_structural_tag_may_be_whole(tag: dict[str, Any], expected: dict[str, Any]) -> None:
+    llm = FakeLLM()
+    for given in (tag, json.dumps(tag)):
+        assert ask({"prompt": "w5", "structured_outputs": {"structural_tag": given}}, llm).status_code == 200
+    assert chat({"response_format": tag}, llm).status_code == 200
+    for request in llm.asked:
+        assert request.params.structural_tag == expected
+
+
+@pytest.mark.parametrize(("tag", "words"), [
+    ({"type": "structural_tag"}, "either a format, or structures and triggers"),
+    ({"type": "structural_tag", "format": {}, "triggers": ["<"]}, "either a format, or structures and triggers"),
+    ({"type": "structural_tag", "structures": [], "triggers": ["<"]}, "structures"),
+    ({"type": "structural_tag", "form": {}}, "form"),
+    ({"structures": [{"begin": 1, "schema": {}, "end": ""}], "triggers": ["<"]}, "begin"),
+])  # fmt: skip
+def test_what_is_no_structural_tag_is_named(tag: dict[str, Any], words: str) -> None:
+    answers = [ask({"prompt": "w5", "structured_outputs": {"structural_tag": tag}})]
+    if "type" in tag:
+        answers.append(chat({"response_format": tag}))
+    for found, name in zip(answers, ("structured_outputs.structural_tag", "response_format"), strict=False):
+        assert found.status_code == 400, found.text
+        assert words in found.json()["error"]["message"]
+        assert name in found.json()["error"]["message"]
+
+
+def test_a_structural_tag_beside_tools_is_one_too_many() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    found = chat({"response_format": tag, "tools": [tool], "tool_choice": "required"})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] in ("response_format", "tool_choice")
+
+
 @pytest.mark.parametrize(("body", "words"), [
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex and guided_choice"),
     ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs.regex"),
@@ -109,7 +154,8 @@ class TestWithXgrammar:
         ({"guided_json": {"$ref": "http://example.org/x"}}, "$ref"),
         ({"guided_json": {"enum": [*range(20_000)]}}, "enum"),
         ({"guided_grammar": "root ::= missing"}, "missing"), ({"guided_regex": "(?=a)a"}, "cannot be enforced"),
-        ({"guided_regex": "["}, "regex"),
+        ({"guided_regex": "["}, "regex"), ({"guided_regex": "a{99999999999}"}, "repeats more than 10,000 times"),
+        ({"guided_regex": "a{4294967297}"}, "repeats more"), ({"guided_grammar": 'root ::= "a"{20000}'}, "repeats"),
         ({"structured_outputs": {"structural_tag": {"type": "none"}}}, "structural_tag"),
     ])  # fmt: skip
     def test_what_cannot_be_followed_is_400_with_the_reason(self, server: Live, body: Any, words: str) -> None:

@@ -20,6 +20,7 @@ from millpond.server.routes import ui
 from millpond.server.settings import ServerSettings
 from server.test_chat import templated
 from tests.helpers.server.fake import FakeLLM
+from tests.helpers.server.routes import all_routes
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 4}
 #: Path of the document, after another word where it has several methods -> method, what is asked for, and a body.
@@ -150,15 +151,6 @@ def test_every_route_is_described() -> None:
     served -= {("/openapi.json", "get")}
     assert served == {(path, method) for path, found in DOCUMENT["paths"].items() for method in found}
     assert served == {(path_of(route), method) for route, (method, _, _) in ROUTES.items()}
-
-
-def all_routes(app: Any) -> set[tuple[str, str]]:
-    found = set()
-    for route in app.routes:
-        router = getattr(route, "original_router", None)  # newer versions of FastAPI keep routers as they are
-        for one in [route] if router is None else router.routes:
-            found |= {(one.path.replace(":path", ""), method.lower()) for method in one.methods - {"HEAD"}}
-    return found
 
 
 def test_the_document_is_valid() -> None:

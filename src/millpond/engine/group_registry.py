@@ -20,6 +20,7 @@ from millpond.hf.calibration.load import CalibrationSource, needs_calibration, r
 from millpond.hf.compress import policy_of
 from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default_path, is_auto, load_fit
 from millpond.hf.model_profile import ModelProfile
+from millpond.methods import METHODS
 from millpond.option_files import OptionFile, only_listed
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
@@ -122,6 +123,8 @@ class GroupRegistry:
         """
         usual = self.defaults
         method = usual.method if asked.method is None else asked.method
+        if asked.files is not None:  # it came over a network, where a number is no text
+            METHODS.get(str(method)).check(asked.options, typed=True)
         options = {**(usual.options if method == usual.method else {}), **asked.options}
         budget = asked.budget
         by_table = is_auto(usual.budget) and method == usual.method  # it may choose a format alone

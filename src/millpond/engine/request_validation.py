@@ -73,6 +73,7 @@ class RequestValidator:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
         check_spans(request.tell_forgotten, len(ids))
         group = self._recipes.group(request.cache)
+        group.recipe.check_prompt(len(ids))
         most = self._within_budget(request, group, len(ids), most)
         kept = checked_spans(request.keep, group.recipe, self._model.layers, len(ids))
         fair = checked_shares(request.fair_shares, group.recipe, len(ids))

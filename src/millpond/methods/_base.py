@@ -8,18 +8,27 @@ from typing import Any
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.option_files import named_in
+from millpond.option_ranges import brief
 from millpond.policy.policy import Policy
 
 #: A slash begins an option only before `name=`, so that a value may hold one (a path).
 _OPTION = re.compile(r"/(?=[A-Za-z_]\w*=)")
+
+#: Characters of a method with its options in one text, and methods one inside another.
+MOST_TEXT, MOST_NESTED = 4_000, 8
 
 
 def based_on(owner: str, text: str) -> Policy:
     """The policy that `text` names: "h2o", or with options "snapkv/window=8/kernel=5".
 
     Raises:
-        OptionError: no such method or option, or the method has no score.
+        OptionError: no such method or option, the method has no score, or the text is too long.
     """
+    if len(text) > MOST_TEXT or text.count("/score=") >= MOST_NESTED:
+        raise OptionError(
+            f"{owner}: score={brief(text)} must have at most {MOST_TEXT:,} characters and {MOST_NESTED} methods one "
+            "inside another"
+        )
     name, options = base_spec(owner, text)
     with named_in(text):
         base = METHODS.get(name)(**options)
@@ -53,10 +62,8 @@ def merge_steps(owner: str, every: int, merges: bool) -> int:
     """`every` entries gather before they are merged while decoding, if the method `merges` then.
 
     Raises:
-        OptionError: a number below 1, or one for a method that does not merge while decoding.
+        OptionError: more than 1 for a method that does not merge while decoding.
     """
-    if every < 1:
-        raise OptionError(f"{owner}: every={every} must be at least 1")
     if every > 1 and not merges:
         raise OptionError(f"{owner}: every={every}, but nothing is merged while decoding; leave it out")
     return every

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-Sinks = Annotated[int, "first positions that always stay"]
-SinksAdded = Annotated[int, "first positions that always stay; the paper has none"]
-Recent = Annotated[int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)"]
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
+
+Sinks = Annotated[int, "first positions that always stay", POSITIONS]
+SinksAdded = Annotated[int, "first positions that always stay; the paper has none", POSITIONS]
+Recent = Annotated[
+    int | float, "newest entries that stay: a share of the budget (0.1) or a count (16)", POSITIONS, SHARE
+]
 GroupReduce = Annotated[Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head"]
 
 #: Methods that plan once, at the prompt's end.
@@ -35,4 +39,4 @@ ChunkedPrefill = Annotated[
     Literal["once", "chunks"],
     "plan once, at the prompt's end, or evict behind every chunk, so that no more than budget + chunk is ever held",
 ]
-Chunk = Annotated[int, "tokens between two evictions, with prefill=chunks"]
+Chunk = Annotated[int, "tokens between two evictions, with prefill=chunks", SOME_POSITIONS]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.option_ranges import POSITIONS, SHARE
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.policy import Policy
 
@@ -15,7 +16,7 @@ def ada(
     score: Annotated[
         str, "the method whose score, layers and triggers are used: snapkv, pyramidkv, h2o/sinks=0, ..."
     ] = "snapkv",
-    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.2,
+    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1", SHARE] = 0.2,
     allocation: Annotated[
         Literal["floor", "official"],
         "floor guarantees each head its share and fills the budget exactly; official blends and rounds, as the "
@@ -25,6 +26,7 @@ def ada(
         int | str,
         "decoding steps from one competition of the heads to the next, 0 for none; auto is 8 for a score that evicts "
         "at each step, and none for others and for allocation=official",
+        POSITIONS,
     ] = "auto",
 ) -> Policy:
     """Let the heads of a layer compete for the layer's budget in one top-k, over any other method's score.

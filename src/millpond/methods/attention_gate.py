@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import DataError, OptionError
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
 from millpond.policy.allocation.gated_heads import GatedHeads
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -19,14 +20,16 @@ def attention_gate(
     gate: Annotated[
         str, "a file of 'millpond train gate' for this model; empty: the one that comes with the package", FILE
     ] = "",
-    threshold: Annotated[float, "an entry whose probability is above it stays, 0 to 1"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = SINKS,
-    window: Annotated[int, "newest positions that always stay, as in training"] = WINDOW,
-    floor: Annotated[int | float, "entries that a KV head keeps at least: a count, or a share of those it has"] = 0,
+    threshold: Annotated[float, "an entry whose probability is above it stays, 0 to 1", SHARE] = 0.5,
+    sinks: Annotated[int, "first positions that always stay", POSITIONS] = SINKS,
+    window: Annotated[int, "newest positions that always stay, as in training", POSITIONS] = WINDOW,
+    floor: Annotated[
+        int | float, "entries that a KV head keeps at least: a count, or a share of those it has", POSITIONS, SHARE
+    ] = 0,
     decode: Annotated[
         Literal["evict", "grow"], "after the prompt: act on the flags of new tokens too, or grow until the next turn"
     ] = "evict",
-    every: Annotated[int, "with decode=evict: new tokens from one look at the flags to the next"] = 16,
+    every: Annotated[int, "with decode=evict: new tokens from one look at the flags to the next", SOME_POSITIONS] = 16,
 ) -> Policy:
     """Let a trained gate say of each token whether a KV head keeps its entry, so that the text says how much is kept.
 
@@ -47,8 +50,6 @@ def attention_gate(
     short later turn, such as a question, stays whole. The paper's gate looks at the whole prompt: that is --global; the
     tokens behind the prompt look back from where they stand.
     """
-    if every < 1:
-        raise OptionError(f"attention_gate: every={every} must be at least 1 token")
     evicts = decode == "evict"
     return GatePolicy(
         score=Gated(_load(gate)),

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.methods._options import Sinks
+from millpond.option_ranges import POSITIONS, SEEDS, SOME_POSITIONS
 from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -12,7 +13,9 @@ from millpond.policy.scores.attention import AccumulatedAttention, LastAttention
 
 @method("cam", paper="ICML 2024")
 def cam(
-    targets: Annotated[int, "entries after the evicted one, which share its value; 0: as many as are kept"] = 16,
+    targets: Annotated[
+        int, "entries after the evicted one, which share its value; 0: as many as are kept", POSITIONS
+    ] = 16,
     attention: Annotated[
         Literal["sum", "mean", "last"], "what counts as attention: from all queries, their mean, or from the newest"
     ] = "sum",
@@ -23,9 +26,9 @@ def cam(
     draw: Annotated[bool, "merge at random (the paper); else by expectation"] = False,
     sinks: Sinks = 4,
     prefill: Annotated[Literal["once", "greedy"], "merge once at the prompt's end, or at each of its tokens"] = "once",
-    seed: Annotated[int, "of the draws: the same whatever the batch"] = 0,
+    seed: Annotated[int, "of the draws: the same whatever the batch", SEEDS] = 0,
     mass_bias: Annotated[bool, "values become means by mass, and attention counts their mass"] = False,
-    every: Annotated[int, "while decoding: entries that gather before they are merged"] = 1,
+    every: Annotated[int, "while decoding: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
     """Before an entry falls out of the recent window, add its value to the entries after it; sinks and newest stay.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import GrowOrEvict
+from millpond.option_ranges import SOME_POSITIONS
 from millpond.policy.policy import Policy
 from millpond.policy.scores.chunk_mean import ChunkMean
 
@@ -13,7 +14,7 @@ from millpond.policy.scores.chunk_mean import ChunkMean
 @method("chunkkv", paper="arXiv:2502.00299")
 def chunkkv(
     score: Annotated[str, "the method whose score and protection are used: snapkv, h2o, knorm/sinks=4, ..."] = "snapkv",
-    chunk: Annotated[int, "positions of a chunk"] = 10,
+    chunk: Annotated[int, "positions of a chunk", SOME_POSITIONS] = 10,
     decode: GrowOrEvict = "grow",
 ) -> Policy:
     """Keep whole chunks of neighbouring entries, chosen by the mean of any other method's score, per KV head.

@@ -5,6 +5,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, Sinks
+from millpond.option_ranges import POSITIONS, SEEDS, SHARE, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.leverage import LeverageAndAttention
@@ -15,11 +16,16 @@ def compactor(
     blend: Annotated[
         float | str,
         "weight of the leverage scores; 0 is attention alone; auto: the evicted share of the text",
+        Range(0.0, 1e6),
     ] = "auto",
-    sketch: Annotated[int, "dimensions that keys are projected to at random first; 0: as they are"] = 48,
+    sketch: Annotated[
+        int, "dimensions that keys are projected to at random first; 0: as they are", Range(0, 4096)
+    ] = 48,
     sinks: Sinks = 8,
-    recent: Annotated[int | float, "newest entries that stay: a count (4) or a share of the budget (0.1)"] = 4,
-    seed: Annotated[int, "of the random projection"] = 0,
+    recent: Annotated[
+        int | float, "newest entries that stay: a count (4) or a share of the budget (0.1)", POSITIONS, SHARE
+    ] = 4,
+    seed: Annotated[int, "of the random projection", SEEDS] = 0,
     decode: GrowInPaper = "grow",
 ) -> Policy:
     """Keep the entries whose keys are outliers of their head, and attended ones, whatever the later question is.

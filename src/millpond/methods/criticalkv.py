@@ -7,6 +7,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import GrowOrEvict
+from millpond.option_ranges import SHARE, Range
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, WindowAttention
 from millpond.policy.scores.critical_values import CriticalValues
@@ -15,9 +16,11 @@ from millpond.policy.scores.critical_values import CriticalValues
 @method("criticalkv", paper="arXiv:2502.03805")
 def criticalkv(
     score: Annotated[str, "the method whose attention and protection are used: snapkv, h2o/sinks=0, ..."] = "snapkv",
-    first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1"] = 0.5,
-    eps: Annotated[float, "added to the attention in the second stage"] = 1e-4,
-    numbers: Annotated[int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all"] = 256,
+    first: Annotated[float, "share of the free budget that attention alone fills first, 0 to 1", SHARE] = 0.5,
+    eps: Annotated[float, "added to the attention in the second stage", Range(0.0, 1e6)] = 1e-4,
+    numbers: Annotated[
+        int, "numbers of the output, evenly spread, that a norm is summed over; 0 for all", Range(0, 2**20)
+    ] = 256,
     decode: GrowOrEvict = "grow",
 ) -> Policy:
     """Keep what is attended to, then what is attended to and changes the layer's output most.

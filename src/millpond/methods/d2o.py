@@ -6,6 +6,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import Sinks
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
 from millpond.policy.allocation.attention_density import AttentionDensity
 from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
 from millpond.policy.policy import Policy
@@ -15,10 +16,14 @@ from millpond.policy.scores.attention import AccumulatedAttention
 
 @method("d2o", paper="arXiv:2406.13035")
 def d2o(
-    recent: Annotated[int | float, "newest entries that stay: a share of the layer's budget (0.5) or a count"] = 0.5,
+    recent: Annotated[
+        int | float, "newest entries that stay: a share of the layer's budget (0.5) or a count", POSITIONS, SHARE
+    ] = 0.5,
     sinks: Sinks = 4,
     rate: Annotated[
-        float | str, "of the threshold's moving average; auto: 0.7, or 0.5 as in the official code"
+        float | str,
+        "of the threshold's moving average; auto: 0.7, or 0.5 as in the official code",
+        Range(0.0, 1.0, above=True),
     ] = "auto",
     density: Annotated[
         Literal["relative", "absolute"], "variances over the largest of all layers, or as they are (the paper)"
@@ -26,7 +31,7 @@ def d2o(
     variant: Annotated[Literal["paper", "official_code"], "weights, rate and density"] = "paper",
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging (the paper), or grow"] = "merge",
-    every: Annotated[int, "with decode=merge: entries that gather before they are merged"] = 1,
+    every: Annotated[int, "with decode=merge: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
     """Give layers of even attention more of the budget, evict as H2O does, and merge what is like something kept.
 

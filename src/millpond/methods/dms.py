@@ -1,5 +1,6 @@
 """DMS: eviction below a score threshold (dynamic memory sparsification, Lancucki et al., 2025, arXiv:2506.05345)."""
 
+import math
 from dataclasses import replace
 from typing import Annotated
 
@@ -7,6 +8,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import SinksAdded
+from millpond.option_ranges import POSITIONS, Range
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.allocation.score_threshold import AboveThreshold
 from millpond.policy.policy import Policy
@@ -16,10 +18,12 @@ from millpond.policy.protect import Protect
 @method("dms", paper="arXiv:2506.05345")
 def dms(
     threshold: Annotated[
-        float | str, "entries whose score is lower leave; auto: the threshold of each layer that meets its budget"
+        float | str,
+        "entries whose score is lower leave; auto: the threshold of each layer that meets its budget",
+        Range(-math.inf, math.inf),
     ] = "auto",
     score: Annotated[str, "the method whose score is compared: expected_attention, snapkv, knorm, ..."] = "snapkv",
-    window: Annotated[int, "newest positions about which nothing is decided yet; the paper has 256"] = 64,
+    window: Annotated[int, "newest positions about which nothing is decided yet; the paper has 256", POSITIONS] = 64,
     sinks: SinksAdded = 0,
 ) -> Policy:
     """Let every entry that scores below a threshold leave, whatever head it is in, so that budgets follow the text.

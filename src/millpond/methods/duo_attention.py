@@ -8,6 +8,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.option_files import FILE, read_file
+from millpond.option_ranges import POSITIONS, SHARE
 from millpond.policy.allocation.retrieval_heads import ProfiledLayers, RetrievalHeads, RetrievalLayers, ThenRecency
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -18,9 +19,9 @@ def duo_attention(
     heads: Annotated[
         str, "a JSON file, per layer a list of one number per KV head; empty: profiled from the prompt", FILE
     ] = "",
-    threshold: Annotated[float, "a head whose number is above is a retrieval head, 0 to 1"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay; the paper has 64"] = 4,
-    recent: Annotated[int, "newest positions that always stay; the paper has 256"] = 64,
+    threshold: Annotated[float, "a head whose number is above is a retrieval head, 0 to 1", SHARE] = 0.5,
+    sinks: Annotated[int, "first positions that always stay; the paper has 64", POSITIONS] = 4,
+    recent: Annotated[int, "newest positions that always stay; the paper has 256", POSITIONS] = 64,
     score: Annotated[str, "the method that chooses inside retrieval heads, and whose queries are watched"] = "snapkv",
     across: Annotated[bool, "retrieval heads of all layers have equal parts; else every layer has its budget"] = False,
     decode: Annotated[

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
+from millpond.option_ranges import MOST_POSITIONS, POSITIONS, Range
 from millpond.policy.merging.nearest_anchor import MergeIntoAnchors
 from millpond.policy.protect import Protect
 from millpond.policy.variants.anchor_merging import AnchorPolicy, Importance
@@ -11,11 +12,13 @@ from millpond.policy.variants.anchor_merging import AnchorPolicy, Importance
 @method("elastic", paper="arXiv:2407.18121")
 def elastic(
     distance: Annotated[
-        int, "place of the entry that leaves while decoding: below 0 from the end of the merged prompt, else an index"
+        int,
+        "place of the entry that leaves while decoding: below 0 from the end of the merged prompt, else an index",
+        Range(-MOST_POSITIONS, MOST_POSITIONS),
     ] = -25,
     grow: Annotated[bool, "a budget in % is one of all tokens so far (the paper), else of the prompt alone"] = True,
     merge: Annotated[Literal["mean", "none"], "average the evicted into their anchor (the paper), or drop it"] = "mean",
-    sinks: Annotated[int, "first positions that always stay and take nothing in"] = 1,
+    sinks: Annotated[int, "first positions that always stay and take nothing in", POSITIONS] = 1,
     mass_bias: Annotated[bool, "attention counts a merged entry as many times as it stands for"] = False,
     official_code: Annotated[bool, "rank, gather and count as the paper's code does, for comparison"] = False,
 ) -> AnchorPolicy:

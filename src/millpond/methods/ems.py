@@ -6,6 +6,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import Sinks
+from millpond.option_ranges import POOL_WIDTHS, QUERIES, SHARE, SOME_POSITIONS, Range
 from millpond.policy.merging.importance_classes import MergeByImportance
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -14,15 +15,23 @@ from millpond.policy.scores.global_local import GlobalAndLocal
 
 @method("ems", paper="arXiv:2412.08521")
 def ems(
-    window: Annotated[int, "last queries whose attention counts as local; their entries always stay"] = 32,
-    kernel: Annotated[int, "width of a max pool of the score over neighbouring entries, odd; 1 for none"] = 1,
-    threshold: Annotated[float, "entries less like every kept one are dropped; above 1 nothing is merged"] = 0.6,
-    cover: Annotated[float, "share of the score whose entries matter: kept, or merged"] = 0.95,
-    most: Annotated[float, "entries that may be merged at a time, as a multiple of those that are kept"] = 4.0,
+    window: Annotated[int, "last queries whose attention counts as local; their entries always stay", QUERIES] = 32,
+    kernel: Annotated[
+        int, "width of a max pool of the score over neighbouring entries, odd; 1 for none", POOL_WIDTHS
+    ] = 1,
+    threshold: Annotated[
+        float, "entries less like every kept one are dropped; above 1 nothing is merged", Range(-1.0, 10.0)
+    ] = 0.6,
+    cover: Annotated[float, "share of the score whose entries matter: kept, or merged", SHARE] = 0.95,
+    most: Annotated[
+        float, "entries that may be merged at a time, as a multiple of those that are kept", Range(0.0, 1e6)
+    ] = 4.0,
     sinks: Sinks = 0,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["merge", "grow"], "after the prompt: keep merging, or grow"] = "merge",
-    every: Annotated[int | str, "with decode=merge: entries that gather before they are merged; auto is 8"] = "auto",
+    every: Annotated[
+        int | str, "with decode=merge: entries that gather before they are merged; auto is 8", SOME_POSITIONS
+    ] = "auto",
 ) -> Policy:
     """Keep what is attended to all along or now, merge what matters less into what is like it, and drop the rest.
 
@@ -39,8 +48,6 @@ def ems(
     """
     if kernel % 2 == 0:
         raise OptionError(f"ems: kernel={kernel} must be odd, so that the pool keeps its place")
-    if window < 1:
-        raise OptionError(f"ems: window={window} must be at least 1")
     if every == "auto":
         every = 8 if decode == "merge" else 1
     if not isinstance(every, int):

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, Recent
+from millpond.option_ranges import POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.expected_attention import ExpectedAttentionScore
@@ -11,12 +12,14 @@ from millpond.policy.scores.expected_attention import ExpectedAttentionScore
 
 @method("expected_attention", paper="arXiv:2510.00636")
 def expected_attention(
-    future: Annotated[int, "positions to come over which the rotation of the queries is averaged"] = 512,
+    future: Annotated[
+        int, "positions to come over which the rotation of the queries is averaged", Range(1, 4096)
+    ] = 512,
     covariance: Annotated[bool, "use the covariance of the queries, not only their mean"] = True,
     value_norms: Annotated[bool, "weigh the attention by the length of the values"] = True,
-    eps: Annotated[float, "added to the attention before it is weighed"] = 0.0,
+    eps: Annotated[float, "added to the attention before it is weighed", Range(0.0, 1e6)] = 0.0,
     reduce: Annotated[Literal["mean", "max"], "query heads of a GQA group to their KV head"] = "mean",
-    sinks: Annotated[int, "first positions that always stay, and whose queries do not count"] = 4,
+    sinks: Annotated[int, "first positions that always stay, and whose queries do not count", POSITIONS] = 4,
     recent: Recent = 0,
     decode: GrowInPaper = "grow",
 ) -> Policy:

@@ -2,8 +2,8 @@
 
 from typing import Annotated
 
-from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
@@ -13,12 +13,18 @@ from millpond.policy.variants.head_rules import HeadRulesPolicy
 
 @method("fastgen", paper="arXiv:2310.01801")
 def fastgen(
-    threshold: Annotated[float, "share of its attention that a head must keep, 0 to 1; 1 keeps everything"] = 0.95,
-    frequent: Annotated[float, "entries of most attention that a head may keep, as a share of the text so far"] = 0.3,
-    local: Annotated[float, "newest entries that a head may keep, as a share of the prompt"] = 0.3,
-    sinks: Annotated[int, "first positions that count as special tokens, at least 1"] = 1,
+    threshold: Annotated[
+        float, "share of its attention that a head must keep, 0 to 1; 1 keeps everything", SHARE
+    ] = 0.95,
+    frequent: Annotated[
+        float, "entries of most attention that a head may keep, as a share of the text so far", SHARE
+    ] = 0.3,
+    local: Annotated[float, "newest entries that a head may keep, as a share of the prompt", SHARE] = 0.3,
+    sinks: Annotated[int, "first positions that count as special tokens, at least 1", SOME_POSITIONS] = 1,
     special: Annotated[str, "ids of the special tokens, as 0;1;2; auto is the tokenizer's, none is none"] = "auto",
-    queries: Annotated[int, "recovery is measured on at most this many queries, evenly spread; 0 for all"] = 128,
+    queries: Annotated[
+        int, "recovery is measured on at most this many queries, evenly spread; 0 for all", POSITIONS
+    ] = 128,
     punctuation: Annotated[str, "ids of the punctuation, as 5;6; auto is the tokenizer's, none is none"] = "auto",
 ) -> Policy:
     """Give each head the cheapest of five rules that keeps enough of the prompt's attention.
@@ -36,8 +42,6 @@ def fastgen(
     that the rule keeps anyway. Recovery is the mean over at most `queries` evenly spread queries. Each later turn,
     and each chunk of a prompt in chunks, is measured again.
     """
-    if sinks < 1:
-        raise OptionError(f"fastgen: sinks={sinks} must be at least 1, so that no head is empty")
     return HeadRulesPolicy(
         score=AccumulatedAttention(),
         protect=Protect(sinks=sinks),

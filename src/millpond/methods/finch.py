@@ -4,6 +4,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._options import GroupReduce, GrowOrEvict, SinksAdded
+from millpond.option_ranges import POSITIONS, QUERIES
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.question_attention import QuestionAttention
@@ -11,8 +12,8 @@ from millpond.policy.scores.question_attention import QuestionAttention
 
 @method("finch", paper="arXiv:2408.00167")
 def finch(
-    window: Annotated[int, "tokens of the question, the last of the prompt"] = 32,
-    chunk: Annotated[int, "positions of a chunk of the context, which all keep the same share; 0: none"] = 0,
+    window: Annotated[int, "tokens of the question, the last of the prompt", QUERIES] = 32,
+    chunk: Annotated[int, "positions of a chunk of the context, which all keep the same share; 0: none", POSITIONS] = 0,
     keep_question: Annotated[bool, "the question's own entries always stay"] = True,
     reduce: GroupReduce = "mean",
     sinks: SinksAdded = 0,

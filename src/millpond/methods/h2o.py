@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.methods._options import EvictInPaper, GroupReduce, Recent, Sinks
+from millpond.option_ranges import POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
@@ -13,10 +14,12 @@ from millpond.policy.scores.attention import AccumulatedAttention
 def h2o(
     recent: Recent = 0.5,
     sinks: Sinks = 4,
-    grace: Annotated[int, "steps for which a new entry cannot be evicted"] = 0,
+    grace: Annotated[int, "steps for which a new entry cannot be evicted", POSITIONS] = 0,
     average: Annotated[bool, "divide the score by the number of queries that saw the entry"] = False,
     decay: Annotated[
-        float, "factor on all gathered attention at each new token (A2SF), above 0 to 1; 1 forgets nothing"
+        float,
+        "factor on all gathered attention at each new token (A2SF), above 0 to 1; 1 forgets nothing",
+        Range(0.0, 1.0, above=True),
     ] = 1.0,
     reduce: GroupReduce = "mean",
     prefill: Annotated[

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrievalPolicy
 
@@ -11,12 +12,17 @@ from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrie
 @method("infllm", paper="arXiv:2402.04617")
 def infllm(
     local: Annotated[
-        int | float, "newest positions that are always attended: a share of the budget or a count; the paper has 4096"
+        int | float,
+        "newest positions that are always attended: a share of the budget or a count; the paper has 4096",
+        SOME_POSITIONS,
+        Range(0.0, 1.0, above=True),
     ] = 0.5,
-    sinks: Annotated[int, "first positions that are always attended; the paper has 128"] = 16,
-    block: Annotated[int, "entries that are looked up together; the paper has 128"] = 32,
-    representatives: Annotated[int, "entries whose mean key stands for their block"] = 4,
-    together: Annotated[int, "queries of a prompt that look up the same blocks; while decoding each asks alone"] = 512,
+    sinks: Annotated[int, "first positions that are always attended; the paper has 128", POSITIONS] = 16,
+    block: Annotated[int, "entries that are looked up together; the paper has 128", SOME_POSITIONS] = 32,
+    representatives: Annotated[int, "entries whose mean key stands for their block", SOME_POSITIONS] = 4,
+    together: Annotated[
+        int, "queries of a prompt that look up the same blocks; while decoding each asks alone", SOME_POSITIONS
+    ] = 512,
     far: Annotated[
         Literal["one_distance", "true"], "sinks and looked-up entries stand right after the local ones, or in place"
     ] = "one_distance",

@@ -6,6 +6,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import SinksAdded
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
 from millpond.policy.allocation.heads import Uniform
 from millpond.policy.allocation.score_threshold import AboveThreshold
 from millpond.policy.merging.key_runs import GaussianRuns, RunPivots
@@ -16,16 +17,22 @@ from millpond.policy.protect import Protect
 @method("kvmerger", paper="arXiv:2407.08454")
 def kvmerger(
     eps: Annotated[
-        float | str, "neighbours of a higher cosine are merged (the paper has 0.75); auto: as many as the budget asks"
+        float | str,
+        "neighbours of a higher cosine are merged (the paper has 0.75); auto: as many as the budget asks",
+        Range(-1.0, 10.0),
     ] = "auto",
-    sigma: Annotated[float, "width of the Gaussian weights"] = 5.0,
-    recent: Annotated[int | float, "newest entries that stay as they are: a share of the budget, or a count"] = 0.34,
-    top: Annotated[float, "share of the budget for the entries of most attention, which stay as they are"] = 0.24,
+    sigma: Annotated[float, "width of the Gaussian weights", Range(1e-6, 1e6)] = 5.0,
+    recent: Annotated[
+        int | float, "newest entries that stay as they are: a share of the budget, or a count", POSITIONS, SHARE
+    ] = 0.34,
+    top: Annotated[
+        float, "share of the budget for the entries of most attention, which stay as they are", SHARE
+    ] = 0.24,
     sinks: SinksAdded = 0,
     shared: Annotated[bool, "one set of runs for all heads of a layer, by the mean over them"] = False,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
     decode: Annotated[Literal["grow", "merge"], "after the prompt: grow (the paper), or keep merging"] = "grow",
-    every: Annotated[int, "with decode=merge: entries that gather before they are merged"] = 1,
+    every: Annotated[int, "with decode=merge: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
     """Merge runs of neighbouring entries whose keys are alike into the one of most attention, per KV head.
 

@@ -2,21 +2,25 @@
 
 from typing import Annotated
 
+from millpond.errors import OptionError
 from millpond.methods import method
+from millpond.methods._base import MOST_TEXT
 from millpond.methods._options import Sinks
+from millpond.option_ranges import SHARE, SOME_POSITIONS, brief
 from millpond.policy.allocation.across_layers import AcrossLayers
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.allocation.layers import EvenLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.token_classes import ID_DIGITS, IDS
 from millpond.policy.variants.reconstruction import Rebuilt, ReconstructionPolicy
 
 
 @method("kvzip", paper="arXiv:2505.23416")
 def kvzip(
     ask: Annotated[str, "prompt of the repetition; or token ids such as 5;6; or none"] = "Repeat the previous context:",
-    chunk: Annotated[int, "tokens that are repeated in one pass"] = 2048,
-    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1"] = 0.0,
+    chunk: Annotated[int, "tokens that are repeated in one pass", SOME_POSITIONS] = 2048,
+    alpha: Annotated[float, "share of the budget that every head is guaranteed, 0 to 1", SHARE] = 0.0,
     across: Annotated[bool, "the heads of all layers compete (the paper); else every layer has its budget"] = False,
     sinks: Sinks = 4,
 ) -> Policy:
@@ -33,7 +37,13 @@ def kvzip(
     every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends, with what was decoded
     before it; older entries keep the larger of their scores. Not for assisted generation.
     """
-    ids = [] if ask == "none" else ask.split(";")
+    if len(ask) > MOST_TEXT:
+        raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MOST_TEXT:,}")
+    parts = [] if ask == "none" else ask.split(";")
+    are_ids = all(part.isdecimal() for part in parts)
+    ids = tuple(int(part) if len(part) <= ID_DIGITS else -1 for part in parts) if are_ids else None
+    if ids and not all(IDS.holds(one) for one in ids):
+        raise OptionError(f"kvzip: ask={brief(ask)}: token ids must be {IDS}")
     return ReconstructionPolicy(
         score=Rebuilt(),
         protect=Protect(sinks=sinks),
@@ -41,6 +51,6 @@ def kvzip(
         layers=AcrossLayers(sinks) if across else EvenLayers(),
         every_step=False,
         ask=ask,
-        ids=tuple(map(int, ids)) if all(i.isdecimal() for i in ids) else None,
+        ids=ids,
         chunk=chunk,
     )

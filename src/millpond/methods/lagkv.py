@@ -4,6 +4,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow, Sinks
+from millpond.option_ranges import MOST_POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.lag_relative import LagRelative
@@ -11,7 +12,7 @@ from millpond.policy.scores.lag_relative import LagRelative
 
 @method("lagkv", paper="arXiv:2504.04704")
 def lagkv(
-    lag: Annotated[int, "positions of a chunk; each is measured by the next one"] = 128,
+    lag: Annotated[int, "positions of a chunk; each is measured by the next one", Range(2, MOST_POSITIONS)] = 128,
     sinks: Sinks = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
     prefill: ChunkedPrefill = "once",

@@ -6,8 +6,12 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.option_ranges import Range, brief
 from millpond.policy.allocation.layers import LayerTable
 from millpond.policy.policy import Policy
+
+#: Weights of a table, and how many of them.
+WEIGHTS, MOST_LAYERS = Range(0.0, 1e6), 1_024
 
 
 @method("layer_table")
@@ -23,8 +27,14 @@ def layer_table(
     them: "3;1" falls from three to one. No layer keeps less than the method protects, or more than there is; the
     others make up for it.
     """
+    parts = table.split(";", MOST_LAYERS)
     try:
-        weights = tuple(float(part) for part in table.split(";"))
+        weights = tuple(float(part) for part in parts)
     except ValueError:
-        raise OptionError(f'layer_table: table={table!r} must be numbers with semicolons between: "4;2;1;1"') from None
+        weights = ()
+    if not weights or len(weights) > MOST_LAYERS or not all(WEIGHTS.holds(weight) for weight in weights):
+        raise OptionError(
+            f"layer_table: table={brief(table)} must be at most {MOST_LAYERS:,} numbers, {WEIGHTS}, with semicolons "
+            'between: "4;2;1;1"'
+        )
     return replace(based_on("layer_table", score), layers=LayerTable(weights))

@@ -6,6 +6,7 @@ from millpond.errors import DataError, OptionError
 from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow
 from millpond.option_files import FILE, read_file
+from millpond.option_ranges import POSITIONS, SHARE
 from millpond.policy.allocation.across_layers import AcrossLayers
 from millpond.policy.allocation.heads import Ada, Uniform
 from millpond.policy.allocation.layers import EvenLayers
@@ -24,14 +25,17 @@ def locret(
     heads: Annotated[
         str, "a file of 'millpond train retain' for this model; empty: those that come with the package", FILE
     ] = "",
-    sinks: Annotated[int, "first positions that always stay; the paper has none"] = 4,
+    sinks: Annotated[int, "first positions that always stay; the paper has none", POSITIONS] = 4,
     recent: Annotated[
-        int | float, "newest entries that stay at the prompt's end: a share of the budget (0.1) or a count (100)"
+        int | float,
+        "newest entries that stay at the prompt's end: a share of the budget (0.1) or a count (100)",
+        POSITIONS,
+        SHARE,
     ] = 0.1,
     prefill: ChunkedPrefill = "once",
     chunk: Chunk = 256,
     stabilizers: Annotated[
-        int | float, "newest entries that stay when a chunk ends: a share of the budget or a count"
+        int | float, "newest entries that stay when a chunk ends: a share of the budget or a count", POSITIONS, SHARE
     ] = 0.25,
     decode: Grow = "grow",
     compete: Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on, merge_steps
+from millpond.option_ranges import SOME_POSITIONS, Range
 from millpond.policy.merging.nearest_key import MergeIntoNearest
 from millpond.policy.policy import Policy
 
@@ -14,10 +15,12 @@ from millpond.policy.policy import Policy
 def merge_on_evict(
     score: Annotated[str, "the method that chooses evicted entries: snapkv, h2o, ada/score=snapkv, ..."] = "snapkv",
     threshold: Annotated[
-        float, "entries whose key has a smaller cosine with every kept one are dropped; 0 or more"
+        float, "entries whose key has a smaller cosine with every kept one are dropped; 0 or more", Range(0.0, 10.0)
     ] = 0.0,
     mass_bias: Annotated[bool, "attention counts a merged entry as often as entries were merged into it"] = False,
-    every: Annotated[int, "where the method evicts while decoding: entries that gather before they are merged"] = 1,
+    every: Annotated[
+        int, "where the method evicts while decoding: entries that gather before they are merged", SOME_POSITIONS
+    ] = 1,
 ) -> Policy:
     """Merge the values of entries that leave into the kept entries whose keys point most alike; keys stay as they are.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
+from millpond.option_ranges import SOME_POSITIONS, Range
 from millpond.policy.needs.prompt_patterns import Pattern
 from millpond.policy.policy import Policy
 from millpond.policy.variants.minference_patterns import BlockSparse, make_pattern
@@ -17,11 +18,15 @@ def minference(
     pattern: Annotated[
         Literal["vertical_slash", "a_shape", "block_sparse"], "of every head that `patterns` does not name"
     ] = "vertical_slash",
-    vertical: Annotated[int, "columns of vertical_slash, or first positions of a_shape (the paper: 100)"] = 1000,
-    slash: Annotated[int, "diagonals of vertical_slash, or newest positions of a_shape (the paper: 800)"] = 6096,
-    blocks: Annotated[int, "blocks of 64 entries that 64 queries attend to in block_sparse"] = 100,
-    last: Annotated[int, "last queries of the prompt that choose columns and diagonals"] = 64,
-    ratio: Annotated[float, "factor on all these numbers of entries"] = 1.0,
+    vertical: Annotated[
+        int, "columns of vertical_slash, or first positions of a_shape (the paper: 100)", SOME_POSITIONS
+    ] = 1000,
+    slash: Annotated[
+        int, "diagonals of vertical_slash, or newest positions of a_shape (the paper: 800)", SOME_POSITIONS
+    ] = 6096,
+    blocks: Annotated[int, "blocks of 64 entries that 64 queries attend to in block_sparse", SOME_POSITIONS] = 100,
+    last: Annotated[int, "last queries of the prompt that choose columns and diagonals", Range(1, 256)] = 64,
+    ratio: Annotated[float, "factor on all these numbers of entries", Range(0.0, 1000.0, above=True)] = 1.0,
     patterns: Annotated[
         str,
         "a JSON file, per layer a map from query head to [kind, vertical, slash]; "
@@ -45,8 +50,6 @@ def minference(
     faster than dense attention where few of the pairs of query and entry are computed, and slower where scattered
     diagonals leave little out.
     """
-    if not 0 < ratio < float("inf"):
-        raise OptionError(f"minference: ratio={ratio} must be a number above 0")
     chosen = BlockSparse(blocks) if pattern == "block_sparse" else make_pattern(pattern, vertical, slash, last)
     return SparsePrefillPolicy(pattern=chosen.scaled(ratio), table=_table(patterns, last, ratio) if patterns else {})
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._base import based_on
+from millpond.option_ranges import Range
 from millpond.policy.allocation.layers import Pyramid
 from millpond.policy.policy import Policy
 
@@ -12,7 +13,7 @@ from millpond.policy.policy import Policy
 @method("pyramidkv", paper="arXiv:2406.02069")
 def pyramidkv(
     score: Annotated[str, "the method that chooses inside each layer: snapkv, h2o/sinks=0, ..."] = "snapkv",
-    beta: Annotated[float, "steepness: the last layer keeps 1/beta of the mean; 1 is flat"] = 20.0,
+    beta: Annotated[float, "steepness: the last layer keeps 1/beta of the mean; 1 is flat", Range(1.0, 1e6)] = 20.0,
 ) -> Policy:
     """Give each layer its own budget, falling from the first layer to the last on a straight line.
 

@@ -10,6 +10,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Recent
 from millpond.option_files import FILE, read_file
+from millpond.option_ranges import POSITIONS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.query_filters import QueryFilter
@@ -20,7 +21,9 @@ def qfilters(
     filters: Annotated[str, "a .safetensors file of (layers, KV heads, head size); empty: the prompt's own", FILE] = "",
     flip: Annotated[bool, "the file's filters point away from the queries, as those that the authors publish"] = False,
     recent: Recent = 0,
-    sinks: Annotated[int, "first positions that always stay, and whose queries do not count; the paper has none"] = 0,
+    sinks: Annotated[
+        int, "first positions that always stay, and whose queries do not count; the paper has none", POSITIONS
+    ] = 0,
     prefill: ChunkedPrefill = "once",
     chunk: Chunk = 256,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._options import EvictAlways, Recent, Sinks
+from millpond.option_ranges import SEEDS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import RandomPriority
@@ -11,7 +12,7 @@ from millpond.policy.scores.attention import RandomPriority
 
 @method("random")
 def random(
-    seed: Annotated[int, "same seed, same sample, whatever the batch or the chunks"] = 0,
+    seed: Annotated[int, "same seed, same sample, whatever the batch or the chunks", SEEDS] = 0,
     recent: Recent = 0.1,
     sinks: Sinks = 4,
     decode: EvictAlways = "evict",

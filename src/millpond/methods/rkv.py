@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import GroupReduce, SinksAdded
+from millpond.option_ranges import POOL_WIDTHS, QUERIES, SHARE, SOME_POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import WindowAttention
@@ -13,14 +14,16 @@ from millpond.policy.scores.redundancy import ImportanceAndRedundancy
 
 @method("rkv", paper="arXiv:2505.24133")
 def rkv(
-    blend: Annotated[float, "weight of importance against redundancy, 0 to 1 (the paper's lambda)"] = 0.1,
-    window: Annotated[int, "last queries that vote; their entries always stay"] = 8,
-    kernel: Annotated[int, "width of the max pool over neighbouring positions, odd"] = 7,
-    threshold: Annotated[float, "cosine above which two keys say the same"] = 0.5,
-    spared: Annotated[int, "newest keys like a given one that do not count as redundant to it"] = 1,
+    blend: Annotated[float, "weight of importance against redundancy, 0 to 1 (the paper's lambda)", SHARE] = 0.1,
+    window: Annotated[int, "last queries that vote; their entries always stay", QUERIES] = 8,
+    kernel: Annotated[int, "width of the max pool over neighbouring positions, odd", POOL_WIDTHS] = 7,
+    threshold: Annotated[float, "cosine above which two keys say the same", Range(-1.0, 10.0)] = 0.5,
+    spared: Annotated[int, "newest keys like a given one that do not count as redundant to it", Range(0, 16)] = 1,
     reduce: GroupReduce = "max",
     sinks: SinksAdded = 0,
-    buffer: Annotated[int, "while decoding: entries that gather beyond the budget before they are compressed"] = 128,
+    buffer: Annotated[
+        int, "while decoding: entries that gather beyond the budget before they are compressed", SOME_POSITIONS
+    ] = 128,
     decode: Annotated[Literal["evict", "grow"], "after the prompt: evict what the buffer holds, or grow"] = "evict",
 ) -> Policy:
     """Keep what the last queries attend to, unless other keys of the head say the same.
@@ -38,10 +41,6 @@ def rkv(
     """
     if kernel % 2 == 0:
         raise OptionError(f"rkv: kernel={kernel} must be odd, so that the pool keeps its place")
-    if window < 1:
-        raise OptionError(f"rkv: window={window} must be at least 1")
-    if buffer < 1:
-        raise OptionError(f"rkv: buffer={buffer} must be at least 1")
     if decode == "grow" and buffer != 128:
         raise OptionError(f"rkv: buffer={buffer}, but nothing leaves while decoding; leave it out")
     return Policy(

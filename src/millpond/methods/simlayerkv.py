@@ -7,6 +7,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import Sinks
+from millpond.option_ranges import POSITIONS, SHARE
 from millpond.policy.allocation.lazy_layers import LazyLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
@@ -14,9 +15,11 @@ from millpond.policy.protect import Protect
 
 @method("simlayerkv", paper="arXiv:2410.13846")
 def simlayerkv(
-    threshold: Annotated[float, "a layer that pays more of its attention to sinks and newest is lazy, 0 to 1"] = 0.9,
+    threshold: Annotated[
+        float, "a layer that pays more of its attention to sinks and newest is lazy, 0 to 1", SHARE
+    ] = 0.9,
     sinks: Sinks = 4,
-    recent: Annotated[int, "newest positions that always stay; the paper has 1024"] = 64,
+    recent: Annotated[int, "newest positions that always stay; the paper has 1024", POSITIONS] = 64,
     score: Annotated[str, "the method whose queries are watched, and that chooses in the other layers"] = "snapkv",
 ) -> Policy:
     """Let lazy layers keep the sinks and the newest entries alone, and give what they leave to the other layers.

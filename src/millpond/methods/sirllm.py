@@ -4,14 +4,21 @@ from typing import Annotated, Literal
 
 from millpond.methods import method
 from millpond.methods._options import Sinks
+from millpond.option_ranges import POSITIONS, SHARE, Range
 from millpond.policy.protect import Protect
 from millpond.policy.variants.token_entropy import EntropyPolicy, TokenEntropy
 
 
 @method("sirllm", paper="arXiv:2405.12528")
 def sirllm(
-    decay: Annotated[float, "factor on what is remembered when another round of a dialogue begins, above 0 to 1"] = 1.0,
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.25) or a count (128)"] = 0.25,
+    decay: Annotated[
+        float,
+        "factor on what is remembered when another round of a dialogue begins, above 0 to 1",
+        Range(0.0, 1.0, above=True),
+    ] = 1.0,
+    recent: Annotated[
+        int | float, "newest entries that stay: a share of the budget (0.25) or a count (128)", POSITIONS, SHARE
+    ] = 0.25,
     sinks: Sinks = 4,
     decode: Annotated[Literal["evict", "grow"], "after the prompt: evict at each step, or grow"] = "evict",
 ) -> EntropyPolicy:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, SinksAdded
+from millpond.option_ranges import POOL_WIDTHS, QUERIES
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import WindowAttention
@@ -12,8 +13,8 @@ from millpond.policy.scores.attention import WindowAttention
 
 @method("snapkv", paper="arXiv:2404.14469")
 def snapkv(
-    window: Annotated[int, "queries at the prompt's end that vote; their entries always stay"] = 32,
-    kernel: Annotated[int, "width of the pool over neighbouring positions, odd; the paper has 7"] = 21,
+    window: Annotated[int, "queries at the prompt's end that vote; their entries always stay", QUERIES] = 32,
+    kernel: Annotated[int, "width of the pool over neighbouring positions, odd; the paper has 7", POOL_WIDTHS] = 21,
     pool: Annotated[Literal["max", "avg", "none"], "kind of pool"] = "max",
     reduce: Annotated[
         Literal["mean", "max", "sum"], "query heads of a GQA group to their KV head, before the pool"

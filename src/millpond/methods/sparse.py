@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._options import Recent, Sinks
+from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.strided import Strided
@@ -12,8 +13,8 @@ from millpond.policy.scores.strided import Strided
 
 @method("strided", paper="arXiv:1904.10509")
 def strided(
-    stride: Annotated[int, "every stride-th position stays; 0: the stride that the budget asks for"] = 0,
-    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone"] = 0.0,
+    stride: Annotated[int, "every stride-th position stays; 0: the stride that the budget asks for", POSITIONS] = 0,
+    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone", SHARE] = 0.0,
     recent: Recent = 0.5,
     sinks: Sinks = 0,
 ) -> Policy:
@@ -26,14 +27,16 @@ def strided(
 
     For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
-    return _pattern("strided", Strided(stride=_natural("strided", "stride", stride), heavy=heavy), recent, sinks)
+    return _pattern("strided", Strided(stride=stride, heavy=heavy), recent, sinks)
 
 
 @method("fixed", paper="arXiv:1904.10509")
 def fixed(
-    width: Annotated[int, "positions at the end of each block that stay"] = 4,
-    block: Annotated[int, "length of a block, a multiple of width; 0: the length that the budget asks for"] = 0,
-    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone"] = 0.0,
+    width: Annotated[int, "positions at the end of each block that stay", SOME_POSITIONS] = 4,
+    block: Annotated[
+        int, "length of a block, a multiple of width; 0: the length that the budget asks for", POSITIONS
+    ] = 0,
+    heavy: Annotated[float, "share of the budget for heavy hitters, 0 to 1; 0 is the pattern alone", SHARE] = 0.0,
     recent: Recent = 0.5,
     sinks: Sinks = 0,
 ) -> Policy:
@@ -44,8 +47,8 @@ def fixed(
 
     For study. With heavy hitters each step ends with a plan instead of the kernel's eviction, and is slow.
     """
-    if width < 1 or _natural("fixed", "block", block) % width:
-        raise OptionError(f"fixed: block={block} must be a multiple of width={width}, and width at least 1")
+    if block % width:
+        raise OptionError(f"fixed: block={block} must be a multiple of width={width}")
     return _pattern("fixed", Strided(width, block // width, "last", heavy), recent, sinks)
 
 
@@ -56,9 +59,3 @@ def _pattern(name: Literal["strided", "fixed"], score: Strided, recent: int | fl
             f"{name}: heavy={score.heavy} must lie in 0..{1 - share:g}, what recent={recent} leaves of the budget"
         )
     return Policy(score=score, protect=Protect(sinks=sinks, recent=recent))
-
-
-def _natural(name: str, option: str, value: int) -> int:
-    if value < 0:
-        raise OptionError(f"{name}: {option}={value} must not be negative; 0 lets the budget decide")
-    return value

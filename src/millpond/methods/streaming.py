@@ -3,7 +3,8 @@
 from typing import Annotated, Literal
 
 from millpond.methods import method
-from millpond.methods._options import EvictInPaper, Sinks
+from millpond.methods._options import EvictInPaper
+from millpond.option_ranges import Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency
@@ -11,7 +12,7 @@ from millpond.policy.scores.attention import Recency
 
 @method("streaming", paper="arXiv:2309.17453")
 def streaming(
-    sinks: Sinks = 4,
+    sinks: Annotated[int, "first positions that always stay; each takes as much beside the cache", Range(0, 1024)] = 4,
     positions: Annotated[
         Literal["cache_relative", "absolute"], "close the gap after the sinks (the paper), or leave it"
     ] = "cache_relative",

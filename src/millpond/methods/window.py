@@ -4,6 +4,7 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.methods._options import EvictAlways
+from millpond.option_ranges import POSITIONS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Recency
@@ -11,7 +12,7 @@ from millpond.policy.scores.attention import Recency
 
 @method("window")
 def window(
-    sinks: Annotated[int, "first positions that always stay; 0 is the plain sliding window"] = 0,
+    sinks: Annotated[int, "first positions that always stay; 0 is the plain sliding window", POSITIONS] = 0,
     decode: EvictAlways = "evict",
 ) -> Policy:
     """Keep the newest entries: s_j = position of j."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.option_ranges import check_parts
 from millpond.policy.allocation.heads import HeadAllocation, Uniform
 from millpond.policy.allocation.layers import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
@@ -30,6 +31,8 @@ from millpond.policy.view import View
 
 REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
 
+#: Positions between two evictions of a prompt, where nothing else is asked for.
+CHUNK = 256
 #: What to do where a method and a number format do not compose.
 WAY_OUT = "use codec='bf16', or another method"
 
@@ -91,7 +94,7 @@ class Policy:
     every_step: bool = True
     once: bool = False
     prefill: Literal["once", "greedy", "chunks"] = "once"
-    chunk: int = 256
+    chunk: int = CHUNK
     stabilizers: int | float = 0
     positions: Literal["absolute", "cache_relative"] = "absolute"
     merge: Merge | None = None
@@ -124,6 +127,14 @@ class Policy:
         if self.prefill == "chunks":
             self._check_chunks()
         self._check_merge()
+
+    def check_prompt(self, n_tokens: int) -> None:
+        """
+        Raises:
+            OptionError: options under which so long a prompt would take far longer than others.
+        """
+        if self.prefill == "chunks":
+            check_parts("chunk", self.chunk, CHUNK, n_tokens)
 
     def _check_chunks(self) -> None:
         if self.chunk < 1:

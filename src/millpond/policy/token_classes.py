@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.option_ranges import Range, brief
 
 #: Classes of tokens, by what they are worth to a head that keeps few.
 OTHER, PUNCTUATION, SPECIAL = 0, 1, 2
+#: Token ids that options may name, of more tokens than any vocabulary has, their digits, and how many of them.
+IDS, ID_DIGITS, MOST_IDS = Range(0, 2**22), 7, 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,17 @@ def parse_ids(name: str, text: str) -> frozenset[int] | None:
     """
     if text in ("auto", "none"):
         return None if text == "auto" else frozenset()
+    parts = text.split(";", MOST_IDS)
+    if len(parts) > MOST_IDS:
+        raise OptionError(f"{name} names more than {MOST_IDS:,} token ids")
     try:
-        ids = frozenset(int(part) for part in text.split(";"))
+        ids = frozenset(int(part) for part in parts)
     except ValueError:
         ids = frozenset({-1})
-    if min(ids) < 0:
-        raise OptionError(f"{name}={text!r} must be token ids such as 0;1;2, or auto for the tokenizer's, or none")
+    if not (IDS.holds(min(ids)) and IDS.holds(max(ids))):
+        raise OptionError(
+            f"{name}={brief(text)} must be token ids, {IDS}, such as 0;1;2, or auto for the tokenizer's, or none"
+        )
     return ids
 
 

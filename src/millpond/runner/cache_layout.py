@@ -11,11 +11,13 @@ from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.cache.state.rerotation import places_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError
 from millpond.hf.layer_budgets import LayerBudgets, within
 from millpond.policy.needs.declared import Needs
 from millpond.policy.policy import Policy
+from millpond.policy.scores.attention import Recency
 from millpond.runner.packed_model import LayerShape
 
 
@@ -41,7 +43,7 @@ class CacheLayout:
         device: torch.device,
     ) -> None:
         self.policy, self.budget, self.pools = policy, budget, pools
-        self._dtype, self._device = dtype, device
+        self._layers, self._dtype, self._device = layers, dtype, device
         self._budgets = _RequestBudgets(budget, policy, [layer.window for layer in layers])
 
     def entries(self, layer: int, seen: int, table: PageTable, kept: int = 0) -> int:
@@ -80,6 +82,40 @@ class CacheLayout:
     def state_bytes(self) -> int:
         """Bytes of the recurrent and convolution states of one sequence: none, but for hybrids."""
         return 0
+
+    def check_prompt(self, n_tokens: int) -> None:
+        """Refuse a prompt of `n_tokens` tokens whose plan would fail, before it is read.
+
+        Raises:
+            OptionError: its options cut so long a prompt into too many parts. BudgetError: they protect more than the
+                budget of a layer, or the budget holds nothing.
+        """
+        self.policy.check_prompt(n_tokens)
+        if self.policy.keeps_all:
+            return
+        for index, layer in enumerate(self._layers):
+            budget = self.entries(index, n_tokens, PageTable(self.pool(layer), 1, layer.n_kv_heads))
+            if not layer.window or budget < layer.window:
+                self.policy.check_budget(budget)
+
+    def beside_bytes(self, prompt: int, total: int) -> int:
+        """Bytes that a sequence holds beside its pages, in all layers, `prompt` of its `total` tokens in its prompt.
+
+        These are queries of the prompt, as many as its plan looks at; the keys of sinks that move, as they were before
+        RoPE and at the next places; and the keys by which blocks are looked up.
+        """
+        policy, size = self.policy, self._dtype.itemsize
+        wide = max(size, torch.float32.itemsize)
+        queries = prompt if policy.needs.head_rules is not None else min(policy.window, prompt)
+        moves = policy.positions == "cache_relative" and isinstance(policy.score, Recency)
+        sinks = policy.protect.sinks if moves else 0
+        lookup = policy.needs.block_lookup
+        blocks = 0 if lookup is None else total // lookup.protect.block
+        return sum(
+            layer.key_dim * layer.n_queries * (queries * size + blocks * wide)
+            + layer.key_dim * layer.n_kv_heads * sinks * (wide + places_ahead(sinks) * size)
+            for layer in self._layers
+        )
 
     def entry_bytes(self, layer: LayerShape) -> int:
         """Bytes of a token's keys and values in one layer, in the model's dtype."""

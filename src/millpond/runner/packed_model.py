@@ -49,7 +49,8 @@ Runner = Literal["auto", "lean", "modules"]
 class LayerShape:
     """What one layer stores of a token: keys of `key_dim` and values of `value_dim` numbers in each KV head.
 
-    window: positions that a query sees, its own among them; 0 for all. index: of the layer.
+    window: positions that a query sees, its own among them; 0 for all. index: of the layer. n_heads: query heads; 0
+    where they are not known.
     """
 
     n_kv_heads: int
@@ -57,6 +58,12 @@ class LayerShape:
     value_dim: int
     window: int
     index: int = 0
+    n_heads: int = 0
+
+    @property
+    def n_queries(self) -> int:
+        """Queries of a token: as many as KV heads where that is not known."""
+        return self.n_heads or self.n_kv_heads
 
 
 class PackedModel:
@@ -296,7 +303,10 @@ def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:
         raise UnsupportedModelError(f"layer {missing[0]} of {profile.name} hands no keys and values to its cache")
     for index, window in enumerate(profile.windows):
         check_window(profile.name, window, watch.shapes[index].window)
-    return [LayerShape(*watch.found[index], profile.windows[index], index) for index in range(profile.n_layers)]
+    return [
+        LayerShape(*watch.found[index], profile.windows[index], index, profile.n_heads)
+        for index in range(profile.n_layers)
+    ]
 
 
 def _check_packable(profile: ModelProfile) -> None:

@@ -50,6 +50,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     app = FastAPI(
         title="Millpond", version=millpond.__version__, lifespan=lifespan,
         docs_url=None, redoc_url=None, openapi_url=None,  # of which the last is `describe`'s
+        redirect_slashes=False,  # to another route, perhaps, or to the host that a header names
         description="An OpenAI-compatible server whose KV cache stays inside a memory budget.",
     )  # fmt: skip
     app.state.service = service

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from millpond.budget import Budget
 from millpond.cache.state.fair_shares import FairShare
 from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
+from millpond.errors import BudgetError
+from millpond.hf.fit import is_auto
 from millpond.presets import preset
 from millpond.server.errors import ApiError
 from millpond.server.message_spans import Span
 from millpond.server.schemas import CacheFields, ObjectFormat, SchemaFormat, TextFormat, TokenFields
-from millpond.server.structured_outputs import constraint, two_of
+from millpond.server.structured_outputs import StructuralTag, constraint, two_of
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
 _SAME = (
@@ -44,7 +47,7 @@ def cache_options(fields: CacheFields) -> CacheOptions:
     """How the cache is kept.
 
     Raises:
-        OptionError: no such preset. ApiError: a preset together with an option that it sets.
+        OptionError: no such preset. ApiError: a preset together with an option that it sets; or what is no budget.
     """
     if fields.preset is not None:
         for name in ("method", "budget", "codec"):
@@ -52,6 +55,11 @@ def cache_options(fields: CacheFields) -> CacheOptions:
                 message = f"preset {fields.preset!r} decides the {name} too: give one of the two"
                 raise ApiError(400, message, "invalid_value", f"millpond.{name}")
         fields = fields.model_copy(update=preset(fields.preset))
+    if fields.budget is not None and not is_auto(fields.budget):
+        try:
+            Budget.parse(fields.budget)
+        except BudgetError as error:  # which is otherwise one that cannot be met
+            raise ApiError(400, str(error), "invalid_value", "millpond.budget") from None
     return CacheOptions(
         method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec,
         recompute=fields.recompute, max_kl=fields.max_kl,
@@ -84,7 +92,7 @@ def requests(
     ]  # fmt: skip
 
 
-def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> dict[str, Any] | None:
+def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | StructuralTag | None) -> dict[str, Any] | None:
     """The JSON schema that an answer must follow."""
     if isinstance(wanted, SchemaFormat):
         return wanted.json_schema.schema_

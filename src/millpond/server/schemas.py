@@ -12,10 +12,10 @@ from millpond.engine.request import MOST_BREAKPOINTS, MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MOST_NAME, MOST_TOOLS, Body, Message, Name, Tool
-from millpond.server.structured_outputs import GuidedFields
+from millpond.server.structured_outputs import GuidedFields, StructuralTag
 
-#: Of seeds and priorities: what 64 bits hold.
-_INT64 = 2**63 - 1
+#: Of seeds, what 64 bits hold; of counts of tokens, more than any context holds.
+_INT64, MOST_TOKENS = 2**63 - 1, 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -26,12 +26,20 @@ MOST_FORGETS = 256
 Forgettable = Annotated[str, Field(min_length=1, max_length=MOST_NAME + len("tool:"))]
 #: Of the budget.
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
-SpanShares = Annotated[list[tuple[StrictInt, StrictInt, Share]], Field(max_length=MOST_SHARES, fail_fast=True)]
+#: Of a text, in characters or tokens; whether it lies in the prompt is known later.
+Place = Annotated[StrictInt, Field(ge=-MOST_TOKENS, le=MOST_TOKENS)]
+SpanShares = Annotated[list[tuple[Place, Place, Share]], Field(max_length=MOST_SHARES, fail_fast=True)]
 #: A number for all messages, or spans: an error speaks of the one that was meant.
 FairShareField = Annotated[
     Annotated[Share, Tag("share")] | Annotated[SpanShares, Tag("spans")],
     Discriminator(lambda given: "spans" if isinstance(given, list) else "share"),
 ]
+#: Names and texts of settings: of a method and its options in one text at most.
+MOST_SETTING = 4_000
+Setting = Annotated[str, Field(max_length=MOST_SETTING)]
+#: Options of one method, and formats of as many layers, at most.
+MOST_SETTINGS, MOST_FORMATS = 64, 1_024
+OptionValue = StrictBool | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)] | Setting | None
 #: A name or a note of a client's own; OpenAI's have 512 characters at most.
 Label = Annotated[str, Field(max_length=512)]
 
@@ -56,21 +64,23 @@ class CacheFields(Body):
         recompute: "auto", or the share of each stored chunk that is computed again, 0 to 1.
     """
 
-    preset: str | None = None
-    method: str | None = None
-    budget: StrictInt | StrictFloat | str | None = None
-    codec: str | tuple[str, str] | dict[str, str] | None = None
-    max_kl: Annotated[StrictInt | StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
-    options: dict[str, StrictBool | StrictInt | StrictFloat | str | None] = Field(default_factory=dict)
+    preset: Setting | None = None
+    method: Setting | None = None
+    budget: StrictInt | StrictFloat | Setting | None = None
+    codec: (
+        Setting | tuple[Setting, Setting] | Annotated[dict[Setting, Setting], Field(max_length=MOST_FORMATS)] | None
+    ) = None
+    max_kl: Annotated[StrictInt | StrictFloat, Field(gt=0, le=1e6)] | None = None
+    options: Annotated[dict[Setting, OptionValue], Field(max_length=MOST_SETTINGS)] = Field(default_factory=dict)
     priority: int = Field(default=0, ge=-1_000, le=1_000)
-    deadline_s: float | None = Field(default=None, gt=0)
+    deadline_s: float | None = Field(default=None, gt=0, le=1e9)
     watch: bool = False
-    chunks: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=256, fail_fast=True)] | None = None
+    chunks: Annotated[list[tuple[Place, Place]], Field(max_length=256, fail_fast=True)] | None = None
     forgotten: bool = False
-    keep: Annotated[list[tuple[StrictInt, StrictInt]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
+    keep: Annotated[list[tuple[Place, Place]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
     fair_shares: FairShareField | None = None
     forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
-    breakpoints: Annotated[list[StrictInt], Field(max_length=MOST_BREAKPOINTS, fail_fast=True)] | None = None
+    breakpoints: Annotated[list[Place], Field(max_length=MOST_BREAKPOINTS, fail_fast=True)] | None = None
     on_pressure: OnPressure | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 
@@ -97,7 +107,7 @@ class TokenFields(GuidedFields):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MOST_ALLOWED)] | None = None
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1_000)] | None = None
@@ -129,7 +139,7 @@ class CompletionBody(SamplingFields):
     prompt: (
         str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: int | None = Field(default=None, ge=1, le=128)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
@@ -190,7 +200,9 @@ class ChatBody(SamplingFields, ChatFields):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: (
+        Annotated[TextFormat | ObjectFormat | SchemaFormat | StructuralTag, Field(discriminator="type")] | None
+    ) = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None

@@ -3,22 +3,62 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from millpond.engine.grammar.compiler import MOST_CHOICES, MOST_GRAMMAR
 from millpond.engine.grammar.patterns import MOST_CHARACTERS
 from millpond.engine.grammar.schema import MOST_BYTES
-from millpond.server.errors import ApiError
+from millpond.server.errors import ApiError, of_validation
 from millpond.server.messages import Body
 
+#: Structures of one structural tag at most.
+MOST_STRUCTURES = 128
+_FEW = Field(min_length=1, max_length=MOST_STRUCTURES, fail_fast=True)
 #: A JSON schema as itself or as its text.
 Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MOST_BYTES)]
 Regex = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
 Ebnf = Annotated[str, Field(max_length=MOST_GRAMMAR)]
 Tag = dict[str, Any] | Annotated[str, Field(max_length=MOST_BYTES)]
+
+
+class Structure(Body):
+    """A part of an answer between two marks that must be JSON of a schema."""
+
+    begin: str
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+class StructuralTag(Body):
+    """A structural tag: a format of xgrammar's, or structures after triggers, in the older words of vLLM."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[Structure], _FEW] | None = None
+    triggers: Annotated[list[str], _FEW] | None = None
+
+    def constraint(self, field: str) -> dict[str, Any]:
+        """The format that an answer must follow.
+
+        Raises:
+            ApiError: neither a format nor structures with triggers, or both.
+        """
+        if self.format is not None and self.structures is None and self.triggers is None:
+            return self.format
+        if self.format is not None or self.structures is None or self.triggers is None:
+            message = f"{field}: a structural_tag has either a format, or structures and triggers"
+            raise ApiError(400, message, "invalid_value", field)
+        tags = [
+            {
+                "type": "tag", "begin": one.begin, "end": one.end,
+                "content": {"type": "json_schema", "json_schema": one.schema_},
+            }
+            for one in self.structures
+        ]  # fmt: skip
+        return {"type": "triggered_tags", "triggers": self.triggers, "tags": tags}
 
 
 class StructuredOutputs(Body):
@@ -81,8 +121,19 @@ def _words(name: str, value: Any, field: str) -> dict[str, Any]:
     if name == "json_object":
         return {"json_schema": {"type": "object"}}
     if name == "structural_tag":
-        return {name: _value(value, field)}
+        tag = _value(value, field)
+        return {name: _tag(tag, field) if isinstance(tag, dict) else tag}
     return {name: tuple(value) if name == "choice" else value}
+
+
+def _tag(tag: dict[str, Any], field: str) -> dict[str, Any]:
+    """The format of a tag that is given alone, or inside of a whole structural tag."""
+    if tag.get("type") != "structural_tag" and "structures" not in tag:
+        return tag
+    try:
+        return StructuralTag.model_validate(tag).constraint(field)
+    except ValidationError as error:
+        raise of_validation([{**one, "loc": (field, *one["loc"])} for one in error.errors(include_url=False)]) from None
 
 
 def _value(given: Any, field: str) -> Any:

@@ -9,6 +9,7 @@ from millpond.cache.paging.marker import WITHIN_PHASE, Marker
 from millpond.cache.paging.predicted_bits import PredictedBits
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.option_files import FILE
+from millpond.option_ranges import SEEDS
 
 #: A larger excess counts as this one.
 _MOST_EXCESS = 255
@@ -54,7 +55,7 @@ class Mark0(Marker):
 @paging_rule("mark0", paper="arXiv:2210.02775")
 def mark0(
     pager: Annotated[str, "file of a predictor (millpond train pager); empty: the one of the package", FILE] = "",
-    seed: Annotated[int, "seed of the random choices"] = 0,
+    seed: Annotated[int, "seed of the random choices", SEEDS] = 0,
 ) -> PagingRule:
     """Evict the pages that are predicted to be evicted by the best rule anyway, then as `marker`."""
     return Mark0(PredictedBits.of_file(pager), seed)

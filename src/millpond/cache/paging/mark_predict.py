@@ -9,6 +9,7 @@ from millpond.cache.paging.marker import WITHIN_PHASE, Marker
 from millpond.cache.paging.predicted_bits import PredictedBits
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.option_files import FILE
+from millpond.option_ranges import SEEDS
 
 
 class MarkAndPredict(Marker):
@@ -40,7 +41,7 @@ class MarkAndPredict(Marker):
 @paging_rule("mark_predict", paper="arXiv:2210.02775")
 def mark_predict(
     pager: Annotated[str, "file of a predictor (millpond train pager); empty: the one of the package", FILE] = "",
-    seed: Annotated[int, "seed of the random choices"] = 0,
+    seed: Annotated[int, "seed of the random choices", SEEDS] = 0,
 ) -> PagingRule:
     """Evict as `marker`, of the pages not used in this phase first those that are predicted to be useless."""
     return MarkAndPredict(PredictedBits.of_file(pager), seed)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from millpond.cache.paging import paging_rule
 from millpond.cache.paging.rule import PageFacts, PagingRule, RankedRule
+from millpond.option_ranges import SEEDS
 
 #: Bits of a rank below the phase.
 WITHIN_PHASE = 33
@@ -43,6 +44,6 @@ class Marker(RankedRule):
 
 
 @paging_rule("marker")
-def marker(seed: Annotated[int, "seed of the random choices"] = 0) -> PagingRule:
+def marker(seed: Annotated[int, "seed of the random choices", SEEDS] = 0) -> PagingRule:
     """Evict a random page of those that were not used in this phase; when all were, a new phase begins."""
     return Marker(seed)

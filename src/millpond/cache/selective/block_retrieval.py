@@ -159,9 +159,10 @@ class BlockRetrieval:
         worth = torch.einsum("hd,bhd->b", asking, blocks.means)
         most = self._lookup.protect.blocks(now.budget)
         chosen = worth.argsort(descending=True, stable=True)[:most].sort().values
-        inside = (sinks + chosen[:, None] * size + torch.arange(size, device=device)).flatten()
+        within = torch.arange(size if len(chosen) else 0, device=device)  # a block may be longer than any text
+        inside = (sinks + chosen[:, None] * size + within).flatten()
         rest = torch.arange(sinks + len(blocks.means) * size, max(last + 1, sinks), device=device)
-        places = torch.cat([torch.arange(sinks, device=device), inside, rest])
+        places = torch.cat([torch.arange(min(sinks, last + 1), device=device), inside, rest])
         return places[places <= (last - now.local if last >= now.budget else -1)]
 
     def _rows(

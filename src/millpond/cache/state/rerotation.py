@@ -20,8 +20,13 @@ from millpond.cache.state.frames import frame_prompt, frame_step, stored, turn
 
 #: Positions after which the frame moves back; angles in float32 stay accurate to about 1e-3 up to here.
 EPOCH = 8192
-#: Places for which the sinks' keys are made at once.
-AHEAD = 32
+#: Keys of a head's sinks that are made at once, for as many places as they are enough for.
+READY = 128
+
+
+def places_ahead(sinks: int) -> int:
+    """Places in a row for which the keys of so many sinks are made at once."""
+    return max(1, READY // max(sinks, 1))
 
 
 class Rerotation:
@@ -37,9 +42,10 @@ class Rerotation:
     def __init__(self, rotation: RotaryEmbedding, sinks: int) -> None:
         self._rotation = rotation
         self._sinks = sinks
+        self._ahead = places_ahead(sinks)
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
         self._keys: Tensor | None = None  # (S, H, sinks, key_dim), unrotated
-        self._ready: Tensor | None = None  # (AHEAD, S, H, sinks, key_dim): at as many places in a row
+        self._ready: Tensor | None = None  # (ahead, S, H, sinks, key_dim): at as many places in a row
         self._ready_from: np.ndarray = self._base  # (S,) frame position of the first sink at the first of them
         self._placed: tuple[Tensor, list[int], SlotWriter] | None = (
             None  # page ids, sequences, and where their sinks lie
@@ -129,8 +135,8 @@ class Rerotation:
             shape = (table.n_seq, table.n_kv_heads, self._sinks, k.shape[-1])
             self._keys = torch.zeros(shape, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
         if self._ready is None or self._ready.dtype != table.pool.arrays.dtype:
-            self._ready = torch.zeros(AHEAD, *self._keys.shape, dtype=table.pool.arrays.dtype, device=k.device)
-            self._ready_from = np.full(table.n_seq, -AHEAD)
+            self._ready = torch.zeros(self._ahead, *self._keys.shape, dtype=table.pool.arrays.dtype, device=k.device)
+            self._ready_from = np.full(table.n_seq, -self._ahead)
 
     def _epoch(self, table: PageTable) -> int:
         return max(EPOCH, 2 * int(table.lengths().max(initial=0)))
@@ -139,14 +145,15 @@ class Rerotation:
         """Remember the sinks among new keys (B, H, n, D), unrotated."""
         assert self._keys is not None
         for b, row in enumerate(positions):
-            for column in np.flatnonzero((row >= 0) & (row < self._sinks)):
-                place = int(row[column])
-                key = k[b : b + 1, :, column : column + 1]
-                at = torch.tensor([[place]], device=k.device)
-                target = b if sequence is None else sequence
-                unrotated = self._rotation.rotate(key, at, inverse=True)[0, :, 0]
-                self._keys[target, :, place] = unrotated.to(self._keys.dtype)
-                self._ready_from[target] = -AHEAD  # made of other sinks
+            columns = np.flatnonzero((row >= 0) & (row < self._sinks))
+            if not len(columns):
+                continue
+            places = torch.from_numpy(row[columns]).to(k.device)
+            own = k[b : b + 1, :, torch.from_numpy(columns).to(k.device)]
+            target = b if sequence is None else sequence
+            unrotated = self._rotation.rotate(own, places[None], inverse=True)[0]
+            self._keys[target][:, places] = unrotated.to(self._keys.dtype)
+            self._ready_from[target] = -self._ahead  # made of other sinks
 
     def _place(self, table: PageTable, positions: np.ndarray) -> None:
         """Put the sinks' keys where they belong before queries at `positions` (S,), -1 for none."""
@@ -170,7 +177,7 @@ class Rerotation:
         """(n, H, sinks, key_dim): the sinks of some sequences (n,), at the places `first` (n,) and behind."""
         assert self._ready is not None
         place = first - self._ready_from[sequences]
-        missing = (place < 0) | (place >= AHEAD)
+        missing = (place < 0) | (place >= self._ahead)
         if missing.any():
             self._make_ready(sequences[missing].tolist(), first[missing])
             place[missing] = 0
@@ -178,11 +185,11 @@ class Rerotation:
         return self._ready.flatten(0, 1).index_select(0, which)
 
     def _make_ready(self, sequences: list[int], first: np.ndarray) -> None:
-        """Rotate the sinks of some sequences to `first` (n,) and to the AHEAD - 1 places after it."""
+        """Rotate the sinks of some sequences to `first` (n,) and to the places after it."""
         assert self._keys is not None
         assert self._ready is not None
-        keys = self._keys[sequences][:, :, None].expand(-1, -1, AHEAD, -1, -1)  # (n, H, AHEAD, sinks, key_dim)
-        frames = first[:, None, None] + np.arange(AHEAD)[:, None] + np.arange(self._sinks)
+        keys = self._keys[sequences][:, :, None].expand(-1, -1, self._ahead, -1, -1)  # (n, H, ahead, sinks, key_dim)
+        frames = first[:, None, None] + np.arange(self._ahead)[:, None] + np.arange(self._sinks)
         places = torch.from_numpy(frames.reshape(len(first), -1)).to(keys.device)
         turned = self._rotation.rotate(keys.flatten(2, 3), places)
         self._ready[:, sequences] = turned.view(keys.shape).permute(2, 0, 1, 3, 4).to(self._ready.dtype)

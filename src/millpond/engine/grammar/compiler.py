@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.engine.grammar.patterns import check_pattern
+from millpond.engine.grammar.patterns import check_grammar, check_pattern
 from millpond.engine.grammar.process import WORKER, Ask, GrammarProcess
 from millpond.engine.grammar.schema import MOST_BYTES, enforceable
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.option_ranges import brief
 from millpond.optional import require
 
 #: Most blanks in a row between two parts of a JSON value: a model may indent, but not for ever.
@@ -34,7 +36,11 @@ MOST_GRAMMAR, MOST_CHOICES, MOST_CHOICE_TEXT = 64 * 1024, 1_000, 128 * 1024
 _JSON, _TEXT = b"\r\n", b"\t\r\n"
 _FREE = ("any_text", "triggered_tags", "dispatch", "regex", "grammar", "const_string")
 #: Bytes of compiled grammars that are kept, and grammars that are compiled at a time.
-KEPT_BYTES, AT_ONCE = 32 << 20, 4
+KEPT_BYTES, AT_ONCE = 64 << 20, 4
+#: Refusals that are remembered, and for how many seconds: to find one may take all that a grammar may take.
+KEPT_REFUSALS, REFUSED_S = 256, 300.0
+#: Repetitions, characters and tokens that a structural tag may ask for by number, and where it does.
+MOST_COUNT, COUNTS = 10_000, frozenset({"min", "max", "max_chars", "max_tokens"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class Grammars:
         self._told = self._name = ""
         self._lawful: dict[bytes | None, Tensor] = {}
         self._kept: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
+        self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
 
     def of(self, params: SamplingParams, ask: Ask | None = None) -> Grammar | None:
@@ -91,12 +98,17 @@ class Grammars:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key][0]
+            reason, until = self._refused.get(key, ("", 0.0))
+            if time.monotonic() < until:
+                raise OptionError(reason)
             self._learn(xgrammar)
         try:
             told = self._worker.compile(spec, self._name, self._told, ask)
             compiled = xgrammar.CompiledGrammar.deserialize_json(told, self._info)
         except OptionError as error:
-            raise OptionError(f"{name} cannot be followed: {error}") from None
+            reason = f"{name} cannot be followed: {error}"
+            self._remember_refusal(key, reason)
+            raise OptionError(reason) from None
         grammar = Grammar(compiled, self._info.vocab_size, self._lawful.get(_apart_from_json(name, params)))
         self._keep(key, grammar, compiled.memory_size_bytes)
         return grammar
@@ -120,6 +132,7 @@ class Grammars:
         with self._lock:
             threads, self._threads = self._threads, None
             self._kept.clear()
+            self._refused.clear()
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -139,6 +152,14 @@ class Grammars:
             while sum(size for _, size in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
 
+    def _remember_refusal(self, key: str, reason: str) -> None:
+        """Refuse the same for a while without another try."""
+        with self._lock:
+            self._refused[key] = reason, time.monotonic() + REFUSED_S
+            self._refused.move_to_end(key)
+            if len(self._refused) > KEPT_REFUSALS:
+                self._refused.popitem(last=False)
+
 
 def _spec(name: str, value: Any) -> dict[str, Any]:
     """What is to be compiled.
@@ -152,8 +173,7 @@ def _spec(name: str, value: Any) -> dict[str, Any]:
         check_pattern(value, "regex")
         return {"kind": name, "value": value}
     if name == "grammar":
-        if len(value) > MOST_GRAMMAR:
-            raise OptionError(f"grammar has {len(value):,} characters and may have {MOST_GRAMMAR:,}")
+        _check_grammar(value, name)
         return {"kind": name, "value": value}
     if name == "choice":
         length = sum(map(len, value))
@@ -170,9 +190,24 @@ def _spec(name: str, value: Any) -> dict[str, Any]:
     return {"kind": "tag", "value": _enforceable_tag(value)}
 
 
+def _check_grammar(grammar: str, where: str) -> None:
+    if len(grammar) > MOST_GRAMMAR:
+        raise OptionError(f"{where} has {len(grammar):,} characters and may have {MOST_GRAMMAR:,}")
+    check_grammar(grammar, where)
+
+
 def _enforceable_tag(tag: Any) -> Any:
-    """A structural tag whose JSON schemas are such as are enforced."""
+    """A structural tag whose JSON schemas, expressions, grammars and numbers are such as are enforced."""
     if isinstance(tag, Mapping):
+        for name in COUNTS & tag.keys():
+            if isinstance(tag[name], int) and not 0 <= tag[name] <= MOST_COUNT:
+                raise OptionError(f"structural_tag: {name}={brief(tag[name])} must be 0 to {MOST_COUNT:,}")
+        if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
+            check_pattern(tag["pattern"], "structural_tag: pattern")
+        if tag.get("type") == "grammar" and isinstance(tag.get("grammar"), str):
+            _check_grammar(tag["grammar"], "structural_tag: grammar")
+        if tag.get("type") == "qwen_xml_parameter":
+            return {**tag, "json_schema": enforceable(tag.get("json_schema"))}
         if tag.get("type") == "json_schema":
             schema = enforceable(tag.get("json_schema"))
             return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS}

@@ -32,14 +32,18 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Of one grammar: seconds on the clock and of a processor, bytes of memory beyond those at the start, and of the
-    grammar when it is returned.
+    """Of one grammar.
+
+    Attributes:
+        cpu_seconds: of a processor, however long that takes on a busy machine. memory_bytes: beyond those at the start.
+        result_bytes: of the grammar when it is returned.
+        clock_seconds: on the clock, after which a process that does nothing is given up.
     """
 
-    seconds: float
     cpu_seconds: int
     memory_bytes: int
     result_bytes: int
+    clock_seconds: float = 600.0
 
 
 @dataclass(slots=True)
@@ -83,9 +87,12 @@ def _look_after(child: _Child, children: list[_Child], gone: bool) -> None:
     children.remove(child)
     if status:
         by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        slow = late or by == signal.SIGXCPU
-        seconds = child.limits.seconds if late else child.limits.cpu_seconds
-        reason = f"more than {seconds:g} s" if slow else f"more than {child.limits.memory_bytes >> 20} MiB"
+        if by == signal.SIGXCPU:
+            reason = f"more than {child.limits.cpu_seconds} s of a processor"
+        elif late:
+            reason = f"more than {child.limits.clock_seconds:g} s"
+        else:
+            reason = f"more than {child.limits.memory_bytes >> 20} MiB"
         _send(child.wire, REFUSED, f"it takes {reason} to compile".encode())
     child.wire.close()
 
@@ -107,7 +114,7 @@ def _begin(
     limits = CompileLimits(**asked["limits"])
     pid = os.fork()
     if pid:
-        children.append(_Child(pid, wire, time.monotonic() + limits.seconds, limits))
+        children.append(_Child(pid, wire, time.monotonic() + limits.clock_seconds, limits))
         return
     code = 1
     try:

@@ -168,7 +168,7 @@ def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: i
     ((down, _),) = block.down.parts
     width, inner = down.shape
     return LayerSize(
-        shape=LayerShape(k // dim, dim, dim, window, index), n_heads=q // dim, n_bytes=n_bytes,
+        shape=LayerShape(k // dim, dim, dim, window, index, q // dim), n_heads=q // dim, n_bytes=n_bytes,
         parameters=sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2),
         row_bytes=item * (3 * width + max(sum(out), 2 * up + inner)) + 4 * max(width, inner),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention of a prompt in plain torch, a whole matrix at once: see `ops.prefill` and `ops.window_signal`."""
+"""Attention of a prompt in plain torch, a matrix at once: see `ops.prefill` and `ops.window_signal`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from torch import Tensor
 
 from millpond.kernels.args import PrefillArgs, PrefillOutput, WindowSignalArgs
 from millpond.kernels.eager.softmax import reduce_group, soft_cap, softmax_with_sink, wide, with_masses
+
+#: Last queries whose logits are held at a time.
+ROWS = 64
 
 
 def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_heads: int) -> Tensor:
@@ -44,7 +47,14 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 
 
 def window_signal(args: WindowSignalArgs) -> Tensor:
-    q, k, q_pos, k_pos, shape = args.q, args.k, args.q_pos, args.k_pos, args.shape
+    parts = [_window_rows(args, begin) for begin in range(0, args.q.shape[1], ROWS)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
+    """What the queries from `begin` on give, ROWS of them at most."""
+    own = slice(begin, begin + ROWS)
+    q, k, q_pos, k_pos, shape = args.q[:, own], args.k, args.q_pos[own], args.k_pos, args.shape
     n_kv_heads, dtype = len(k), wide(args.q.dtype)
     rows = q.to(dtype).view(n_kv_heads, -1, *q.shape[1:])  # (Hkv, group, w, D)
     logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
@@ -54,7 +64,7 @@ def window_signal(args: WindowSignalArgs) -> Tensor:
     if shape.window:
         visible &= distance < shape.window
     if args.lse is not None:
-        p = torch.exp(logits - args.lse.to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible[:, None], 0.0)
+        p = torch.exp(logits - args.lse[:, own].to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible[:, None], 0.0)
     else:
         sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
         p, _ = softmax_with_sink(logits, visible[:, None], sink)

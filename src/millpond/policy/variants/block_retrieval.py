@@ -8,9 +8,13 @@ from typing import Literal
 
 from millpond.codec.spec import Codec
 from millpond.errors import BudgetError, OptionError
+from millpond.option_ranges import check_parts
 from millpond.policy.needs.declared import Needs
 from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.protect import Protect
+
+#: Queries of a prompt that look up one set of blocks, where nothing else is asked for.
+TOGETHER = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class BlockRetrievalPolicy(Policy):
 
     protect: AlwaysAttended = field(default_factory=AlwaysAttended)
     representatives: int = 4
-    together: int = 512
+    together: int = TOGETHER
     far: Literal["one_distance", "true"] = "one_distance"
 
     def __post_init__(self) -> None:
@@ -82,6 +86,10 @@ class BlockRetrievalPolicy(Policy):
                 raise OptionError(f"{name}={getattr(self, name)} must be at least 1")
         if self.representatives > self.protect.block:
             raise OptionError(f"representatives={self.representatives} of a block of {self.protect.block}; take fewer")
+
+    def check_prompt(self, n_tokens: int) -> None:
+        Policy.check_prompt(self, n_tokens)
+        check_parts("together", self.together, TOGETHER, n_tokens)
 
     @property
     def needs(self) -> Needs:

@@ -25,6 +25,7 @@ from millpond.server.request_mapping import cache_options, check_room, most_toke
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
+from millpond.server.structured_outputs import StructuralTag, two_of
 from millpond.server.tokenizer_worker import PLAIN_STOP
 from millpond.server.tools.response_format import CallVoice
 from millpond.server.tools.tool_choice import tools_of
@@ -62,6 +63,10 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
+    if isinstance(body.response_format, StructuralTag):
+        if tools is not None:
+            raise two_of("response_format of type structural_tag", "tools")
+        tag = body.response_format.constraint("response_format")
     chat = await _read(service, body)
     check_room([chat.prompt], asked, service.llm.text_limit)
     params = sampling(

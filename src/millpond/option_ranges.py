@@ -1,0 +1,99 @@
+"""Ranges of numbers that an option takes, declared beside its help: `Annotated[int, "help", Range(1, 64)]`.
+
+An option that is a count or a share has a range for each, in the order of its type: `Annotated[int | float, "help",
+POSITIONS, SHARE]`.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from millpond.errors import OptionError
+
+#: Characters of a value that an error shows.
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`.
+
+    Attributes:
+        above: `low` itself is not one of them.
+
+    Example:
+        >>> Range(0, 1, above=True).holds(0), str(Range(0, 1, above=True))
+        (False, 'above 0 and at most 1')
+    """
+
+    low: int | float
+    high: int | float
+    above: bool = False
+
+    def holds(self, value: int | float) -> bool:
+        """Whether it is one of them; NaN never is."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        low, high = _written(self.low), _written(self.high)
+        return f"above {low} and at most {high}" if self.above else f"{low} to {high}"
+
+
+def _written(end: int | float) -> str:
+    return f"{int(end):,}" if math.isfinite(end) and end == int(end) else f"{end:g}"
+
+
+def brief(value: Any) -> str:
+    """A value as an error shows it, however long it is.
+
+    Example:
+        >>> brief(2**70), brief("x" * 200)[:8], brief(10**5000)
+        ('1180591620717411303424', "'xxxxxxx", 'an integer of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        text = repr(value[:_SHOWN])
+    else:
+        text = repr(value) if isinstance(value, bool | int | float | None) else reprlib.repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+#: Counts of positions, entries or tokens: more than the longest context of any model.
+MOST_POSITIONS = 2**24
+POSITIONS = Range(0, MOST_POSITIONS)
+#: The same, of what must be one at least.
+SOME_POSITIONS = Range(1, MOST_POSITIONS)
+#: Shares of something.
+SHARE = Range(0.0, 1.0)
+#: Seeds of random numbers.
+SEEDS = Range(0, 2**32 - 1)
+#: Last queries of a prompt that are kept until its plan, and weighed against every entry.
+QUERIES = Range(1, 1024)
+#: Widths of a pool over neighbouring entries: its time grows with them.
+POOL_WIDTHS = Range(1, 255)
+#: Of a numeric option that declares nothing, such as one of an installed package: what 32 bits hold.
+UNDECLARED = Range(-(2**31), 2**31 - 1)
+
+#: Parts of one prompt, each read by itself, that options may ask for beyond what their defaults would.
+MOST_PARTS = 128
+
+
+def check_parts(name: str, value: int, usual: int, n_tokens: int) -> None:
+    """Refuse an option that cuts a prompt into far more parts than its default, `usual` tokens each.
+
+    Raises:
+        OptionError: `n_tokens` tokens in parts of `value` are more than `MOST_PARTS`.
+
+    Example:
+        >>> check_parts("chunk", 16, 256, 8_000)
+    """
+    least = min(usual, -(-n_tokens // MOST_PARTS))
+    if value < least:
+        raise OptionError(
+            f"{name}={value} would read a prompt of {n_tokens:,} tokens in {-(-n_tokens // value):,} parts; "
+            f"give at least {least}"
+        )
