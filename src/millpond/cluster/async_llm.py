@@ -125,9 +125,9 @@ class AsyncClusterLLM(ClusterClient):
         """End a request with what it has; one that is not there any more is no error."""
         await asyncio.wrap_future(self._cluster.loop.call(lambda: self._cluster.dispatcher.cancel(request_id)))
 
-    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
-        """What a layer remembers of a request that runs at a worker; None for others."""
-        work = self._cluster.dispatcher.memory(request_id, layer)
+    async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
+        """What a layer remembers of a request that runs at a worker; None for others, see `Engine.memory`."""
+        work = self._cluster.dispatcher.memory(request_id, layer, client)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
     async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:
