@@ -50,7 +50,7 @@ class AsyncClusterLLM(ClusterClient):
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None."""
-        return find_tokenizer(self._cluster.model)
+        return find_tokenizer(self._cluster.model, trust_remote_code=self._cluster.config.trust_remote_code)
 
     def _begin(self, cluster: Cluster, model_name: str) -> None:
         super()._begin(cluster, model_name)
