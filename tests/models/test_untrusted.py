@@ -35,6 +35,8 @@ MASKS = {
     "model_type": "gpt_neo", "max_position_embeddings": 2**17, "hidden_size": 64, "num_layers": 2, "num_heads": 2,
     "attention_types": [[["global", "local"], 1]], "vocab_size": 714,
 }  # fmt: skip
+#: A model of which the file of weights holds nothing.
+WORDS = {"model_type": "gpt2", "vocab_size": 2**20, "n_embd": 1_024, "n_layer": 1, "n_head": 2}
 #: Processor seconds, and bytes of memory beyond what was taken before, of one refusal.
 SECONDS, MEMORY = 3.0, 256 << 20
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -116,8 +118,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 #: The same, of what only one of the two loads.
 HOSTILE_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "more words than weights": (config(vocab_size=2**31 - 1), "config.json"),
-    "masks of 2**34": (text("config.json", json.dumps(MASKS)), "config.json"),
+    "more words than weights": (config(vocab_size=2**31 - 1), "config.json describes"),
+    "words without weights": (text("config.json", json.dumps(WORDS)), "config.json describes"),
+    "masks of 2**34": (text("config.json", json.dumps(MASKS)), "config.json describes buffers"),
     "settings of other kinds": (text("generation_config.json", '{"max_new_tokens": "x"}'), "generation_config.json"),
     "weights cut off": (lambda folder: _cut(folder / "model.safetensors"), "weights"),
     "a header of 2**60": (lambda folder: _head(folder / "model.safetensors"), "weights"),
