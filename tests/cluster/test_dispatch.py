@@ -287,10 +287,14 @@ def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
         local.wait_until(lambda: any(len(one.answers[0].tokens) >= holds.hold for one in list(lives.values())))
         running = loop.run(dispatcher.memory("0", 0))
         assert running is not None
+        assert loop.run(dispatcher.memory("0", 0, "")) == running
+        assert loop.run(dispatcher.memory("0", 0, "another client")) is None
         holds.go.set()
         finished(ends)
         ended = loop.run(dispatcher.memory("0", 0))
         assert ended is not None
+        assert loop.run(dispatcher.memory("0", 0, "")) == ended
+        assert loop.run(dispatcher.memory("0", 0, "another client")) is None
         assert len(ended.token_ids) > len(running.token_ids) > len(PROMPTS[0])
         assert loop.run(dispatcher.memory("1", 0)) is None
 

@@ -18,10 +18,12 @@ def engine(**options: object) -> Engine:
     return Engine(tiny_model(), page_slots=8, max_step_tokens=16, **options)  # type: ignore[arg-type]
 
 
-def request(name: str, method: str = "h2o", new: int = 12, watch: bool = False, n: int = 1) -> Request:
+def request(
+    name: str, method: str = "h2o", new: int = 12, watch: bool = False, n: int = 1, client: str = ""
+) -> Request:  # fmt: skip
     params = SamplingParams(max_tokens=new, temperature=0, n=n, ignore_eos=True)
     cache = CacheOptions(method=method, budget=None if method == "full" else "30%")
-    return Request(request_id=name, prompt=PROMPT, params=params, cache=cache, watch=watch)
+    return Request(request_id=name, prompt=PROMPT, params=params, cache=cache, watch=watch, client=client)
 
 
 def of_the_cache(made: Engine, name: str, layer: int) -> tuple[list[float], list[float | None]]:
@@ -118,4 +120,22 @@ def test_a_layer_that_is_not_there() -> None:
     with pytest.raises(OptionError, match="layers 0 to 1"):
         made.memory("mine", N_LAYERS)
     assert made.memory("nobody", 0) is None
+    made.close()
+
+
+def test_only_its_client_sees_it() -> None:
+    made = engine()
+    made.add(request("mine", watch=True, new=6, client="me"))
+
+    def seen_by(client: str | None, layer: int = 0) -> CacheSnapshot | None:
+        return made.memory("mine", layer, client)
+
+    for _ in range(4):
+        made.step()
+    for _ in range(2):  # while it runs, and behind its end
+        assert seen_by("me") == seen_by(None) is not None
+        assert seen_by("you") is None
+        assert seen_by("you", N_LAYERS) is None, "not even that there is no such layer"
+        assert seen_by("") is None
+        made.drain()
     made.close()

@@ -189,7 +189,7 @@ def test_the_served_document_is_this_one() -> None:
     Case("/v1/responses", 200, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}),
     Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
     Case("/v1/millpond/memory/{request_id}", 204, prepare=lambda app, llm: (
-        llm.running.clear(), app.state.service.gate.under_way.add("one"))),
+        llm.running.clear(), app.state.service.gate.under_way.update(one=app.state.service.clients._hash("one")))),
 ], ids=name_of)  # fmt: skip
 def test_answers_are_as_described(case: Case) -> None:
     run(case)
@@ -247,7 +247,8 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
       for route in ANSWERS),
     *(Case(route, 422, prepare=broken(BudgetError("too small"))) for route in ANSWERS),
     *(Case(route, 429, prepare=lambda app, llm: (
-        llm.open.clear(), app.state.service.gate.under_way.update(map(str, range(300))))) for route in ANSWERS),
+        llm.open.clear(), app.state.service.gate.under_way.update({str(number): "" for number in range(300)})))
+      for route in ANSWERS),
     *(Case(route, 503, prepare=drained) for route in (*ANSWERS, "/health")),
     Case("/health", 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")),
     *(Case(route, 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")) for route in ANSWERS),

@@ -26,6 +26,7 @@ from millpond.cli.options import (
     OverflowRule,
     Temperature,
     TopP,
+    TrustRemoteCode,
     TypicalP,
     Weights,
     optional,
@@ -70,6 +71,7 @@ def chat(
     weights: Weights = None,
     overflow: OverflowRule = "refuse",
     dtype: DtypeName = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer, at most.")] = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
@@ -97,7 +99,7 @@ def chat(
         kept_session.load(system)  # refused before the model is loaded
     if url is None:
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
-        config |= {"overflow": overflow}
+        config |= {"overflow": overflow, "trust_remote_code": trust_remote_code}
         config |= {} if kept_session is None else {"cache_dir": kept_session.cache_dir}
         place = device_of_engine(device, disk, weights, memory)
         who: AbstractContextManager[ChatBackend] = _here(
@@ -112,11 +114,11 @@ def chat(
         )
     elif (
         kv_memory or memory or disk or device or device_memory or weights or dtype != "auto" or cache.calibration
-        or cache.fit or overflow != "refuse"
+        or cache.fit or overflow != "refuse" or trust_remote_code
     ):  # fmt: skip
         raise OptionError(
-            "--kv-memory, --memory, --disk, --device, --device-memory, --weights, --dtype, --calibration, --fit and "
-            "--overflow are the server's; leave them out with --url"
+            "--kv-memory, --memory, --disk, --device, --device-memory, --weights, --dtype, --calibration, --fit, "
+            "--overflow and --trust-remote-code are the server's; leave them out with --url"
         )
     else:
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})

@@ -144,9 +144,11 @@ class LocalBackend:
                     shown = len(answer.text)
 
     def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        from millpond.models.untrusted.render import write_chat
+
         tokenizer = self._llm.tokenizer
         if self._has_template:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = write_chat(tokenizer, messages, add_generation_prompt=True)
             return tuple(tokenizer.encode(text, add_special_tokens=False))
         said = [f"{_NAMES[message['role']]}: {message['content']}" for message in messages]
         return tuple(tokenizer.encode("\n".join([*said, "Assistant:"])))

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from millpond.cli.console import output, size, working
-from millpond.cli.options import ChunkDtype, DtypeName, ModelName, Threads
+from millpond.cli.options import ChunkDtype, DtypeName, ModelName, Threads, TrustRemoteCode
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add(
     chunk_dtype: ChunkDtype = "auto",
     dtype: DtypeName = "auto",
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compute the keys and values of texts for prompts that will hold them."""
     texts = [text for file in files for text in _texts(file, paragraphs)]
@@ -44,7 +45,9 @@ def add(
 
     store = ChunkStore(folder, memory="256MiB", disk=disk, dtype=chunk_dtype)
     chosen = None if dtype == "auto" else dtype
-    with LLM(model, method="full", chunk_store=store, dtype=chosen, threads=threads) as llm:
+    with LLM(
+        model, method="full", chunk_store=store, dtype=chosen, threads=threads, trust_remote_code=trust_remote_code
+    ) as llm:
         with working(f"reading {len(texts)} chunks"):
             llm.store_chunks(texts, alone=alone)
         stats = store.stats()

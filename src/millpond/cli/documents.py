@@ -12,7 +12,7 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes, output, size, working
 from millpond.cli.model_options import ModelOptions, load_on
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DeviceName, optional
+from millpond.cli.options import DeviceName, TrustRemoteCode, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
 
@@ -73,6 +73,7 @@ def ask(
     model: Annotated[str | None, optional(help="The model that read the text, if its path has changed.")] = None,
     dtype: Annotated[str | None, optional(help="Data type of its weights, if not the one at reading.")] = None,
     device: DeviceName = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Ask questions about a text that `millpond remember` wrote, without reading it again. Answers are streamed."""
     import torch
@@ -85,7 +86,7 @@ def ask(
     made = _made_with(document, document_note(document))
     name = model or made.model
     with working(f"loading {name}"):
-        loaded, tokenizer = load_on(name, dtype or made.dtype, device)
+        loaded, tokenizer = load_on(name, dtype or made.dtype, device, trust_remote_code)
     ends = end_ids(loaded, tokenizer) if made.chat else None
     ended: dict[str, Any] = {} if ends is None else {"eos_token_id": ends}
     for question in questions:

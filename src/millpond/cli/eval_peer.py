@@ -72,7 +72,7 @@ def eval_peer(
     first = plan(peer)  # what is wrong with it is said before anything is started
     with ExitStack() as stack:
         them = None if export else _peer(stack, first, peer, python, answers, device, threads)
-        loaded, tokenizer = load_model(model, dtype), load_tokenizer(model)
+        tokenizer, loaded = load_tokenizer(model), load_model(model, dtype)
         if them is None:
             _export(first, loaded, tokenizer, export or Path())
         else:

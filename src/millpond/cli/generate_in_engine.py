@@ -63,7 +63,7 @@ def generate_in_engine(
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
 
-    config = EngineConfig(**settings, weights=placing.weights)
+    config = EngineConfig(**settings, weights=placing.weights, trust_remote_code=model.trust_remote_code)
     dtype = None if model.dtype == "auto" else model.dtype
     device = device_of_engine(model.device, placing.disk, placing.weights, placing.memory)
     with notes(), LLM(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -69,12 +69,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
         OptionError: a chat template is wanted and there is none.
     """
     from millpond.evals.inspector.token_text import encode_pieces
+    from millpond.models.untrusted.render import write_chat
 
     if not wants_template(tokenizer, chat):
         return encode_pieces(tokenizer, text)
     messages = [{"role": "user", "content": text}]
-    rendered: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return encode_pieces(tokenizer, rendered, special_tokens=False)
+    return encode_pieces(tokenizer, write_chat(tokenizer, messages, add_generation_prompt=True), special_tokens=False)
 
 
 def write(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import DeviceName, DtypeName, ModelName
+from millpond.cli.options import DeviceName, DtypeName, ModelName, TrustRemoteCode
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ class ModelOptions(OptionGroup):
     model: ModelName = "pond-recall"
     dtype: DtypeName = "auto"
     device: DeviceName = None
+    trust_remote_code: TrustRemoteCode = False
 
     def load(self) -> tuple[Any, PreTrainedTokenizerBase]:
         """The model on its device, and its tokenizer.
@@ -27,10 +28,12 @@ class ModelOptions(OptionGroup):
         Raises:
             OptionError: the model cannot be loaded, or the device cannot be used.
         """
-        return load_on(self.model, self.dtype, self.device)
+        return load_on(self.model, self.dtype, self.device, self.trust_remote_code)
 
 
-def load_on(model: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
+def load_on(
+    model: str, dtype: str, device: str | None, trust_remote_code: bool = False
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model on a device, and its tokenizer.
 
     Raises:
@@ -39,8 +42,9 @@ def load_on(model: str, dtype: str, device: str | None) -> tuple[Any, PreTrained
     from millpond.models.load import load_model, load_tokenizer
 
     where = pick_device(device)
-    loaded: Any = load_model(model, dtype)
-    return loaded.to(where), load_tokenizer(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    loaded: Any = load_model(model, dtype, trust_remote_code=trust_remote_code)
+    return loaded.to(where), tokenizer
 
 
 def device_of_engine(name: str | None, *on_cpu: object) -> str | None:

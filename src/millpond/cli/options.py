@@ -35,6 +35,13 @@ ChunkDtype = Annotated[
     str, typer.Option(help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8 or int4.")
 ]
 DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the code in the model's folder, where it brings some. Default: such a model is refused.",
+    ),
+]
 Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's own choice.")]
 Memory = Annotated[
     str | None,

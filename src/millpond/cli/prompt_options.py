@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import optional
@@ -66,11 +66,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
     Raises:
         OptionError: a chat template is wanted and there is none.
     """
+    from millpond.models.untrusted.render import write_chat
+
     if wants_template(tokenizer, chat):
         messages = [{"role": "user", "content": text}]
-        inputs: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        said = write_chat(tokenizer, messages, add_generation_prompt=True)
+        inputs = tokenizer(said, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(text, return_tensors="pt")
     ids: Tensor = inputs["input_ids"]

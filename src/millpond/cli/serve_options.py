@@ -11,7 +11,15 @@ import typer
 
 from millpond.budget import parse_bytes
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import ChunkDtype, OverflowRule, PressureRule, Weights, optional, parse_options
+from millpond.cli.options import (
+    ChunkDtype,
+    OverflowRule,
+    PressureRule,
+    TrustRemoteCode,
+    Weights,
+    optional,
+    parse_options,
+)
 from millpond.cpu_limit import usable_cpus
 from millpond.errors import OptionError
 
@@ -85,6 +93,7 @@ class EngineChoice(OptionGroup):
         ),
     ] = None
     cache_disk: Annotated[str, typer.Option(help="Files in --cache-dir, at most.")] = "20GiB"
+    trust_remote_code: TrustRemoteCode = False
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
@@ -103,6 +112,7 @@ class EngineChoice(OptionGroup):
             "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
             "deterministic": self.deterministic, "overflow": self.overflow, "on_pressure": self.on_pressure,
             "cache_dir": self.cache_dir, "cache_disk": None if self.cache_dir is None else self.cache_disk,
+            "trust_remote_code": self.trust_remote_code,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

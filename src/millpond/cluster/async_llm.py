@@ -50,7 +50,7 @@ class AsyncClusterLLM(ClusterClient):
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None."""
-        return find_tokenizer(self._cluster.model)
+        return find_tokenizer(self._cluster.model, trust_remote_code=self._cluster.config.trust_remote_code)
 
     def _begin(self, cluster: Cluster, model_name: str) -> None:
         super()._begin(cluster, model_name)
@@ -125,9 +125,9 @@ class AsyncClusterLLM(ClusterClient):
         """End a request with what it has; one that is not there any more is no error."""
         await asyncio.wrap_future(self._cluster.loop.call(lambda: self._cluster.dispatcher.cancel(request_id)))
 
-    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
-        """What a layer remembers of a request that runs at a worker; None for others."""
-        work = self._cluster.dispatcher.memory(request_id, layer)
+    async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
+        """What a layer remembers of a request that runs at a worker; None for others, see `Engine.memory`."""
+        work = self._cluster.dispatcher.memory(request_id, layer, client)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
     async def drain(self, worker: str, *, replace: bool = True) -> DrainResult:

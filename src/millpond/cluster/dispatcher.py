@@ -57,7 +57,7 @@ class Dispatcher:
         self.checkpoints = Checkpoints(settings, self, self._pool, self._mover, self._tasks, self.figures)
         self._entries: dict[str, LedgerEntry] = {}
         self._by_name: dict[str, LedgerEntry] = {}
-        self._watched: OrderedDict[str, tuple[str, str]] = OrderedDict()  # worker and name of those that ended
+        self._watched: OrderedDict[str, tuple[str, str, str]] = OrderedDict()  # with worker, name and client
         self._prefixes, self._recent = PrefixLedger(block), RecentWork()
         self._last_tries, self._deadlines = LastTries(settings.max_replays), Deadlines(self._expired)
         self._without: dict[Role, MillpondError] = {}  # roles of which no worker is left or starts, and why
@@ -150,10 +150,13 @@ class Dispatcher:
             entry.end("cancelled")
             self.end(entry)
 
-    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
+    async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
         """See `AsyncLLM.memory`; None while the request is at no worker, or if its worker has ended."""
         entry = self._entries.get(request_id)
-        worker, name = (entry.worker, entry.name) if entry is not None else self._watched.get(request_id, (None, ""))
+        known = self._watched.get(request_id) if entry is None else (entry.worker, entry.name, entry.request.client)
+        if known is None or client not in (None, known[2]):
+            return None
+        worker, name, _ = known
         handle = None if worker is None else self._pool.serving.get(worker)
         if handle is None:
             return None
@@ -255,7 +258,7 @@ class Dispatcher:
         self.checkpoints.forget(entry)
         self._by_name.pop(entry.name, None)
         if entry.request.watch and entry.worker is not None:
-            self._watched[entry.request.request_id] = entry.worker, entry.name
+            self._watched[entry.request.request_id] = entry.worker, entry.name, entry.request.client
             while len(self._watched) > _WATCHED:
                 self._watched.popitem(last=False)
         self._tried(entry)

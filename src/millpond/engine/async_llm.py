@@ -249,9 +249,9 @@ class AsyncLLM:
         """End a request with what it has; one that is not there any more is no error."""
         await self.call(lambda engine: engine.cancel(request_id))
 
-    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
+    async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
         """What a layer remembers of a request's first answer; see `Engine.memory`."""
-        return await self.call(lambda engine: engine.memory(request_id, layer))
+        return await self.call(lambda engine: engine.memory(request_id, layer, client))
 
     async def call(self, ask: Callable[[Engine], T], client: str = "") -> T:
         """Run `ask` in the engine's thread between two steps, and return what it returns.

@@ -95,7 +95,7 @@ class SnapshotStore:
 
     def __init__(self, layers: list[LayerShape]) -> None:
         self._shapes = layers
-        self._layers: OrderedDict[str, list[CacheSnapshot]] = OrderedDict()
+        self._layers: OrderedDict[str, tuple[str, list[CacheSnapshot]]] = OrderedDict()  # with the client
 
     def now(self, live: RequestState, layer: int) -> CacheSnapshot | None:
         """What a layer remembers of a request's first answer; None while it holds nothing in the pool.
@@ -116,18 +116,18 @@ class SnapshotStore:
             return
         found = [self.now(live, layer) for layer in range(len(self._shapes))]
         if layers := [memory for memory in found if memory is not None]:
-            self._layers[live.request.request_id] = layers
+            self._layers[live.request.request_id] = live.request.client, layers
         while len(self._layers) > _KEPT_REQUESTS:
             self._layers.popitem(last=False)
 
-    def of(self, request_id: str, layer: int) -> CacheSnapshot | None:
-        """What a layer held; None if nothing was noted.
+    def of(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
+        """What a layer held; None if nothing was noted, or not of this client, where one is given.
 
         Raises:
             OptionError: there is no such layer.
         """
-        found = self._layers.get(request_id)
-        if found is None:
+        sender, found = self._layers.get(request_id, ("", []))
+        if not found or client not in (None, sender):
             return None
         if not 0 <= layer < len(found):
             raise OptionError(f"layer {layer}: the model has layers 0 to {len(found) - 1}")

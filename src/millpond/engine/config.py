@@ -61,6 +61,7 @@ class EngineOptions(TypedDict, total=False):
     on_pressure: OnPressure
     cache_dir: str | PathLike[str] | None
     cache_disk: str | int | None
+    trust_remote_code: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,8 @@ class EngineConfig:
         cache_dir: folder for the caches of finished turns, from which later requests whose tokens continue them go on,
             also in another process; made where it does not exist. None: none are stored.
         cache_disk: most bytes of the files in `cache_dir`; those that were unused longest go first. None: 20 GiB.
+        trust_remote_code: of a model that is given by name: run the code in its folder, for configuration, tokenizer
+            and model; else a folder that brings some is refused.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
@@ -145,6 +148,7 @@ class EngineConfig:
     on_pressure: OnPressure = "evict"
     cache_dir: str | PathLike[str] | None = None
     cache_disk: str | int | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))

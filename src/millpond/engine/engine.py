@@ -394,17 +394,22 @@ class Engine:
         live = self._live.get(request_id)
         return None if live is None else live.cache(index)
 
-    def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
+    def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
         """What a layer remembers of a request's first answer now; or when it ended, if it was watched.
 
         None: it has not begun, lies outside the pool, or nothing is known of it any more.
+
+        Args:
+            client: who asks; a request of another client is as one that is not known. None: whoever sent it.
 
         Raises:
             OptionError: there is no such layer.
         """
         live = self._live.get(request_id)
+        if live is not None and client not in (None, live.request.client):
+            return None
         found = None if live is None else self._memories.now(live, layer)
-        return self._memories.of(request_id, layer) if found is None else found
+        return self._memories.of(request_id, layer, client) if found is None else found
 
     def stats(self) -> EngineStats:
         """The engine after its last step; safe to call from any thread."""

@@ -19,7 +19,7 @@ from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_opt
 from millpond.engine.engine import Engine
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.offload import Offload
-from millpond.engine.offload.open import Placement
+from millpond.engine.offload.open import Placement, folder_of
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, OnPressure, Request
@@ -276,19 +276,25 @@ def open_engine(
         if offload.device is not None and not isinstance(model, str | PathLike):
             raise OptionError(f"device={offload.device!r} is for a model that is loaded here; move a loaded one itself")
         place = offload.place()
-        loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights)
+        loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights, config.trust_remote_code)
         if place is not None:
             loaded = loaded.to(place)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
+    if config.trust_remote_code:
+        raise OptionError(
+            "trust_remote_code=True: with memory=, plan= or weights= the layers run natively, and no code of the "
+            "folder does; leave it out"
+        )
     if threads is not None:
         torch.set_num_threads(threads)
+    folder = folder_of(model, dtype)
+    tokenizer = find_tokenizer(folder) if tokenizer is None else tokenizer  # damaged ones are refused before weights
     if offload.disk is not None and config.prefix_disk is not None and config.prefix_folder is None:
         config = replace(config, prefix_folder=offload.disk)
     opened = offload.open(model, dtype, config)
     try:
-        tokenizer = find_tokenizer(model) if tokenizer is None else tokenizer
         engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed, tier=opened.tier)
     except BaseException:
         for part in (opened.streamed, opened.tier):
@@ -306,20 +312,28 @@ def _packed_here(model: Any, dtype: str | None, config: EngineConfig) -> bool:
 
 
 def load(
-    model: Any, tokenizer: Any, dtype: str | None, threads: int | None, weights: str | None = None
+    model: Any,
+    tokenizer: Any,
+    dtype: str | None,
+    threads: int | None,
+    weights: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """A model and its tokenizer, loaded if `model` is a name or a folder; None for a folder without a tokenizer.
 
     Raises:
-        OptionError: it cannot be loaded, or a dtype or quantized weights wanted of a loaded model.
+        OptionError: it cannot be loaded, or a dtype, quantized weights or its own code wanted of a loaded model.
+        DataError: a damaged or hostile file.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     if isinstance(model, str | PathLike):
-        loaded = load_model(model, "auto" if dtype is None else dtype)
-        return loaded, find_tokenizer(model) if tokenizer is None else tokenizer
+        tokenizer = find_tokenizer(model, trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
+        return load_model(model, "auto" if dtype is None else dtype, trust_remote_code=trust_remote_code), tokenizer
     if dtype is not None:
         raise OptionError(f"dtype={dtype!r} belongs to a model that is loaded here; a loaded one has its own")
+    if trust_remote_code:
+        raise OptionError("trust_remote_code=True is for a model that is loaded here; leave it out for a loaded one")
     if weights is not None:
         raise OptionError(
             f"weights={weights!r} empties the modules of the model; pass the model's name or folder, so that it is "

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.errors import OptionError
+from millpond.models.untrusted.render import write_chat
 
 #: Placeholder for a text, to find what a template writes around it; no template contains it.
 _TEXT = "\u2042text\u2042"
@@ -28,12 +29,10 @@ def around_user(tokenizer: PreTrainedTokenizerBase) -> Around:
     """What stands around the one message of a user.
 
     Raises:
-        OptionError: the template does not write the message as it is.
+        OptionError: the template does not write the message as it is, or does not end.
     """
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _TEXT}], tokenize=False, add_generation_prompt=True
-    )
-    before, found, behind = str(shown).partition(_TEXT)
+    shown = write_chat(tokenizer, [{"role": "user", "content": _TEXT}], add_generation_prompt=True)
+    before, found, behind = shown.partition(_TEXT)
     if not found:
         raise OptionError("this chat template does not show a message as it is; use --no-chat")
     return Around(before, behind)
@@ -44,7 +43,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not has_template(tokenizer):
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
-    behind = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_TEXT)[2].lstrip()
+    behind = write_chat(tokenizer, messages).partition(_TEXT)[2].lstrip()
     first = tokenizer.encode(behind, add_special_tokens=False)[:1] if behind else []
     return [i for i in first if i in tokenizer.all_special_ids]
 

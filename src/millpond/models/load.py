@@ -16,20 +16,32 @@ from typing import Any, TypeVar
 import huggingface_hub
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from millpond.codec import DTYPES
-from millpond.errors import OptionError, unknown
+from millpond.errors import MillpondError, OptionError, unknown
 from millpond.models.downloads import downloadable_models, downloaded_gguf
 from millpond.models.gguf.convert import converted_folder, find_gguf
 from millpond.models.installed import installed_folder, installed_models
+from millpond.models.untrusted.config import check_config, check_parameters
+from millpond.models.untrusted.folder import check_model_folder
+from millpond.models.untrusted.template import check_templates
 
 T = TypeVar("T")
 
 #: Seconds in which the hub must answer; without it only what was downloaded earlier is loaded.
 CONNECT_S = 5.0
 
+#: Names of files that hold weights.
+_OF_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|h5|msgpack)$")
 #: Names of files that tokenizers are saved in.
 _OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)$", re.IGNORECASE)
 
@@ -64,58 +76,120 @@ def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
     return str(converted_folder(gguf, dtype) if gguf else folder or text)
 
 
-def load_model(name: str | os.PathLike[str], dtype: str = "auto") -> PreTrainedModel:
+def load_model(
+    name: str | os.PathLike[str], dtype: str = "auto", *, trust_remote_code: bool = False
+) -> PreTrainedModel:  # fmt: skip
     """A causal language model, ready to generate.
 
     Args:
         name: a local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
         dtype: "auto" (as the weights were saved; quantized ones in bf16), "f32", "bf16" or "f16".
+        trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
 
     Raises:
-        OptionError: no such dtype, or nothing that can be loaded under that name.
+        OptionError: no such dtype, or nothing that can be loaded under that name. DataError: a damaged or hostile file.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise unknown("dtype", dtype, ["auto", *DTYPES])
     chosen: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
-    model: PreTrainedModel = _load(name, lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=chosen), dtype)
+
+    def load(path: str) -> PreTrainedModel:
+        if not trust_remote_code and _is_strangers(path):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            check_parameters(config, _bytes_of_weights(Path(path)), f"{path}/config.json")
+        made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=chosen, trust_remote_code=trust_remote_code
+        )
+        return made
+
+    model = _load(name, load, dtype, trust_remote_code, "the model (config.json, generation_config.json, weights)")
     model.train(False)
     return model
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model of that name.
 
+    Args:
+        trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
+
     Raises:
-        OptionError: nothing that can be loaded under that name.
+        OptionError: nothing that can be loaded under that name. DataError: a damaged or hostile file.
     """
-    tokenizer: PreTrainedTokenizerBase = _load(name, AutoTokenizer.from_pretrained, None)
-    return tokenizer
+
+    def load(path: str) -> PreTrainedTokenizerBase:
+        made = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not isinstance(made, PreTrainedTokenizerBase):
+            raise OptionError(f"{path}: what is saved there as a tokenizer is a {type(made).__name__}")
+        if not _is_installed(path):
+            check_templates(made, path)
+        return made
+
+    return _load(name, load, None, trust_remote_code, "the tokenizer (tokenizer_config.json, tokenizer.json)")
 
 
-def find_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(
+    name: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:  # fmt: skip
     """The tokenizer that belongs to a model of that name; None for a local folder that holds no file of one.
 
     For some types of model transformers makes one without a vocabulary there, which turns every text to nothing.
 
     Raises:
-        OptionError: there is one that cannot be loaded.
+        OptionError, DataError: there is one that cannot be loaded, see `load_tokenizer`.
     """
     folder = Path(resolve(name, None))
     if folder.is_dir() and not any(_OF_TOKENIZERS.search(file.name) for file in folder.iterdir()):
         return None
-    return load_tokenizer(name)
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-def _load(name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None) -> T:
+def _load(
+    name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None, trust_remote_code: bool, what: str
+) -> T:  # fmt: skip
+    """
+    Args:
+        what: is loaded, and of which files, for errors.
+    """
     path = resolve(name, dtype)
     is_local = Path(path).exists()
     if not is_local and difflib.get_close_matches(path, known_models(), cutoff=0.85):
         raise unknown("model", path, known_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars():
-            return load(path if is_local or _hub_answers() else _downloaded(path))
-    except (OSError, ValueError) as error:
-        raise OptionError(_not_found(os.fspath(name), error)) from error
+            found = path if is_local or _hub_answers() else _downloaded(path)
+            if not _is_installed(found):
+                _check(found, trust_remote_code)
+            return load(found)
+    except MillpondError:
+        raise
+    except Exception as error:  # whatever the classes of transformers raise of what a stranger wrote
+        raise OptionError(_why(os.fspath(name), path if is_local else None, what, error)) from error
+
+
+def _check(path: str, trust_remote_code: bool) -> None:
+    """
+    Raises:
+        DataError, OptionError: of a folder or a hub id, its files or its configuration are no model's.
+    """
+    if Path(path).is_dir():
+        check_model_folder(Path(path))
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    check_config(config, f"{path}/config.json", trust_remote_code=trust_remote_code)
+
+
+def _is_strangers(path: str) -> bool:
+    """Whether it is a folder that did not come with a package of ours."""
+    return Path(path).is_dir() and not _is_installed(path)
+
+
+def _is_installed(path: str) -> bool:
+    """Whether it is the folder of a model that came with a package of ours."""
+    return Path(path).name in installed_models() and installed_folder(Path(path).name) == Path(path)
+
+
+def _bytes_of_weights(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if _OF_WEIGHTS.search(file.name))
 
 
 def known_models() -> list[str]:
@@ -144,7 +218,16 @@ def _downloaded(name: str) -> str:
         raise OSError("the hub does not answer, and there is no earlier download") from None
 
 
-def _not_found(name: str, error: Exception) -> str:
+def _why(name: str, folder: str | None, what: str, error: Exception) -> str:
+    """Why nothing was loaded under a name, or of a folder."""
+    if "trust_remote_code" in str(error):
+        return (
+            f"model {name!r} brings code of its own, which is not run; if you have read it and trust it, "
+            "trust_remote_code=True (--trust-remote-code) runs it"
+        )
+    if folder is not None and not isinstance(error, OSError) and Path(folder, "config.json").is_file():
+        reason = " ".join((str(error).strip() or "no reason given").splitlines()[:2])[:500]
+        return f"{folder}: {what} cannot be loaded ({type(error).__name__}: {reason}); the files are damaged"
     close = difflib.get_close_matches(name, known_models(), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     reason = str(error).strip().split("\n")[0]

@@ -27,11 +27,12 @@ class AdmissionControl:
     """In front of the engine.
 
     Attributes:
-        under_way: ids of admitted prompts that are not answered yet. draining: new requests are refused.
+        under_way: ids of admitted prompts that are not answered yet, with their clients.
+        draining: new requests are refused.
     """
 
     def __init__(self, llm: ServedLLM, max_queue: int, step_limit_s: float = math.inf) -> None:
-        self.under_way: set[str] = set()
+        self.under_way: dict[str, str] = {}
         self.draining = False
         self._step_limit_s = step_limit_s
         self._drained_by: float | None = None
@@ -60,12 +61,13 @@ class AdmissionControl:
             wait = self._wait_s(waiting)
             message = f"{waiting} prompts wait and the queue holds {holds} for you; try again in {wait} s"
             raise ApiError(429, message, "queue_full", headers=_after(wait))
-        self.under_way.update(ids)
+        self.under_way |= dict.fromkeys(ids, client)
         self._under_way_of[client] += len(ids)
         try:
             yield
         finally:
-            self.under_way.difference_update(ids)
+            for one in ids:
+                self.under_way.pop(one, None)
             self._under_way_of[client] -= len(ids)
             if not self._under_way_of[client]:
                 del self._under_way_of[client]

@@ -57,8 +57,8 @@ class ServedLLM(Protocol):
         """Why nothing moves: the engine ended, or one step takes more than `limit_s` seconds. None: all is well."""
         ...
 
-    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
-        """What one layer remembers of a request's first answer; None if nothing is known of the request."""
+    async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
+        """What one layer remembers of a request's first answer; None if nothing is known of it, or not by `client`."""
         ...
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from millpond.cache.state.spans import united
 from millpond.engine.chunked_prompt import Prompt, with_ids
+from millpond.models.untrusted.render import write_chat
 from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import in_thread
@@ -328,11 +329,7 @@ class TokenizerWorker:
 
 def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt, **extra
-            )
-        )
+        return write_chat(tokenizer, messages, tools=tools or None, add_generation_prompt=prompt, **extra)
     except Exception as error:  # the template is a program of the model's, run on what the client sent
         message = f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
         raise ApiError(400, message, "template_error", "messages") from error

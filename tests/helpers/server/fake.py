@@ -146,8 +146,10 @@ class FakeLLM:
     def trouble(self, limit_s: float) -> str | None:
         return self.hangs
 
-    async def memory(self, request_id: str, layer: int) -> CacheSnapshot | None:
+    async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
         if request_id not in self.running and request_id not in {r.request_id for r in self.asked if r.watch}:
+            return None
+        if client not in (None, {r.request_id: r.client for r in self.asked}.get(request_id, client)):
             return None
         if layer >= 2:
             raise OptionError(f"layer {layer}: the model has layers 0 to 1")

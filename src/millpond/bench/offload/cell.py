@@ -174,14 +174,16 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     """One batch: the prompts, then a few steps; the rest is projected with their median."""
     sys.path.insert(0, str(accelerate))
     import_module("accelerate")  # before the cap, as all imports are
-    first: Any = AutoModelForCausalLM.from_pretrained(resolve("pond-recall"))  # what is imported at the first use
+    # what is imported at the first use
+    first: Any = AutoModelForCausalLM.from_pretrained(resolve("pond-recall"), trust_remote_code=False)
     first.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
     del first
     where: dict[str, Any] = {f"model.layers.{n}": "disk" for n in range(SHAPES[settings.shape]["num_hidden_layers"])}
     where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     cap = Cap(folder, settings.memory)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate"
+        folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate",
+        trust_remote_code=False,
     )
     return {**time_batch(model, batch, settings), **cap.end()}
 

@@ -53,7 +53,8 @@ def run_deepspeed(folder: Path, device: str, batch: int, settings: OffloadSettin
     library = _library(package)
     if device == "nvme":
         _load_operator()
-    first: Any = AutoModelForCausalLM.from_pretrained(resolve("pond-recall"))  # what is imported at the first use
+    # what is imported at the first use
+    first: Any = AutoModelForCausalLM.from_pretrained(resolve("pond-recall"), trust_remote_code=False)
     first.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
     del first
     files = folder / FILES
@@ -61,7 +62,7 @@ def run_deepspeed(folder: Path, device: str, batch: int, settings: OffloadSettin
     library.init_distributed("gloo")
     try:
         cap = Cap(folder, settings.memory, enforce=False)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
         engine = library.initialize(model=model, config=config_of(device, files, settings))[0]
         return {**time_batch(engine.module.eval(), batch, settings), **cap.end(), "version": library.__version__}
     finally:

@@ -10,7 +10,7 @@ import typer
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, notes, output
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DtypeName, ModelName, Threads
+from millpond.cli.options import DtypeName, ModelName, Threads, TrustRemoteCode
 from millpond.errors import OptionError
 
 
@@ -25,6 +25,7 @@ def profile(
     new: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 24,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured.")] = 2,
     threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
     replicas: Annotated[int | None, typer.Option(min=1, help="Time as many workers that run at once.")] = None,
     prefill: Annotated[int | None, typer.Option(min=1, help="The same, of workers that read prompts.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="And of those that decode behind them.")] = None,
@@ -60,10 +61,12 @@ def profile(
             llm: AsyncLLM | AsyncClusterLLM
             kept: dict[str, Any] = {"options": cache.options, "calibration": cache.calibration, **cache.kept()}
             if workers:
-                llm = AsyncClusterLLM(model, dtype=dtype, threads=threads, **numbers, **kept)
+                llm = AsyncClusterLLM(
+                    model, dtype=dtype, threads=threads, trust_remote_code=trust_remote_code, **numbers, **kept
+                )
                 engines: RecordingEngines = llm
             else:
-                llm = AsyncLLM(load_model(model, dtype), threads=threads, **kept)
+                llm = AsyncLLM(load_model(model, dtype, trust_remote_code=trust_remote_code), threads=threads, **kept)
                 engines = OneEngine(llm)
             try:
                 return await measure(

@@ -42,7 +42,9 @@ def heavy_hitters(
     tokenizer = load_tokenizer(model)
     ids = tokenizer(read_document(text_file), add_special_tokens=False, verbose=False)["input_ids"]
     with no_bars():
-        stock = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32, attn_implementation="eager")
+        stock = AutoModelForCausalLM.from_pretrained(
+            resolve(model), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
     found = measure_attention(stock.train(False), spread_windows(ids, tokenizer.bos_token_id, length, windows))
     draw(found, picture)
     section = measured(found, model, text_file.name)

@@ -28,6 +28,7 @@ from millpond.evals.spec import Spec
 from millpond.hf.model_profile import ModelProfile
 from millpond.methods import METHODS
 from millpond.models.load import load_model, load_tokenizer
+from millpond.models.untrusted.render import write_chat
 
 
 class CutShortWarning(UserWarning):
@@ -45,6 +46,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         codec, dtype, device: as in `millpond eval`. batch_size: sequences at once; no number depends on it.
         max_length: fewer positions than the model has.
         truncate: cut the beginning of a prompt that is too long, instead of refusing it.
+        trust_remote_code: as of `load_model`.
         **options: of the method.
 
     Raises:
@@ -62,6 +64,7 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         batch_size: int | str = 1,
         max_length: int | None = None,
         truncate: bool = False,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -71,8 +74,8 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         self.budget = candidate.default_budget if budget is None else _budget_text(budget)
         candidate.check(self.budget, codec)
         size = _whole("batch_size", batch_size, 'a number, 1 or more ("auto" is not known here)')
-        self.tokenizer = load_tokenizer(pretrained)
-        loaded: Any = load_model(pretrained, dtype)
+        self.tokenizer = load_tokenizer(pretrained, trust_remote_code=trust_remote_code)
+        loaded: Any = load_model(pretrained, dtype, trust_remote_code=trust_remote_code)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = loaded.to(self._device)
         limit = ModelProfile.of(model).position_limit
@@ -120,11 +123,10 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, by the tokenizer's template."""
-        text: Any = self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+        return write_chat(
+            self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
-        return str(text)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, as lm-eval stores it with the results."""

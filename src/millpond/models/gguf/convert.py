@@ -26,6 +26,7 @@ from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.gguf.rope import RopeTensors, take_rope
 from millpond.models.gguf.unread import unplaced, unread_metadata, unread_tensors
 from millpond.models.progress import progress
+from millpond.models.untrusted.config import check_config
 from millpond.models.workplace import remove_left, workplace
 from millpond.optional import require
 
@@ -148,6 +149,8 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
 
 
 def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
+    described = {name: value for name, value in header.metadata.items() if not name.startswith("tokenizer.")}
+    check_config(described, path.name)
     with _quiet():
         config = _config(path)
         _check_described(path, header, config, take_rope(path, header, config))
@@ -164,7 +167,9 @@ def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) 
 
 def _config(path: Path) -> PreTrainedConfig:
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises whatever a damaged value leads to
         _contradicts(path, f"transformers cannot make a configuration of its metadata ({_first_line(error)})")
     return config
@@ -175,7 +180,7 @@ def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig, r
     _refuse_unread(path, [*rope.refused, *unread_metadata(header, config)])
     try:
         with torch.device("meta"):
-            model = _AUTO.from_config(config)
+            model = _AUTO.from_config(config, trust_remote_code=False)
         needed = sum(p.numel() for p in model.parameters())
     except Exception as error:
         raise OptionError(
@@ -200,7 +205,7 @@ def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         given, info = _AUTO.from_pretrained(
             str(path.parent), config=config, gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True,
-            **_dequantized(),
+            trust_remote_code=False, **_dequantized(),
         )  # fmt: skip
     except NotImplementedError as error:
         raise OptionError(
@@ -216,7 +221,7 @@ def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        model: PreTrainedModel = _AUTO.from_config(config, dtype=DTYPES[dtype])
+        model: PreTrainedModel = _AUTO.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
     model.load_state_dict(given.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = given.generation_config
@@ -231,7 +236,7 @@ def _dequantized() -> dict[str, Any]:
 
 def _tokenizer(path: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     except Exception as error:
         raise OptionError(
             f"{path.name}: transformers cannot convert its tokenizer ({_first_line(error)}); use the model's "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,20 @@ def _weight_map(path: Path) -> Mapping[str, str]:
         raise DataError(f"{path} is no index of shards ({type(error).__name__}: {error})") from error
 
 
+def check_shards(index: Path, files: Iterable[Any]) -> None:
+    """
+    Raises:
+        DataError: an index names a shard that lies elsewhere.
+    """
+    for file in dict.fromkeys(map(str, files)):
+        if Path(file).name != file:
+            raise DataError(f"{index} names the shard {file!r}, which is no file of the folder")
+
+
 def _of_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorPlace]:
     shards: dict[str, dict[str, TensorPlace]] = {}
+    check_shards(folder / _INDEX, weight_map.values())
     for file in dict.fromkeys(weight_map.values()):
-        if Path(file).name != file:
-            raise DataError(f"{folder / _INDEX} names the shard {file!r}, which is no file of the folder")
         shards[file] = tensors_of_file(folder / file)
     for name, file in weight_map.items():
         if name not in shards[file]:

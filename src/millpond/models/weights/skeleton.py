@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from millpond.errors import DataError, OptionError, UnsupportedModelError
+from millpond.errors import DataError, MillpondError, OptionError, UnsupportedModelError
 from millpond.models.gguf.blocks import GGUFBlocks, blocks_of
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
+from millpond.models.untrusted.config import check_config
+from millpond.models.untrusted.folder import check_model_folder
 from millpond.models.weights.headers import TensorPlace, tensors_of_folder
 
 #: What GPT-NeoX calls its head in files.
@@ -79,10 +81,15 @@ class Skeleton:
             OptionError: no folder with a model in safetensors files. DataError: a damaged file, or one that does not
                 fit the configuration. UnsupportedModelError: a family whose layers do not run natively.
         """
+        check_model_folder(folder)
         try:
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise OptionError(f"{folder} is no folder with a model: {str(error).strip().splitlines()[0]}") from error
+            check_config(PreTrainedConfig.get_config_dict(folder)[0], f"{folder}/config.json")
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except MillpondError:
+            raise
+        except Exception as error:  # whatever the classes of transformers raise of what a stranger wrote
+            reason = " ".join(str(error).strip().splitlines()[:2])
+            raise OptionError(f"{folder} is no folder with a model: {reason}") from error
         tensors = tensors_of_folder(folder)
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedModelError(f"{folder} holds quantized weights, which are not read layer by layer yet")
@@ -125,7 +132,7 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     families: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = families.from_config(config, dtype=dtype)
+            model: PreTrainedModel = families.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} is no causal language model: {str(error).splitlines()[0]}"

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi import Path as InPath
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from millpond.engine.outputs import CacheSnapshot
@@ -19,6 +20,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/millpond/memory/{request_id}", response_model=None, responses={204: {"description": "It waits."}})
     async def memory(
+        http: HttpRequest,
         request_id: Annotated[str, InPath(max_length=200)],
         layer: Annotated[int, Query(ge=0, le=10_000)] = 0,
         since: Annotated[int, Query(ge=0, le=2**31, description="Texts of tokens from this one on.")] = 0,
@@ -26,13 +28,14 @@ def routes(service: Service) -> APIRouter:
         """Per token of prompt and answer: the share of a layer's heads that hold it, and its mean score.
 
         For a request that runs, and for one that was sent with `millpond: {"watch": true}` and ended lately. 204
-        without a body: it waits and holds nothing.
+        without a body: it waits and holds nothing. Requests of other clients are not found.
         """
-        found = await service.llm.memory(request_id, layer)
-        if found is None and request_id in service.gate.under_way:
+        client = service.clients.of(http).name
+        found = await service.llm.memory(request_id, layer, client)
+        if found is None and service.gate.under_way.get(request_id) == client:
             return Response(status_code=204)
         if found is None:
-            message = f"nothing is known of request {request_id!r}: it ended, or there was none"
+            message = f"nothing is known of a request {request_id!r} of yours: it ended, or there was none"
             raise ApiError(404, message, "request_not_found", "request_id")
         return await _shown(service, found, since)
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from millpond.models.untrusted.render import write_chat
 from millpond.server.tools.format import CallFormat
 from millpond.server.tools.hermes import BEGIN, Hermes
 from millpond.server.tools.llama3 import Llama3
@@ -74,7 +75,7 @@ def _calling(count: int, as_text: bool) -> dict[str, Any]:
 def _said(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     """What the template makes of it; nothing where it refuses."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False))
+        return write_chat(tokenizer, messages, tools=[_TOOL])
     except Exception:  # a template is a program of the model's
         return ""
 

@@ -44,7 +44,9 @@ def write_card(run: TextRun, text: TokenFile, folder: Path, data: Path, *, hardw
     if not files:
         raise DataError(f"none of the held-out documents lies in {data}: {', '.join(HELD_OUT)}")
     with no_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
     model.to(run.model.device)  # type: ignore[arg-type]
     card = CARD.format(
         **_shape(run, text),

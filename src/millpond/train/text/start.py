@@ -31,7 +31,7 @@ def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> t
     """
     try:
         with no_bars():
-            earlier = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+            earlier = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, trust_remote_code=False)
         vocabulary = Tokenizer.from_file(str(folder / TOKENIZER_FILE)).get_vocab()
         if _shape(earlier) != _shape(model):
             raise ValueError(f"its shape is {_shape(earlier)}, that of the recipe {_shape(model)}")

@@ -1,0 +1,91 @@
+"""Check of the numbers in a model's configuration, before a class of transformers is made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from millpond.errors import DataError, OptionError
+
+#: What is made one by one, with the most of it: the largest models have some 130 layers and 512 experts.
+_COUNTED = (
+    (re.compile(r"layer|block|depth|stage"), 1_024),
+    (re.compile(r"expert|label|group|head|branch|loop|repeat|codebook|adapter|stream|track"), 1 << 16),
+)
+#: Names of numbers of layers, of which there are none fewer than none.
+_LAYERS = re.compile(r"^(n|num)_.*layers?$")
+#: Names of factors and the like: nothing is made of that length.
+_FREE = re.compile(r"theta|base|seed|pixels")
+#: The most of any other number, such as a width or a vocabulary.
+_MOST = 2**31 - 1
+#: Parameters for which there must be a byte of weights: 8 of one bit each, and tied ones counted twice.
+_PER_BYTE = 16
+#: Parameters that no file needs to hold, such as those of a task's head; and numbers in buffers, such as masks.
+_UNSAVED, _MOST_BUFFERS = 1 << 26, 1 << 28
+
+
+def check_config(config: Any, where: str, *, trust_remote_code: bool = False) -> None:
+    """Refuse a configuration of which a class would make more than any machine holds, or fetch code of strangers.
+
+    Args:
+        config: as JSON. where: its file, for errors. trust_remote_code: such code may run.
+
+    Raises:
+        DataError: a number beyond what any model has. OptionError: it names a kernel of the hub.
+    """
+    if not isinstance(config, Mapping):
+        raise DataError(f"{where} is a {type(config).__name__}, and must be a table")
+    for name, value in _leaves(config):
+        if not trust_remote_code and name.endswith("_implementation") and isinstance(value, str) and "/" in value:
+            raise OptionError(
+                f"{where}: {name}={value[:80]!r} is code of the hub, which is not run; trust_remote_code=True "
+                "(--trust-remote-code) runs it"
+            )
+        if isinstance(value, bool) or not isinstance(value, int) or _FREE.search(name):
+            continue
+        most = next((limit for pattern, limit in _COUNTED if pattern.search(name)), _MOST)
+        if re.search("size|dim|channel|width|vocab", name):
+            most = _MOST  # of one layer, head or expert
+        least = 0 if _LAYERS.search(name) else -most
+        if not least <= value <= most:
+            raise DataError(f"{where}: {name}={value}: no model has that; it must be {least:,} to {most:,}")
+
+
+def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None:
+    """Refuse a configuration that describes far more parameters than the files of weights can hold.
+
+    Args:
+        n_bytes: of all files of weights. where: the file of the configuration, for errors.
+
+    Raises:
+        DataError: so many. Also what transformers raises of a configuration that fits no class.
+    """
+    families: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = families.from_config(config, trust_remote_code=False)
+    described = sum(parameter.numel() for parameter in model.parameters())
+    if described > n_bytes * _PER_BYTE + _UNSAVED:
+        raise DataError(
+            f"{where} describes {described:,} parameters, and the files of weights beside it have {n_bytes:,} bytes; "
+            "they are not of one model"
+        )
+    buffered = sum(buffer.numel() for buffer in model.buffers())
+    if buffered > n_bytes + _MOST_BUFFERS:
+        raise DataError(f"{where} describes buffers of {buffered:,} numbers; no model needs more than its weights have")
+
+
+def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every value that is no table, by its name; those of a list by the list's."""
+    waiting: list[tuple[str, Any]] = [(str(name).lower(), value) for name, value in config.items()]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(str(inner).lower(), part) for inner, part in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, part) for part in value]
+        else:
+            yield name, value

@@ -1,0 +1,55 @@
+"""Check of a chat template: tried chats are written by it in a process of their own, whose time and memory end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from millpond.errors import DataError
+
+#: Seconds of the clock after which the process is ended, should it wait for something.
+_MOST_WAIT = 60.0
+_SCRIPT = Path(__file__).with_name("template_child.py")
+
+
+def check_templates(tokenizer: Any, folder: str) -> None:
+    """Refuse a tokenizer one of whose chat templates does not end, or fills the memory.
+
+    Args:
+        folder: that it came from, for errors.
+
+    Raises:
+        DataError: one of them does, or is none.
+    """
+    given = getattr(tokenizer, "chat_template", None) or {}
+    for name, template in given.items() if isinstance(given, dict) else [("default", given)]:
+        where = _file_of(Path(folder), str(name))
+        if not isinstance(template, str):
+            raise DataError(f"{where}: the chat template is a {type(template).__name__}, and must be a text")
+        if (wrong := _wrong_with(template)) is not None:
+            raise DataError(f"{where}: the chat template {wrong}; leave it out, or take one that ends")
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    """The file of a folder that holds the template of that name."""
+    own = [folder / "additional_chat_templates" / f"{name}.jinja", folder / "chat_template.jinja"]
+    return next((file for file in own if file.is_file()), folder / "tokenizer_config.json")
+
+
+@lru_cache(maxsize=64)
+def _wrong_with(template: str) -> str | None:
+    """Why a template is refused; None: it writes chats, or says which ones it does not write."""
+    command = [sys.executable, "-I", str(_SCRIPT)]
+    try:
+        tried = subprocess.run(
+            command, input=template.encode("utf-8", "replace"), capture_output=True, timeout=_MOST_WAIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"wrote no chat in {_MOST_WAIT:g} s"
+    if tried.returncode == 0:
+        return None
+    told = tried.stdout.decode("utf-8", "replace").strip()
+    return told or "takes more time or memory than any chat needs"
