@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool
+from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.errors import PoolFullError
 
 
@@ -66,3 +70,69 @@ def test_the_limit_is_kept_and_what_fits_is_given(steps: list[tuple[bool, int, b
     for pool in (wide, narrow):
         pool.trim()
     assert account.nbytes == 0
+
+
+class Holder:
+    """Some pages of a pool, each with its number written into it."""
+
+    def __init__(self, pool: PagePool, n: int, number: int) -> None:
+        self.pool, self.ids, self.number = pool, pool.allocate(n), number
+        pool.holders.add(self)
+        for at, page in enumerate(self.ids.tolist()):
+            arena, row = divmod(page, pool.arrays.pages_per_arena)
+            pool.arrays.scores[arena][row] = 1000 * number + at
+
+    def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
+        return [self.ids] if pool is self.pool else []
+
+    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+        if pool is self.pool:
+            self.ids = places[self.ids]
+
+    def check(self) -> None:
+        for at, page in enumerate(self.ids.tolist()):
+            arena, row = divmod(page, self.pool.arrays.pages_per_arena)
+            assert (self.pool.arrays.scores[arena][row] == 1000 * self.number + at).all(), "a page lost its content"
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 30)), max_size=40),
+    st.integers(10_000, 90_000),
+)
+def test_room_is_made_wherever_the_free_pages_lie(steps: list[tuple[bool, int, int]], limit: int) -> None:
+    """What is free goes to the pool that needs it, to the page, and what is in use keeps its content."""
+    account, wide, narrow = two(limit)
+    held: list[Holder] = []
+    for number, (first, n, gone) in enumerate(steps):
+        pool = wide if first else narrow
+        if gone < len(held):
+            held[gone].pool.release(held[gone].ids)
+            del held[gone]
+        fits = account.live_bytes + n * pool.page_bytes <= limit
+        assert account.make_room({pool: n}) == fits
+        if fits:
+            held.append(Holder(pool, n, number))
+        assert account.live_bytes <= account.nbytes <= limit
+        for one in (wide, narrow):
+            one.check_integrity([holder.ids for holder in held if holder.pool is one])
+        for holder in held:
+            holder.check()
+
+
+def test_pages_of_unknown_holders_stay() -> None:
+    account, wide, narrow = two(64_000)
+    ids = wide.allocate(60_000 // wide.page_bytes)
+    for page in ids.tolist():
+        wide.arrays.scores[page // wide.arrays.pages_per_arena][page % wide.arrays.pages_per_arena] = page
+    wide.release(ids[::2])
+    half = 30_000 // narrow.page_bytes
+    assert not account.make_room({narrow: half}), "nobody would tell the holder where its pages are"
+    for page in ids[1::2].tolist():
+        assert (
+            wide.arrays.scores[page // wide.arrays.pages_per_arena][page % wide.arrays.pages_per_arena] == page
+        ).all()
+    holder = Holder(narrow, 1, 0)
+    holder.pool, holder.ids = wide, ids[1::2]
+    wide.holders.add(holder)
+    assert account.make_room({narrow: half})
+    assert (np.sort(holder.ids) != ids[1::2]).any()

@@ -314,7 +314,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     def nothing_leaks(self) -> None:
         if not hasattr(self, "tree"):
             return
-        self.pool.check_integrity([*self.tree.held(self.pool), *(table.held() for table in self.held)])
+        self.pool.check_integrity([*self.tree.held_in(self.pool), *(table.held() for table in self.held)])
         assert len(self.store) == self.tree.n_stored
         assert self.store.bytes_used == 4096 * len(self.store)
         assert self.store._extents.size <= self.store._capacity

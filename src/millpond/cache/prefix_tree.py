@@ -221,7 +221,7 @@ class PrefixTree:
                 self._leave(block)
             self._forget(block)
 
-    def held(self, pool: RefCountedPool[Any]) -> list[PageIds]:
+    def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
         """The pages of one pool that blocks hold."""
         return [
             ids
@@ -230,6 +230,11 @@ class PrefixTree:
             for owner, ids in zip(block.pools, block.pages, strict=True)
             if owner is pool
         ]
+
+    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+        """See `PageHolder`."""
+        for ids in self.held_in(pool):
+            ids[:] = places[ids]
 
     def check_sums(self) -> None:
         """Assert that the bytes of sums are those that are counted, and that no sums outlive those before them."""
@@ -247,6 +252,8 @@ class PrefixTree:
             chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
             block = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
         block.pools, block.pages = pools, pages
+        for pool in set(pools):
+            pool.holders.add(self)
         _retain(block)
         self._enter(block)
         return block

@@ -100,7 +100,7 @@ class Engine:
         check_disk(config, streamed, tier)
         whole_mark = None if config.cache_dir is None else session_mark(model, config.weights)
         mark = None if config.chunk_store is None else model_mark(model, config.weights)
-        self._account = MemoryLimit(limit)
+        self._account = MemoryLimit(limit, pinned=tier is not None)
         self._scheduler = Scheduler(
             limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit,
             prompt_block=config.prompt_block, spread=config.spread_ages,

@@ -29,7 +29,7 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
         held = [part.held() for part in parts if part.page_lists.pool is pool]
         held += [away.staying for away in account.pools if isinstance(away, AwayPages) and away.pool is pool]
-        pool.check_integrity(held + shared.held(pool))
+        pool.check_integrity(held + shared.held_in(pool))
     shared.check_sums()
     limit = account.limit_bytes
     assert limit is None or account.nbytes <= limit, "more bytes than the limit"
@@ -41,6 +41,6 @@ def check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTre
         for core in stack.layers:
             if core.table is not None and not core.table.is_away:
                 lists, rows = core.table.page_lists, core.table.rows(sequence)
-                held = shared.held(core.table.pool)
+                held = shared.held_in(core.table.pool)
                 found = np.intersect1d(lists.held(rows), np.concatenate([ids.ravel() for ids in held])) if held else ()
                 assert len(found) == 0, "an approximate page in the prefix tree"

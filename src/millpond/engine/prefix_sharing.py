@@ -168,7 +168,7 @@ class PrefixSharing:
         """Whether sums fit, or do once about as many bytes of blocks were evicted."""
         wanted: Pages = {self.tree.sum_memory: n_bytes}
         until = self.tree.evicted + MOST_EVICTED
-        self.tree.evict(lambda: self._account.can_take(wanted) or self.tree.evicted >= until)
+        self.tree.evict(lambda: self._account.make_room(wanted) or self.tree.evicted >= until)
         return self._account.can_take(wanted)
 
     def keep(self, live: RequestState, later: Pages) -> None:
@@ -191,12 +191,12 @@ class PrefixSharing:
             return together(self.pages_to_settle(live), later)
 
         if not self.has(need()):
-            while self.tree.shorten(path) and not self._account.can_take(need()):
+            while self.tree.shorten(path) and not self._account.make_room(need()):
                 pass
 
     def has(self, pages: Pages) -> bool:
         """Whether there is room for these pages, or will be without blocks that no request holds."""
-        return self.tree.evict(lambda: self._account.can_take(pages))
+        return self.tree.evict(lambda: self._account.make_room(pages))
 
     def stats(self) -> PrefixStats | None:
         """Blocks held, found and evicted; None where nothing is shared."""

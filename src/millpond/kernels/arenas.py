@@ -16,9 +16,10 @@ _LEAST_ROOM = 64
 
 
 class Arenas(ABC):
-    """Arenas of equal size (the last may be shorter).
+    """Arenas of equal size, but for one that may be shorter, and for those that are empty.
 
-    Page `i` is row `i % pages_per_arena` of arena `i // pages_per_arena` of each array.
+    Page `i` is row `i % pages_per_arena` of arena `i // pages_per_arena` of each array. The first arena is of full size
+    where there are others.
 
     Attributes:
         pages_per_arena: a power of two.
@@ -90,6 +91,15 @@ class Arenas(ABC):
         """Give the memory of the last arena back. No live page may lie in it."""
         for arenas in self.arrays:
             arenas.pop()
+        self.refresh()
+
+    def resize_arena(self, number: int, n_pages: int) -> None:
+        """Let an arena have its first `n_pages` pages, at another address; 0: its memory is given back."""
+        for arenas in self.arrays:
+            before = arenas[number]
+            kept = min(len(before), n_pages)
+            arenas[number] = before.new_empty(n_pages, *before.shape[1:])
+            arenas[number][:kept] = before[:kept]
         self.refresh()
 
     def refresh(self) -> None:

@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, DEVICE_ARENA_BYTES
+from millpond.cache.pages.ref_counted_pool import ARENA_BYTES, DEVICE_ARENA_BYTES, RefCountedPool
+from millpond.cache.pages.repack import give_back, spare_pages
 
 #: Arenas that the limit is cut into, so that pools of several shapes can share it.
 GRAIN = 64
 
 
 class MemoryLimit:
-    """Bytes that several pools share. What one of them has free at its end goes to another that needs it.
+    """Bytes that several pools share. What one of them has free goes to another that needs it.
 
     Args:
         limit_bytes: most bytes of all buffers, free pages included; None for no limit.
+        pinned: pages in use stay where they are, since a disk is read into them while others run.
 
     Attributes:
         pools: those that were made with this account.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None, *, pinned: bool = False) -> None:
         self.limit_bytes = limit_bytes
+        self.pinned = pinned
         self.pools: list[Pool] = []
 
     @property
@@ -49,12 +52,42 @@ class MemoryLimit:
         return sum(pool.n_live * pool.page_bytes for pool in self.pools)
 
     def can_take(self, pages: Mapping[Pool, int]) -> bool:
-        """Whether all these pages, of pools of this account, can be allocated."""
-        if self.limit_bytes is None:
+        """Whether all these pages, of pools of this account, can be allocated; no live page moves for it."""
+        if self.limit_bytes is None or self._fits(pages):
             return True
-        need = sum(pool.bytes_to_grow(n) for pool, n in pages.items() if n)
-        if need and self.nbytes + need > self.limit_bytes:
-            for pool in self.pools:
-                if not pages.get(pool, 0):
-                    pool.trim()
-        return not need or self.nbytes + need <= self.limit_bytes
+        for pool in self.pools:
+            pool.trim(keep=pages.get(pool, 0))
+        if self._fits(pages):
+            return True
+        if not self._fits(pages, exact=True):
+            return False
+        for pool, n in pages.items():
+            if isinstance(pool, RefCountedPool):
+                pool.grow(n)
+        return True
+
+    def make_room(self, pages: Mapping[Pool, int]) -> bool:
+        """`can_take`, for which live pages of other pools move together where there are free ones between them.
+
+        Between two passes only: ids of pages that no holder of a pool names become wrong.
+        """
+        if self.limit_bytes is None or self.can_take(pages):
+            return True
+        need = sum(pool.bytes_to_grow(n, exact=True) for pool, n in pages.items() if n)
+        short = self.nbytes + need - self.limit_bytes
+        spare = {
+            pool: spare_pages(pool, pages.get(pool, 0)) * pool.page_bytes
+            for pool in self.pools
+            if isinstance(pool, RefCountedPool)
+        }
+        if short > sum(spare.values()):
+            return False
+        for pool in sorted(spare, key=spare.__getitem__, reverse=True):
+            n = min(spare[pool], short)
+            if n > 0:
+                short -= give_back(pool, -(-n // pool.page_bytes)) * pool.page_bytes
+        return self.can_take(pages)
+
+    def _fits(self, pages: Mapping[Pool, int], *, exact: bool = False) -> bool:
+        need = sum(pool.bytes_to_grow(n, exact=exact) for pool, n in pages.items() if n)
+        return not need or self.limit_bytes is None or self.nbytes + need <= self.limit_bytes

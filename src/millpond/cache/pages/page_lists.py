@@ -57,6 +57,11 @@ class PageLists:
         """Page ids of some regions, one region after the other; a shared page once per holder."""
         return self.ids[rows][self.owned_mask(rows)]
 
+    def follow(self, places: PageIds) -> None:
+        """Each page i that is held is page places[i] of the pool from now on."""
+        mine = self.owned_mask()
+        self.ids[mine] = places[self.ids[mine]]
+
     def n_shared(self, written: Mask | None = None) -> int:
         """Pages, of those that will be `written` (R, n), that others hold too; None: of all."""
         if not self.may_share:

@@ -55,6 +55,7 @@ class PageTable:
         self._runs: SharedPrefixRuns | None = None
         self._runs_known = True
         self._publish()
+        pool.holders.add(self)
 
     @classmethod
     def of_pages(cls, pool: PagePool, pages: PageIds) -> PageTable:
@@ -154,6 +155,16 @@ class PageTable:
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
         return self._rows.held()
+
+    def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
+        """See `PageHolder`."""
+        return [self._rows.held()] if self._rows.pool is pool else []
+
+    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+        """See `PageHolder`."""
+        if self._rows.pool is pool:
+            self._rows.follow(places)
+            self._publish(lens=False)
 
     def page_column(self, number: int) -> PageIds:
         """(R,) the ids of one page of each region, the `number`-th."""

@@ -22,8 +22,8 @@ class Pool(Protocol):
     def nbytes(self) -> int:
         """Bytes of all memory held, free pieces included."""
 
-    def bytes_to_grow(self, n: int) -> int:
-        """Bytes that `n` more pieces take after the free ones are used."""
+    def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
+        """Bytes that `n` more pieces take after the free ones are used; exact: as few as it can take."""
 
-    def trim(self) -> int:
-        """Give free memory back; returns its bytes."""
+    def trim(self, keep: int = 0) -> int:
+        """Give memory back in which nothing is in use, but for `keep` free pieces; returns its bytes."""

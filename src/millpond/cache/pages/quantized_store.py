@@ -17,7 +17,7 @@ from torch import Tensor
 from millpond.cache.pages.key_channels import KeyChannels
 from millpond.cache.pages.page_lists import PageLists, Rows
 from millpond.cache.pages.quantized_pool import QuantizedPool
-from millpond.cache.pages.ref_counted_pool import PageIds
+from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.pages.rope_tables import GrowingRope
 from millpond.codec.spec import Codec
 from millpond.kernels import ops
@@ -68,6 +68,7 @@ class QuantizedStore:
         self._keys = KeyChannels(codec, n_seq, n_kv_heads, pool.arrays.layout.key_dim, device)
         self.steps_until_check = 0
         self._view: PackedRegions | None = None  # what the kernels see of all regions, until something changes
+        pool.holders.add(self)
 
     # ------------------------------------------------------------------ views
 
@@ -137,6 +138,16 @@ class QuantizedStore:
     def held(self) -> PageIds:
         """Page ids of all regions, a shared page once per holder."""
         return self._pages.held()
+
+    def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
+        """See `PageHolder`."""
+        return [self._pages.held()] if self._pages.pool is pool else []
+
+    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+        """See `PageHolder`."""
+        if self._pages.pool is pool:
+            self._pages.follow(places)
+            self._changed()
 
     def held_by(self, row: int) -> PageIds:
         """Page ids of one region, in the order of its slots."""

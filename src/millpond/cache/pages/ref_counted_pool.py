@@ -6,8 +6,9 @@ lies in its pages.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,15 @@ ARENA_BYTES = 8 * 2**20
 DEVICE_ARENA_BYTES = 64 * 2**20
 #: Where at least one of this many pages is named, holders of all pages are counted at once, which takes less time.
 MANY = 16
+#: Holders of a page that does not exist: its arena is empty, or shorter.
+_ABSENT = -1
 
 
 class Limit(Protocol):
     """What several pools may hold together."""
 
     limit_bytes: int | None
+    pinned: bool
     pools: list[Pool]
 
     @property
@@ -45,6 +49,16 @@ class Limit(Protocol):
     def can_take(self, pages: Mapping[Pool, int]) -> bool: ...
 
 
+class PageHolder(Protocol):
+    """What names pages of pools and follows them when they move."""
+
+    def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
+        """The pages of a pool that it holds, each as often as it holds it."""
+
+    def follow(self, pool: RefCountedPool[Any], places: PageIds) -> None:
+        """Page i of a pool, for every i that it holds, is page places[i] from now on."""
+
+
 A = TypeVar("A", bound=Arenas)
 
 
@@ -56,6 +70,9 @@ class RefCountedPool(Generic[A]):
         kv_bytes_per_page, page_bytes: of keys and values alone, and with positions and scores.
         limit_bytes: most bytes that the pool may ever hold; None for no limit.
         account: the limit of several pools together, in place of `limit_bytes`.
+
+    Attributes:
+        holders: what holds its pages, as far as they can move.
 
     Raises:
         OptionError: `limit_bytes` is smaller than one page.
@@ -81,8 +98,9 @@ class RefCountedPool(Generic[A]):
             account.pools.append(self)
         self._refs: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._lives: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._n_allocations = 0
+        self._n_allocations = self._n_absent = 0
         self.n_releases = 0  # calls of `release` so far
+        self.holders: weakref.WeakSet[PageHolder] = weakref.WeakSet()
 
     def _copy(self, source: PageIds, target: PageIds) -> None:
         """Copy whole pages, source[i] to target[i]."""
@@ -99,19 +117,38 @@ class RefCountedPool(Generic[A]):
         return None if self.limit_bytes is None else self.limit_bytes // self.page_bytes
 
     @property
+    def pinned(self) -> bool:
+        """Whether arenas stay where they are as long as a page of them is in use."""
+        return self.account is not None and self.account.pinned
+
+    @property
+    def end(self) -> int:
+        """What the ids of all pages are below."""
+        return len(self._refs)
+
+    @property
     def n_pages(self) -> int:
         """Pages that exist, free ones included."""
-        return len(self._refs)
+        return len(self._refs) - self._n_absent
 
     @property
     def n_live(self) -> int:
         """Pages with at least one holder."""
-        return int(np.count_nonzero(self._refs))
+        return int(np.count_nonzero(self._refs)) - self._n_absent
+
+    @property
+    def n_free(self) -> int:
+        """Pages without a holder."""
+        return len(self._refs) - int(np.count_nonzero(self._refs))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers held, free pages included."""
         return self.arrays.nbytes
+
+    def by_arena(self) -> npt.NDArray[np.int32]:
+        """(arenas, pages per arena) holders of every page; below 0 where there is none in a shorter or empty arena."""
+        return self._refs.reshape(-1, self.arrays.pages_per_arena)
 
     def refs(self, ids: PageIds) -> npt.NDArray[np.int32]:
         """How many holders each page has."""
@@ -127,16 +164,17 @@ class RefCountedPool(Generic[A]):
             return False
         return self.account is None or self.account.can_take({self: n})
 
-    def bytes_to_grow(self, n: int) -> int:
-        """Bytes of the arenas that `n` more pages need after the free ones are used."""
-        missing = n - (self.n_pages - self.n_live)
+    def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
+        """Bytes of the arenas that `n` more pages need after the free ones are used; exact: of a shorter arena."""
+        missing = n - self.n_free
         if missing <= 0:
             return 0
-        per_arena = self.arrays.pages_per_arena
-        pages = -(-missing // per_arena) * per_arena
-        if self.max_pages is not None:
-            pages = max(min(pages, self.max_pages - self.n_pages), missing)
-        return pages * self.page_bytes
+        return (missing if exact and not self.pinned else self._in_arenas(missing)) * self.page_bytes
+
+    def grow(self, n: int) -> None:
+        """Have at least `n` free pages, and no more than that where there are more of them now."""
+        if (missing := n - self.n_free) > 0:
+            self._extend_by(missing if not self.pinned else self._in_arenas(missing))
 
     def allocate(self, n: int) -> PageIds:
         """`n` pages with one holder each, ascending, the lowest free ones first so that neighbours stay together.
@@ -150,7 +188,7 @@ class RefCountedPool(Generic[A]):
                 f"{self.max_pages} are in use (limit {self.limit_bytes} bytes); what is cached stays readable. "
                 "Raise memory_limit, lower the budget, or free a sequence"
             )
-        missing = n - (self.n_pages - self.n_live)
+        missing = n - self.n_free
         while missing > 0:
             missing -= self._grow(missing)
         ids = np.flatnonzero(self._refs == 0)[:n].astype(np.int32)
@@ -161,7 +199,7 @@ class RefCountedPool(Generic[A]):
 
     def retain(self, ids: PageIds) -> None:
         """One more holder for each page; a page may be named several times."""
-        if not self._refs[ids].all():
+        if (self._refs[ids] <= 0).any():
             raise AssertionError("retained a free page")
         self._count(ids, 1)
 
@@ -189,25 +227,52 @@ class RefCountedPool(Generic[A]):
         private[shared] = copies
         return private
 
-    def trim(self) -> int:
-        """Free arenas at the end that hold no live page. Returns the bytes freed."""
-        before = self.nbytes
-        step = self.arrays.pages_per_arena
-        while self.n_pages and not self._refs[(last := (self.arrays.n_arenas - 1) * step) :].any():
-            self._refs, self._lives = self._refs[:last], self._lives[:last]
-            self.arrays.drop_last_arena()
+    def trim(self, keep: int = 0) -> int:
+        """Free arenas that hold no live page as long as `keep` pages are free. Returns the bytes freed."""
+        before, spare = self.nbytes, self.n_free - keep
+        holders = self.by_arena()
+        sizes = (holders >= 0).sum(1)
+        for number in np.flatnonzero((sizes > 0) & (sizes <= spare) & ~(holders > 0).any(1))[::-1].tolist():
+            n = int(sizes[number])
+            if n <= spare and (number or self.n_pages == n):
+                self.resize(number, 0)
+                spare -= n
         return before - self.nbytes
+
+    # ------------------------------------------------------------------ arenas
+
+    def size_of(self, arena: int) -> int:
+        """Pages of an arena."""
+        return len(self.arrays.arrays[0][arena])
+
+    def resize(self, arena: int, n: int) -> None:
+        """Let an arena have its first `n` pages. No live page lies behind them."""
+        step = self.arrays.pages_per_arena
+        self.arrays.resize_arena(arena, n)
+        own = self._refs[arena * step : (arena + 1) * step]
+        own[:n] = np.maximum(own[:n], 0)
+        own[n:] = _ABSENT
+        while self.arrays.n_arenas and not self.size_of(last := self.arrays.n_arenas - 1):
+            self.arrays.drop_last_arena()
+            self._refs, self._lives = self._refs[: last * step], self._lives[: last * step]
+        self._n_absent = int((self._refs < 0).sum())
+
+    def move(self, source: PageIds, target: PageIds) -> None:
+        """Let free pages `target` (n,) be live pages `source` (n,), which are free then; who moves them tells their holders."""
+        self._copy(source, target)
+        self._refs[target], self._lives[target] = self._refs[source], self._lives[source]
+        self._refs[source] = 0
 
     def check_integrity(self, holders: list[PageIds] | None = None) -> None:
         """Assert the pool's invariants; with `holders` (all tables' page ids), that the counts are exactly theirs."""
-        assert (self._refs >= 0).all(), "negative reference count"
+        assert int((self._refs < 0).sum()) == self._n_absent, "negative reference count"
         assert self.n_pages == sum(len(arena) for arena in self.arrays.arrays[0]), "counts and arenas disagree"
         assert self.limit_bytes is None or self.nbytes <= self.limit_bytes, "more bytes than the limit allows"
         if holders is not None:
             counted = np.zeros_like(self._refs)
             for ids in holders:
                 np.add.at(counted, ids, 1)
-            assert (counted == self._refs).all(), "a page leaked or was freed while held"
+            assert (counted == np.maximum(self._refs, 0)).all(), "a page leaked or was freed while held"
 
     def _count(self, ids: PageIds, more: int) -> None:
         """Let each page have `more` holders for each time that it is named."""
@@ -218,13 +283,46 @@ class RefCountedPool(Generic[A]):
 
     def _grow(self, missing: int) -> int:
         """Have more free pages, of which `missing` are wanted; returns how many more."""
+        n = self._in_arenas(missing)
+        if self.limit_bytes is not None and not self.pinned:
+            held = self.nbytes if self.account is None else self.account.nbytes
+            n = n if held + n * self.page_bytes <= self.limit_bytes else missing
+        self._extend_by(n)
+        return n
+
+    def _in_arenas(self, missing: int) -> int:
+        """Pages by which it grows where `missing` are wanted: whole arenas, as far as the limit goes."""
         step = self.arrays.pages_per_arena
-        if self.max_pages is not None:
-            step = min(step, self.max_pages - self.n_pages)
-        assert step > 0, "allocate asks before it grows"
-        self.arrays.add_arena(step)
-        self._add_ids(step)
-        return step
+        gap = self._gap()[1]
+        pages = gap + -(-max(0, missing - gap) // step) * step
+        return pages if self.max_pages is None else max(min(pages, self.max_pages - self.n_pages), missing)
+
+    def _gap(self) -> tuple[int, int]:
+        """The arena that is shorter than the others, and how many pages it lacks; (0, 0): there is none."""
+        step = self.arrays.pages_per_arena
+        if not self._n_absent or self.pinned:
+            return 0, 0
+        sizes = [self.size_of(number) for number in range(self.arrays.n_arenas)]
+        return next(((number, step - n) for number, n in enumerate(sizes) if 0 < n < step), (0, 0))
+
+    def _extend_by(self, n: int) -> None:
+        """Have `n` more pages, which are free."""
+        step = self.arrays.pages_per_arena
+        arena, gap = self._gap()
+        if gap:
+            self.resize(arena, step - gap + min(n, gap))
+            n -= min(n, gap)
+        empty = [number for number in range(self.arrays.n_arenas) if not self.size_of(number)]
+        while n > 0:
+            own = min(n, step)
+            if empty:
+                self.resize(empty.pop(0), own)
+            else:
+                self.arrays.add_arena(own)
+                self._add_ids(step)
+                self._refs[len(self._refs) - step + own :] = _ABSENT
+                self._n_absent += step - own
+            n -= own
 
     def _add_ids(self, n: int) -> None:
         """Count the holders of `n` more pages, which are free."""

@@ -38,11 +38,11 @@ class SumMemory:
         """Bytes held: none is kept free."""
         return self._held
 
-    def bytes_to_grow(self, n: int) -> int:
+    def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
         """Bytes that `n` more pieces take."""
         return n
 
-    def trim(self) -> int:
+    def trim(self, keep: int = 0) -> int:
         """Nothing is kept free."""
         return 0
 

@@ -37,10 +37,10 @@ class StateSlots:
     def nbytes(self) -> int:
         return self.n_live * self.page_bytes
 
-    def bytes_to_grow(self, n: int) -> int:
+    def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
         return n * self.page_bytes
 
-    def trim(self) -> int:
+    def trim(self, keep: int = 0) -> int:
         return 0
 
     def check_integrity(self, n_seq: int) -> None:

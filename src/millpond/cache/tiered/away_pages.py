@@ -87,7 +87,7 @@ class AwayPages(RefCountedPool[SideArrays]):
 
     # ------------------------------------------------------------------ room
 
-    def bytes_to_grow(self, n: int) -> int:
+    def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
         return max(0, n - (self.n_pages - self.n_live)) * self.page_bytes
 
     def release(self, ids: PageIds) -> None:
@@ -96,9 +96,12 @@ class AwayPages(RefCountedPool[SideArrays]):
         if len(gone):
             self._forget(gone)
 
-    def trim(self) -> int:
+    def grow(self, n: int) -> None:
+        """Nothing: it grows by as few pages as are wanted when they are."""
+
+    def trim(self, keep: int = 0) -> int:
         before = self.nbytes
-        if self.n_pages and not self.n_live:
+        if self.n_pages > keep and not self.n_live:
             self.arrays.clear()
             self._extend(-self.n_pages)
         return before - self.nbytes

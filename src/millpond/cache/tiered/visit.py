@@ -139,8 +139,8 @@ class PageVisit:
 
     def find(self, pool: RefCountedPool[Any], pages: PageIds) -> npt.NDArray[np.int64]:
         """(n,) places in `ids` of some pages (n,); -1: other ones, or such that were free meanwhile."""
-        places = np.full(pool.n_pages, -1, dtype=np.int32)
-        mine = np.flatnonzero(self.pages < pool.n_pages)  # arenas at the end may be gone
+        places = np.full(pool.end, -1, dtype=np.int32)
+        mine = np.flatnonzero(self.pages < pool.end)  # arenas at the end may be gone
         places[self.pages[mine]] = mine
         place: Numbers = places[pages].astype(np.int64)
         known = np.flatnonzero(place >= 0)
