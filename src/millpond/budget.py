@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from millpond.errors import BudgetError
@@ -100,14 +100,20 @@ class Budget:
             return int(self.amount)
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
+    def floored(self, least: int) -> Budget:
+        """A share keeps at least so many tokens of a prompt, unless it says a number itself; others are as they are."""
+        return replace(self, at_least=least) if self.kind == "ratio" and not self.at_least else self
+
     def __str__(self) -> str:
         if self.kind == "ratio":
             return f"{100 * self.amount:g}%" + (f", at least {self.at_least}" if self.at_least else "")
         return f"{self.amount} tokens" if self.kind == "tokens" else f"{self.amount} bytes"
 
 
-#: What is kept where no budget is given, wherever that is: a fifth of a short chat is too little to answer from.
-DEFAULT = Budget("ratio", 0.2, at_least=512)
+#: Tokens that a share keeps at least in chats and servers: a share of a short text is too little to answer from.
+FLOOR = 512
+#: What is kept where no budget is given, wherever that is.
+DEFAULT = Budget("ratio", 0.2, at_least=FLOOR)
 
 
 def parse_bytes(text: str | int) -> int:

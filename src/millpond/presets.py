@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from millpond.budget import DEFAULT
-from millpond.errors import unknown
+from millpond.errors import OptionError, unknown
 
 PRESETS: dict[str, dict[str, str]] = {
     "light": {"method": "full", "codec": "int8"},
     "balanced": {"method": "full", "codec": "rotated4"},
     "tiny": {"method": "ada", "budget": str(DEFAULT), "codec": "rotated4"},
 }
+#: What holds where nothing is named: it evicts nothing.
+DEFAULT_PRESET = "light"
+#: The method of a budget that comes without one.
+BUDGET_METHOD = "h2o"
+#: The number format that stands for none in particular.
+AUTO = "auto"
+
+
+class Choice(NamedTuple):
+    """A method, its budget and its number format, after defaults and presets.
+
+    Attributes:
+        usual: nothing was named, so that this is the default: a model that cannot store its format takes plain numbers.
+    """
+
+    method: Any
+    budget: Any
+    codec: Any
+    usual: bool = False
 
 
 def preset(name: str) -> dict[str, str]:
@@ -30,3 +51,35 @@ def preset(name: str) -> dict[str, str]:
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     return dict(PRESETS[name])
+
+
+def choose(method: Any, budget: Any, codec: Any, name: str | None = None, evicting: bool = False) -> Choice:
+    """What a user's method, budget, codec and preset come to.
+
+    Args:
+        method, budget: None where they were not given. codec: None or "auto" likewise. name: of a preset, or None.
+        evicting: something else that was given asks for a method that evicts: options, or texts that go on.
+
+    Raises:
+        OptionError: no such preset, or one together with what it decides.
+
+    Example:
+        >>> choose(None, None, None)
+        Choice(method='full', budget=None, codec='int8', usual=True)
+        >>> choose(None, "20%", None)
+        Choice(method='h2o', budget='20%', codec='auto', usual=False)
+    """
+    given = {"method": method, "budget": budget, "codec": None if codec == AUTO else codec}
+    if name is not None:
+        settings = preset(name)
+        for what, value in given.items():
+            if value is not None:
+                raise OptionError(f"preset {name!r} decides the {what} too; leave out {what}= or preset=")
+        return Choice(settings["method"], settings.get("budget"), settings["codec"])
+    evicting = evicting or budget is not None
+    if method is None and not evicting and given["codec"] is None:
+        settings = PRESETS[DEFAULT_PRESET]
+        return Choice(settings["method"], settings.get("budget"), settings["codec"], usual=True)
+    if method is None:
+        method = BUDGET_METHOD if evicting else PRESETS[DEFAULT_PRESET]["method"]
+    return Choice(method, budget, AUTO if codec is None else codec)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from millpond.budget import DEFAULT
 from millpond.cli.option_groups import OptionGroup
-from millpond.cli.options import CalibrationFile, CodecName, MethodName, optional, parse_options
+from millpond.cli.options import CalibrationFile, CodecName, optional, parse_options
 from millpond.errors import OptionError
 from millpond.presets import preset as preset_of
 
@@ -19,7 +19,13 @@ DECIDED = ("method", "budget", "codec")
 class CacheChoice(OptionGroup):
     """How the KV cache of a command is kept."""
 
-    method: MethodName = "h2o"
+    method: Annotated[
+        str | None,
+        optional(
+            help="What is kept: see 'millpond methods'. Default: every entry, in 8 bits (--preset light); with a "
+            "budget or an option, h2o."
+        ),
+    ] = None
     budget: Annotated[
         str | None,
         optional(

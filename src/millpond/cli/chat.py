@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from millpond.budget import FLOOR
 from millpond.cli.cache_options import CacheChoice
 from millpond.cli.chat_backend import ChatBackend, LocalBackend, Message, reach
 from millpond.cli.console import errors, notes
 from millpond.cli.model_options import device_of_engine
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import (
+    BudgetFloor,
     DeviceMemory,
     DeviceName,
     Disk,
@@ -72,6 +74,7 @@ def chat(
     overflow: OverflowRule = "refuse",
     dtype: DtypeName = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    budget_floor: BudgetFloor = FLOOR,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer, at most.")] = 512,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
@@ -99,7 +102,7 @@ def chat(
         kept_session.load(system)  # refused before the model is loaded
     if url is None:
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
-        config |= {"overflow": overflow, "trust_remote_code": trust_remote_code}
+        config |= {"overflow": overflow, "trust_remote_code": trust_remote_code, "budget_floor": budget_floor}
         config |= {} if kept_session is None else {"cache_dir": kept_session.cache_dir}
         place = device_of_engine(device, disk, weights, memory)
         who: AbstractContextManager[ChatBackend] = _here(

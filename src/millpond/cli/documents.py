@@ -12,7 +12,7 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes, output, size, working
 from millpond.cli.model_options import ModelOptions, load_on
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DeviceName, TrustRemoteCode, optional
+from millpond.cli.options import DeviceName, NewTokens, TrustRemoteCode, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
 
@@ -69,7 +69,7 @@ def remember(
 def ask(
     document: Annotated[str, typer.Argument(help="A file from `millpond remember`.")],
     questions: Annotated[list[str], typer.Argument(help="One or more; each is answered on its own.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 64,
+    max_new_tokens: NewTokens = 64,
     model: Annotated[str | None, optional(help="The model that read the text, if its path has changed.")] = None,
     dtype: Annotated[str | None, optional(help="Data type of its weights, if not the one at reading.")] = None,
     device: DeviceName = None,

@@ -14,7 +14,7 @@ from millpond.cli.forgotten_text import forgotten_text
 from millpond.cli.generate_in_engine import Placing, generate_in_engine
 from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import OptionGroup, expand_groups
-from millpond.cli.options import Chat, Temperature, TopP, TypicalP, optional
+from millpond.cli.options import Chat, NewTokens, Temperature, TopP, TypicalP, optional
 from millpond.cli.prompt_options import PromptSource, encode, wants_template
 from millpond.errors import OptionError
 
@@ -67,7 +67,7 @@ def generate(
     source: PromptSource,
     model: ModelOptions,
     cache: CacheChoice,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 128,
+    max_new_tokens: NewTokens = 128,
     sampling: Sampling,
     min_new_tokens: Annotated[int, typer.Option(min=0, help="New tokens, at least.")] = 0,
     bad_word: Annotated[

@@ -12,9 +12,10 @@ from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import notes, output, size
 from millpond.cli.model_options import ModelOptions
 from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Chat, optional
+from millpond.cli.options import Chat, NewTokens, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import OptionError
+from millpond.presets import choose
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ def inspect(
     source: PromptSource,
     model: ModelOptions,
     cache: CacheChoice,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 64,
+    max_new_tokens: NewTokens = 64,
     chat: Chat = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("millpond-inspect.html"),
     trace: Annotated[
@@ -44,7 +45,8 @@ def inspect(
     loaded, tokenizer = model.load()
     coded = encode(tokenizer, text, chat)
     with notes(), compress(loaded, tokenizer=tokenizer, **chosen) as held:
-        setting = {"model": Path(model.model).name, "method": ":".join([chosen["method"], *(cache.option or [])])}
+        method = choose(chosen["method"], chosen["budget"], chosen["codec"], evicting=bool(cache.option)).method
+        setting = {"model": Path(model.model).name, "method": ":".join([method, *(cache.option or [])])}
         if held.budget is not None:
             setting["budget"] = str(held.budget)
         setting["prompt"] = f"{len(coded.ids):,} tokens"

@@ -30,7 +30,8 @@ CodecName = Annotated[
 CalibrationFile = Annotated[
     str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
 ]
-DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16.")]
+DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16; float32, bfloat16 and float16 are the same.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="New tokens, at most.")]
 ChunkDtype = Annotated[
     str, typer.Option(help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8 or int4.")
 ]
@@ -40,6 +41,12 @@ TrustRemoteCode = Annotated[
     typer.Option(
         "--trust-remote-code",
         help="Run the code in the model's folder, where it brings some. Default: such a model is refused.",
+    ),
+]
+BudgetFloor = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Tokens that a --budget which is a share keeps at least of each prompt; 0: the share alone."
     ),
 ]
 Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's own choice.")]

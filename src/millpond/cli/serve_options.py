@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millpond.budget import parse_bytes
+from millpond.budget import FLOOR, parse_bytes
 from millpond.cli.option_groups import OptionGroup
 from millpond.cli.options import (
+    BudgetFloor,
     ChunkDtype,
     OverflowRule,
     PressureRule,
@@ -94,6 +95,10 @@ class EngineChoice(OptionGroup):
     ] = None
     cache_disk: Annotated[str, typer.Option(help="Files in --cache-dir, at most.")] = "20GiB"
     trust_remote_code: TrustRemoteCode = False
+    budget_floor: BudgetFloor = FLOOR
+    max_model_len: Annotated[
+        int | None, optional(min=1, help="Tokens of a prompt and its answer, at most. Default: the model's context.")
+    ] = None
 
     def as_arguments(self) -> dict[str, Any]:
         """Fields of `EngineConfig`.
@@ -112,7 +117,8 @@ class EngineChoice(OptionGroup):
             "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
             "deterministic": self.deterministic, "overflow": self.overflow, "on_pressure": self.on_pressure,
             "cache_dir": self.cache_dir, "cache_disk": None if self.cache_dir is None else self.cache_disk,
-            "trust_remote_code": self.trust_remote_code,
+            "trust_remote_code": self.trust_remote_code, "max_model_len": self.max_model_len,
+            "budget_floor": self.budget_floor,
         }  # fmt: skip
 
     def _chunks(self) -> ChunkStore | None:

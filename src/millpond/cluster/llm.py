@@ -11,8 +11,8 @@ from millpond.cache.state.fair_shares import FairShare
 from millpond.cache.state.spans import Span
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable
-from millpond.engine.llm import Prompts, requests_of
 from millpond.engine.outputs import RequestOutput
+from millpond.engine.prompts import Prompts, requests_of
 from millpond.engine.request import CacheOptions, OnPressure
 from millpond.engine.sampling.params import SamplingParams
 

@@ -13,6 +13,8 @@ from contextlib import aclosing, suppress
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
+import torch
+
 from millpond.engine.call_queue import CALLS_SHARE, CallQueue
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
@@ -73,7 +75,7 @@ class AsyncLLM:
         *,
         model_name: str | None = None,
         tokenizer: Any = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         threads: int | None = None,
         memory: str | int | None = None,
         disk: str | PathLike[str] | None = None,

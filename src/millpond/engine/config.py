@@ -12,7 +12,7 @@ from millpond.budget import Budget, parse_bytes
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.paging.choose import rule_named
-from millpond.codec import Codec, CodecSpec, before_rope, codec_text, codecs_of, resolve
+from millpond.codec import CodecSpec, before_rope, codec_text, codecs_of, resolve
 from millpond.engine.request import OnPressure
 from millpond.errors import OptionError, unknown
 from millpond.hf.calibration.load import CalibrationSource
@@ -20,6 +20,7 @@ from millpond.hf.compress import budget_of, policy_of
 from millpond.hf.fit import FitSource, check_bound, is_auto
 from millpond.methods import METHODS
 from millpond.policy.rolling import rolling_policy
+from millpond.presets import Choice, choose
 from millpond.runner.packed_model import Runner, check_deterministic, check_weights
 from millpond.scalar import number
 
@@ -34,7 +35,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`, as keyword arguments of `LLM`, `AsyncLLM` and `Engine`."""
 
-    method: str
+    method: str | None
     options: Mapping[str, Any]
     budget: Budget | str | int | float | None
     codec: CodecSpec | None
@@ -62,6 +63,9 @@ class EngineOptions(TypedDict, total=False):
     cache_dir: str | PathLike[str] | None
     cache_disk: str | int | None
     trust_remote_code: bool
+    max_model_len: int | None
+    preset: str | None
+    budget_floor: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,8 @@ class EngineConfig:
     """What an engine does with every request that does not say otherwise, and the limits of all of them together.
 
     Attributes:
-        method: of requests that name none; see `compress`. The same holds for options, budget and codec.
+        method: of requests that name none; see `compress`. The same holds for options, budget and codec. None: see
+            `choice`.
         options: of the method; files that they name are read here.
         budget: entries per KV head, see `compress`.
         codec: number format of the entries, see `compress`.
@@ -115,13 +120,18 @@ class EngineConfig:
         cache_disk: most bytes of the files in `cache_dir`; those that were unused longest go first. None: 20 GiB.
         trust_remote_code: of a model that is given by name: run the code in its folder, for configuration, tokenizer
             and model; else a folder that brings some is refused.
+        max_model_len: most tokens of a prompt and its answer together, where that should be fewer than the model's
+            context; None: the context.
+        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
+        budget_floor: tokens that a budget which is a share keeps at least of each prompt, unless it says "at least"
+            itself; 0: the share alone.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
             exist. DataError: a pager that cannot be read.
     """
 
-    method: str = "h2o"
+    method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | str | int | float | None = None
     codec: CodecSpec | None = None
@@ -149,6 +159,9 @@ class EngineConfig:
     cache_dir: str | PathLike[str] | None = None
     cache_disk: str | int | None = None
     trust_remote_code: bool = False
+    max_model_len: int | None = None
+    preset: str | None = None
+    budget_floor: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "page_slots", number(self.page_slots))
@@ -159,6 +172,12 @@ class EngineConfig:
             if self.cache_dir is None:
                 raise OptionError(f"cache_disk={self.cache_disk!r} limits the files in cache_dir=; give that too")
             object.__setattr__(self, "cache_disk", parse_bytes(self.cache_disk))
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise OptionError(
+                f"max_model_len={self.max_model_len} must be at least 1; leave it out for the model's own context"
+            )
+        if self.budget_floor < 0:
+            raise OptionError(f"budget_floor={self.budget_floor} must not be negative; 0 turns it off")
         for name in ("max_step_tokens", "max_running", "overcommit"):
             if not getattr(self, name) >= 1:
                 raise OptionError(f"{name}={getattr(self, name)} must be at least 1")
@@ -169,24 +188,35 @@ class EngineConfig:
         check_weights(self.weights, self.runner, self.native_layers)
         check_deterministic(self.deterministic, self.runner, self.native_layers)
         self._check_blocks()
-        object.__setattr__(self, "options", METHODS.get(self.method).with_files_read(dict(self.options or {})))
-        policy = policy_of(self.method, dict(self.options))
-        check_bound(self.budget, self.max_kl)
-        if not is_auto(self.budget):
-            budget_of(self.method, self.budget, policy)
+        method, budget, codec, _ = self.choice
+        object.__setattr__(self, "options", METHODS.get(method).with_files_read(dict(self.options or {})))
+        policy = policy_of(method, dict(self.options))
+        check_bound(budget, self.max_kl)
+        if not is_auto(budget):
+            budget_of(method, budget, policy)
         if self.overflow not in get_args(Overflow):
             raise unknown("overflow", self.overflow, get_args(Overflow))
         if self.on_pressure not in get_args(OnPressure):
             raise unknown("on_pressure", self.on_pressure, get_args(OnPressure))
-        codecs: list[Codec] = []
         if self.codec is not None:
             object.__setattr__(self, "codec", codec_text(self.codec))
-            codecs = codecs_of(resolve(self.codec))
+        codecs = codecs_of(resolve(codec))
         if self.overflow == "rolling":
             codecs = [before_rope(one) for one in codecs]
-            policy = rolling_policy(policy, self.method, bool(codecs))
+            policy = rolling_policy(policy, method, bool(codecs))
         for one in codecs:
             policy.check_codec(one)
+
+    @property
+    def choice(self) -> Choice:
+        """Method, budget and number format of requests that name none: as given, of the preset, or the default, which
+        evicts nothing; with a budget, options or texts that go on beyond the context, `h2o`.
+
+        Raises:
+            OptionError: a preset together with what it decides.
+        """
+        evicting = bool(self.options) or self.overflow == "rolling"
+        return choose(self.method, self.budget, self.codec, self.preset, evicting)
 
     def _check_prefix_disk(self) -> None:
         """

@@ -110,6 +110,7 @@ class Engine:
             model, runner=config.runner, native_layers=config.native_layers, streamed=streamed, weights=config.weights,
             deterministic=config.deterministic,
         )  # fmt: skip
+        self._model.limit_context(config.max_model_len)
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
         self._live: dict[str, RequestState] = {}
@@ -132,18 +133,20 @@ class Engine:
                 self._account, self._model.layers, rule_named(config.prefix_cache, config.pager),
                 config.prompt_block or 1, self._prefixes,
             )  # fmt: skip
+            choice = config.choice
             defaults = CacheOptions(
-                method=config.method, options=config.options, budget=config.budget, codec=config.codec,
+                method=choice.method, options=config.options, budget=choice.budget, codec=choice.codec,
                 max_kl=config.max_kl,
             )  # fmt: skip
             self._recipes = GroupRegistry(
                 self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
-                tier, config.reach(self.context_length), config.fit,
+                tier, config.reach(self.context_length), config.fit, named=not choice.usual,
+                floor=config.budget_floor,
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
             if whole_mark is not None and config.cache_dir is not None:
-                check_continues(recipe, config.method)
+                check_continues(recipe, choice.method)
                 store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
                 sharing = self._sharing
                 self._sessions = SessionReuse(store, self._model, whole_mark, sharing.has, sharing.known_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from millpond.budget import Budget
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool_set import PoolSet
 from millpond.cache.state.recurrent_states import StateSlots
@@ -22,6 +23,7 @@ from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default
 from millpond.hf.model_profile import ModelProfile
 from millpond.methods import METHODS
 from millpond.option_files import OptionFile, only_listed
+from millpond.presets import choose
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
@@ -38,6 +40,7 @@ class GroupRegistry:
         defaults: what holds where a request says nothing. account: what all pools share.
         calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
         fit: the table of requests with budget="auto"; None: that of the user's cache folder.
+        named: whether somebody named the defaults. floor: tokens that a share keeps at least, see `EngineConfig`.
 
     Attributes:
         reach: positions after which gaps close and a text goes on; None: it ends there.
@@ -54,8 +57,10 @@ class GroupRegistry:
         tier: DiskTier | None = None,
         reach: int | None = None,
         fit: FitSource = None,
+        named: bool = True,
+        floor: int = 0,
     ) -> None:
-        self.reach = reach
+        self.reach, self._named, self._floor = reach, named, floor
         self.defaults = defaults
         self._model = model
         self._account = account
@@ -119,9 +124,13 @@ class GroupRegistry:
     def complete(self, asked: CacheOptions) -> CacheOptions:
         """What a request asks for, with the engine's defaults where it says nothing.
 
-        The default options belong to the default method; a default budget holds for methods that take one.
+        The default options belong to the default method; a default budget holds for methods that take one. Where
+        nobody named defaults, a request that names a method or a budget has plain numbers, unless it names a format.
         """
         usual = self.defaults
+        if not self._named and (asked.method is not None or asked.budget is not None or asked.options):
+            picked = choose(asked.method, asked.budget, asked.codec, evicting=bool(asked.options))
+            usual = CacheOptions(method=picked.method, budget=picked.budget, codec=picked.codec, max_kl=usual.max_kl)
         method = usual.method if asked.method is None else asked.method
         if asked.files is not None:  # it came over a network, where a number is no text
             METHODS.get(str(method)).check(asked.options, typed=True)
@@ -131,6 +140,8 @@ class GroupRegistry:
         if budget is None and (by_table or policy_of(str(method), options).takes_budget):
             budget = usual.budget
         codec = usual.codec if asked.codec is None else asked.codec
+        if self._floor and budget is not None and not is_auto(budget):
+            budget = Budget.parse(budget).floored(self._floor)
         if not is_auto(budget):
             check_given(budget, asked.max_kl, None)
             return CacheOptions(method=method, options=options, budget=budget, codec=codec)

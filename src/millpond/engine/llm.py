@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from os import PathLike
@@ -22,17 +22,17 @@ from millpond.engine.offload.offload import Offload
 from millpond.engine.offload.open import Placement, folder_of
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
-from millpond.engine.request import CacheOptions, OnPressure, Request
+from millpond.engine.prompts import Prompts, requests_of
+from millpond.engine.request import CacheOptions, OnPressure
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import OptionError, unknown
+from millpond.models.chat_template import Message, chat_ids
+from millpond.models.dtype_name import dtype_name
 from millpond.models.load import find_tokenizer, load_model, resolve
 from millpond.models.weights.headers import has_safetensors
 from millpond.models.weights.streamed import Verify
 from millpond.optional import require
-
-#: What `generate` takes: a text, token ids, or a `Prompt` of texts and chunks; or several of one of them.
-Prompts = str | Sequence[int] | Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 #: Order of the requests of one call, see `LLM.generate`.
 Schedule = Literal["arrival", "batch"]
@@ -46,7 +46,8 @@ class LLM:
         config: settings of the engine; None for the defaults.
         tokenizer: the model's; None: loaded with it. Without one, prompts are token ids, answers have no text, and
             what needs texts is refused.
-        dtype: "f32", "bf16" or "f16" of a model that is given by name; None: as it was saved.
+        dtype: "f32", "bf16" or "f16" of a model that is given by name, or one of torch's dtypes or its name; None: as
+            it was saved.
         threads: of torch in this process; None leaves them as they are.
         memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
             model that does not fit, layers are read from its folder in every step. None: no limit.
@@ -84,7 +85,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         threads: int | None = None,
         memory: str | int | None = None,
         disk: str | PathLike[str] | None = None,
@@ -123,12 +124,13 @@ class LLM:
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         on_pressure: OnPressure | None = None,
         progress: bool = False,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts.
 
         Args:
-            prompts: one or several, texts, token ids or `Prompt`s.
-            params: for all of them, or one for each.
+            prompts: one or several, texts, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `Prompt`s.
+            params: for all of them, or one for each. sampling_params: the same under vLLM's name.
             cache: method, budget and codec of these requests; None: those of the LLM.
             keep: spans [begin, end) in tokens of each prompt that every head of every layer keeps, see `Request.keep`.
             fair_shares: (begin, end, share) of spans of each prompt of which every head keeps at least a share, see
@@ -148,7 +150,7 @@ class LLM:
         """
         found = self.stream(
             prompts, params, cache=cache, keep=keep, forget=forget, schedule=schedule, breakpoints=breakpoints,
-            on_pressure=on_pressure, progress=progress, fair_shares=fair_shares,
+            on_pressure=on_pressure, progress=progress, fair_shares=fair_shares, sampling_params=sampling_params,
         )  # fmt: skip
         return sorted(found, key=lambda out: int(out.request_id))
 
@@ -165,10 +167,15 @@ class LLM:
         breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
         on_pressure: OnPressure | None = None,
         progress: bool = False,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
+        if sampling_params is not None:
+            if params is not None:
+                raise OptionError("params= and sampling_params= are two names of one argument; give one of them")
+            params = sampling_params
         asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget, on_pressure, fair_shares)
         for request in asked:
             self.engine.require_breakpoints(request)
@@ -184,6 +191,37 @@ class LLM:
             for request in asked:
                 self.engine.cancel(request.request_id)
             self.engine.drain()
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **generate: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, written by the model's chat template.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each; the answer comes behind the last. Or several conversations.
+            sampling_params: of the answers; see `generate`. tools: that the template shows to the model.
+            chat_template: another template than the tokenizer's. chat_template_kwargs: what it is given besides.
+            **generate: arguments of `generate`.
+
+        Raises:
+            OptionError: the model brings no template, or something is no message. Also as `generate`.
+        """
+        given: list[Any] = list(messages)
+        several = bool(given) and not isinstance(given[0], Mapping)
+        how = {"tools": None if tools is None else list(tools), **(chat_template_kwargs or {})}
+        prompts = [chat_ids(self.tokenizer, one, chat_template, how) for one in (given if several else [given])]
+        return self.generate(prompts, sampling_params, **generate)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, as `tokenizer`: the name that vLLM has for it."""
+        return self.tokenizer
 
     def plan_batch(
         self,
@@ -263,7 +301,7 @@ def open_engine(
     model: Any,
     tokenizer: Any,
     config: EngineConfig,
-    dtype: str | None,
+    dtype: str | torch.dtype | None,
     threads: int | None,
     offload: Offload,
 ) -> tuple[Engine, Placement | None]:
@@ -272,6 +310,7 @@ def open_engine(
     Raises:
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
+    dtype = dtype_name(dtype)
     if not offload.asked and not _packed_here(model, dtype, config):
         if offload.device is not None and not isinstance(model, str | PathLike):
             raise OptionError(f"device={offload.device!r} is for a model that is loaded here; move a loaded one itself")
@@ -340,71 +379,6 @@ def load(
             "loaded for this engine alone"
         )
     return model, tokenizer
-
-
-def requests_of(
-    prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
-    names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (), keep: Sequence[Span] = (),
-    forget: Sequence[Span] = (), on_pressure: OnPressure | None = None, fair_shares: Sequence[FairShare] = (),
-) -> list[Request]:  # fmt: skip
-    """A request for each prompt, named by the next numbers.
-
-    Raises:
-        OptionError: neither texts nor token ids, or another number of params, or of lists of breakpoints.
-    """
-    each = _prompts(prompts)
-    chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
-    if len(chosen) != len(each):
-        raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
-    places = _places(breakpoints, len(each))
-    return [
-        Request(
-            request_id=str(next(names)),
-            prompt=prompt,
-            params=own,
-            cache=cache or CacheOptions(),
-            breakpoints=at,
-            keep=tuple(keep),
-            fair_shares=tuple(fair_shares),
-            forget=tuple(forget),
-            on_pressure=on_pressure,
-        )
-        for prompt, own, at in zip(each, chosen, places, strict=True)
-    ]
-
-
-def _places(breakpoints: Sequence[int] | Sequence[Sequence[int]], n: int) -> list[tuple[int, ...]]:
-    """The breakpoints of each of `n` prompts.
-
-    Raises:
-        OptionError: neither numbers nor a list of them for each prompt.
-    """
-    given: list[Any] = list(breakpoints)
-    if all(isinstance(one, int) for one in given):
-        return [tuple(given)] * n
-    if len(given) != n or any(isinstance(one, int) for one in given):
-        raise OptionError(f"{len(given)} breakpoints for {n} prompts: give numbers for all, or a list for each")
-    return [tuple(one) for one in given]
-
-
-def _prompts(prompts: Prompts) -> list[str | tuple[int, ...] | Prompt]:
-    """Each prompt of what a user gave.
-
-    Raises:
-        OptionError: neither texts nor token ids.
-    """
-    if isinstance(prompts, str | Prompt):
-        return [prompts]
-    given: list[Any] = list(prompts)
-    if given and all(isinstance(one, int) for one in given):
-        return [tuple(given)]
-    if all(isinstance(one, str | Prompt) for one in given):
-        return given
-    if all(not isinstance(one, str | int | Prompt) and all(isinstance(i, int) for i in one) for one in given):
-        return [tuple(one) for one in given]
-    raise OptionError(
-        "prompts must be a text, a list of texts, a list of token ids, or a list of such lists, or Prompts"
-    )
 
 
 def _shown(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:

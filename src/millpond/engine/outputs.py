@@ -142,6 +142,11 @@ class RequestOutput:
     finished: bool = field(default=False)
     error: MillpondError | None = None
 
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        """The answers, as `completions`: the name that vLLM has for them."""
+        return self.completions
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:

@@ -32,15 +32,17 @@ from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
+from millpond.presets import AUTO, choose
 from millpond.scalar import number
 
 
 def compress(
     model: PreTrainedModel,
-    method: str | Policy = "h2o",
+    method: str | Policy | None = None,
     budget: str | int | float | Budget | None = None,
     codec: CodecSpec = "auto",
     *,
+    preset: str | None = None,
     memory_limit: str | int | None = None,
     page_slots: int = DEFAULT_SLOTS,
     between_chunks: bool = True,
@@ -58,6 +60,8 @@ def compress(
         model: any transformers decoder that uses the attention interface, also inside a PEFT model with adapters or
             what `torch.compile` returned.
         method: what is kept; `millpond.list_methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
+            None: nothing is evicted, and without a codec every entry is stored in 8 bits (the preset `light`); with a
+            budget, `h2o`.
         budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
             none, and `attention_gate` and `fastgen` need none. Of `infllm`, which stores everything, it is what is
@@ -67,6 +71,7 @@ def compress(
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are. {"0-1": "bf16", "*": "int4"}, or "0-1=bf16,*=int4", gives layers formats of their own,
             counted among those that hold entries; "bf16:20%,int8:20%,int4" gives entries fewer bits as they grow old.
+        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
@@ -101,6 +106,10 @@ def compress(
     """
     model = unwrapped(model)
     profile = supported(model)
+    picked = choose(method, budget, codec, preset, evicting=bool(options))
+    method, budget, codec = picked.method, picked.budget, picked.codec
+    if picked.usual and profile.latent is not None:
+        codec = AUTO  # latents have no groups of channels
     if check_given(budget, max_kl, fit):
         row = chosen_row(model, method, options, codec, max_kl, fit)
         budget, codec = row.budget, row.codec

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,6 +12,10 @@ from millpond.models.untrusted.render import write_chat
 
 #: Placeholder for a text, to find what a template writes around it; no template contains it.
 _TEXT = "\u2042text\u2042"
+
+
+#: What a chat consists of: a role and what it says.
+Message = Mapping[str, Any]
 
 
 class Around(NamedTuple):
@@ -53,3 +58,27 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     own = [named] if isinstance(named, int) else list(named or [])
     return [*own, *(i for i in turn_ends(tokenizer) if i not in own)] or None
+
+
+def chat_ids(
+    tokenizer: Any, messages: Sequence[Message], template: str | None = None, how: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a conversation up to the head of the answer.
+
+    Args:
+        template: another one than the tokenizer's. how: what the template is given besides.
+
+    Raises:
+        OptionError: no tokenizer or no template, no messages, or one without a role.
+    """
+    if tokenizer is None or (template is None and not has_template(tokenizer)):
+        raise OptionError("this model brings no chat template: give chat_template=, or a prompt to generate()")
+    if not messages:
+        raise OptionError("a conversation without messages has no answer; give one at least")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise OptionError(f"{repr(message)[:80]} is no message: write {{'role': 'user', 'content': 'text'}}")
+    given = {} if template is None else {"chat_template": template}
+    shown = write_chat(tokenizer, messages, add_generation_prompt=True, **given, **(how or {}))
+    ids: list[int] = tokenizer.encode(shown, add_special_tokens=False)
+    return ids

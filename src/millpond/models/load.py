@@ -29,6 +29,7 @@ from transformers.utils import logging
 from millpond.codec import DTYPES
 from millpond.errors import MillpondError, OptionError, unknown
 from millpond.models.downloads import downloadable_models, downloaded_gguf
+from millpond.models.dtype_name import dtype_name
 from millpond.models.gguf.convert import converted_folder, find_gguf
 from millpond.models.installed import installed_folder, installed_models
 from millpond.models.untrusted.config import check_config, check_parameters
@@ -77,20 +78,20 @@ def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
 
 
 def load_model(
-    name: str | os.PathLike[str], dtype: str = "auto", *, trust_remote_code: bool = False
+    name: str | os.PathLike[str], dtype: str | torch.dtype = "auto", *, trust_remote_code: bool = False
 ) -> PreTrainedModel:  # fmt: skip
     """A causal language model, ready to generate.
 
     Args:
         name: a local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
-        dtype: "auto" (as the weights were saved; quantized ones in bf16), "f32", "bf16" or "f16".
+        dtype: "auto" (as the weights were saved; quantized ones in bf16), "f32", "bf16" or "f16", or one of torch's
+            dtypes or its name.
         trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
 
     Raises:
         OptionError: no such dtype, or nothing that can be loaded under that name. DataError: a damaged or hostile file.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise unknown("dtype", dtype, ["auto", *DTYPES])
+    dtype = dtype_name(dtype) or "auto"
     chosen: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
 
     def load(path: str) -> PreTrainedModel:

@@ -153,6 +153,21 @@ class PackedModel:
     def runner(self) -> Runner:
         return "modules" if self._lean is None else "lean"
 
+    def limit_context(self, most: int | None) -> None:
+        """Let texts be shorter than the model's own context; None: as long.
+
+        Raises:
+            OptionError: more than the model's context.
+        """
+        if most is None:
+            return
+        if self.context_length is not None and most > self.context_length:
+            raise OptionError(
+                f"max_model_len={most} is more than the {self.context_length} tokens of the model's context; lower it, "
+                "or take overflow='rolling' for texts that go on"
+            )
+        self.context_length = most
+
     def close(self) -> None:
         """Give the model its own attention back."""
         while self._undo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.kv_size import KVSize, codec_of_plan, kv_size
+from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize
 
 
@@ -26,9 +26,6 @@ def sizes_of(model: ModelSize, config: EngineConfig, prompt: int) -> Callable[[i
     """Of the caches of an engine, by the tokens of an answer."""
 
     def size(new: int) -> KVSize:
-        return kv_size(
-            model, prompt, new, method=config.method, options=config.options, budget=config.budget,
-            codec=codec_of_plan(config),
-        )  # fmt: skip
+        return kv_size(model, prompt, new, **planned(config))
 
     return size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.kv_size import KVSize, codec_of_plan, kv_size
+from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Plan, spread
 from millpond.engine.offload.step_memory import StepMemory
@@ -66,10 +66,7 @@ def device_plan(
     step = StepMemory.of(size, step_tokens=config.max_step_tokens, running=config.max_running)
     for one in [workload] if workload is not None else usual(size.context):
         one.check_context(size.context)
-        kv = kv_size(
-            size, one.prompt, one.new, method=config.method, options=config.options, budget=config.budget,
-            codec=codec_of_plan(config), memory=device_memory,
-        )  # fmt: skip
+        kv = kv_size(size, one.prompt, one.new, **planned(config), memory=device_memory)
         found = [
             plan
             for n in range(len(size.layers) + 1)

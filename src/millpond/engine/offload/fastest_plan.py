@@ -9,7 +9,7 @@ from pathlib import Path
 from millpond.engine.config import EngineConfig
 from millpond.engine.offload.capabilities import ENGINE, Capabilities
 from millpond.engine.offload.cost import CostModel
-from millpond.engine.offload.kv_size import KVSize, codec_of_plan, kv_size
+from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import HOST, Plan
@@ -85,13 +85,10 @@ def _kv_that_fits(
     Raises:
         BudgetError: less memory than the smallest that runs.
     """
-    codec = codec_of_plan(config)
+    how = planned(config)
 
     def kv(memory: int) -> KVSize:
-        return kv_size(
-            size, workload.prompt, workload.new, method=config.method, options=config.options, budget=config.budget,
-            codec=codec, memory=memory,
-        )  # fmt: skip
+        return kv_size(size, workload.prompt, workload.new, **how, memory=memory)
 
     return kv_that_fits(size, kv, limits, can)
 

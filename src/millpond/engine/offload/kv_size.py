@@ -22,6 +22,7 @@ from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
 from millpond.hf.compress import budget_of, policy_of
 from millpond.kernels.decode_rules import Evict
+from millpond.presets import AUTO, choose
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
 from millpond.runner.packed_model import LayerShape
 
@@ -88,10 +89,10 @@ def kv_size(
     prompt: int,
     new: int,
     *,
-    method: str = "h2o",
+    method: str | None = None,
     options: Mapping[str, Any] | None = None,
     budget: Budget | str | int | float | None = None,
-    codec: CodecSpec = "auto",
+    codec: CodecSpec = AUTO,
     memory: int | None = None,
 ) -> KVSize:
     """The cache of a sequence of `prompt` tokens with an answer of `new` tokens.
@@ -103,7 +104,8 @@ def kv_size(
         OptionError, BudgetError: as `compress`, or the engine cannot run the method.
     """
     shapes = model.shapes
-    layout = cache_layout(model, method, options or {}, budget, codec)
+    picked = choose(method, budget, codec, evicting=bool(options))
+    layout = cache_layout(model, picked.method, options or {}, picked.budget, picked.codec)
     need = estimate(layout, shapes, prompt, new, 1)
     far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset(range(len(shapes))))
     one_far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset([0]))
@@ -138,10 +140,12 @@ def _window(near: int, one_far: int, far: int, layers: int) -> int:
     return max(round(far - layers * each), 0)
 
 
-def codec_of_plan(config: EngineConfig) -> CodecSpec:
-    """The number format that a plan counts with: of one that needs a calibration plain numbers, which take no less."""
-    codec: CodecSpec = "auto" if config.codec is None else config.codec
-    return "auto" if any(one.calibrated for one in codecs_of(resolve(codec))) else codec
+def planned(config: EngineConfig) -> dict[str, Any]:
+    """The arguments of `kv_size` by which an engine's caches are counted: in place of a number format that needs a
+    calibration plain numbers, which take no less."""
+    method, budget, codec, _ = config.choice
+    codec = AUTO if any(one.calibrated for one in codecs_of(resolve(codec))) else codec
+    return {"method": method, "options": config.options, "budget": budget, "codec": codec}
 
 
 def cache_layout(

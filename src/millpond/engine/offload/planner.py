@@ -32,7 +32,7 @@ def plan(
     prompt_tokens: int,
     new_tokens: int,
     disk: str | os.PathLike[str] | None = None,
-    method: str = "h2o",
+    method: str | None = None,
     options: Mapping[str, Any] | None = None,
     budget: Budget | str | int | float | None = None,
     codec: CodecSpec = "auto",

@@ -1,0 +1,30 @@
+"""Names of the dtypes that weights are loaded in: our own, those of torch and vLLM, and torch's dtypes themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.codec import DTYPES
+from millpond.errors import unknown
+
+#: Other names of ours.
+ALIASES = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}
+
+
+def dtype_name(given: str | torch.dtype | None) -> str | None:
+    """Our name of a dtype: "f32", "f16", "bf16" or "auto"; None stays None.
+
+    Raises:
+        OptionError: no such dtype.
+
+    Example:
+        >>> dtype_name("bfloat16"), dtype_name(torch.float16), dtype_name("auto")
+        ('bf16', 'f16', 'auto')
+    """
+    if given is None or given == "auto":
+        return given
+    name = str(given).removeprefix("torch.")
+    name = ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise unknown("dtype", str(given), ["auto", *DTYPES, *ALIASES])
+    return name
