@@ -269,7 +269,7 @@ def test_llm_answers_texts() -> None:
         assert tokens(ids_only) == tokens(second)
         with pytest.raises(OptionError, match="1 params for 2"):
             llm.generate(texts, [mp.SamplingParams()])
-        with pytest.raises(OptionError, match="prompts must be"):
+        with pytest.raises(OptionError, match="1 is no prompt"):
             llm.generate([1, "two"])
         with pytest.raises(OptionError, match="empty"):
             llm.generate([[1], []])

@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow  # minutes in the interpreter; on a GPU benchmarks/gpu/run_all.py
 @pytest.mark.parametrize("method", CASES)
 def test_generate_through_triton(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids, mask) = llama(dtype=torch.float32), prompts(2, length=24)
