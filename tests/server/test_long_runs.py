@@ -17,16 +17,8 @@ from millpond.server.text_cost import LONG_RUN, check_runs
 from tests.helpers.models import needs_pond_text
 from tests.helpers.server.fake import FakeLLM, client_of
 
-#: Blanks, line ends, one letter, marks that combine with a letter and alone, and a script without blanks.
-RUNS = {
-    "spaces": " ",
-    "newlines": "\n",
-    "tabs": "\t",
-    "letter": "w",
-    "marked": "w\u0301",
-    "marks": "\u0301",
-    "han": "\u4e2d",
-}
+#: Blanks, line ends, one letter, and marks that combine with a letter.
+RUNS = {"spaces": " ", "newlines": "\n", "letter": "w", "marks": "w\u0301"}
 #: Characters of a run, and CPU seconds that the server may take for it.
 LONG, MOST_S = 500_000, 2.0
 
