@@ -144,10 +144,11 @@ def tasks_page() -> str:
 def option_table(entry: Entry[Any]) -> str:
     """The options of a registered builder."""
     rows = [
-        (f"`{o.name}`", cell(o.type_name), "" if o.default == "" else f"`{o.default}`", cell(o.help))
+        (f"`{o.name}`", cell(o.type_name), o.range_text, "" if o.default == "" else f"`{o.default}`", cell(o.help))
         for o in entry.options.values()
     ]
-    return left(markdown_table(("option", "type", "default", "what it does"), rows)) if rows else "No options.\n"
+    head = ("option", "type", "range", "default", "what it does")
+    return left(markdown_table(head, rows)) if rows else "No options.\n"
 
 
 def method_page(entry: Entry[Any]) -> str:

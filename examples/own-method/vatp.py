@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from millpond.plugins import Evict, Policy, Protect, Queries, Signal, View, method
+from millpond.plugins import Evict, Policy, Protect, Queries, Range, Signal, View, method
 
 
 class AttentionTimesValue:
@@ -22,8 +22,13 @@ class AttentionTimesValue:
 
 @method("vatp", paper="arXiv:2406.12335")
 def vatp(
-    recent: Annotated[int | float, "newest entries that stay: a share of the budget (0.5) or a count (128)"] = 0.5,
-    sinks: Annotated[int, "first positions that always stay"] = 4,
+    recent: Annotated[
+        int | float,
+        "newest entries that stay: a share of the budget (0.5) or a count (128)",
+        Range(0, 2**24),
+        Range(0.0, 1.0),
+    ] = 0.5,
+    sinks: Annotated[int, "first positions that always stay", Range(0, 2**24)] = 4,
     decode: Annotated[Literal["grow", "evict"], "after the prompt: grow, or evict at each step"] = "grow",
 ) -> Policy:
     """Keep the entries of much attention and large values."""

@@ -6,6 +6,7 @@ A package names its modules under the entry points `millpond.methods` and `millp
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.methods import method
 from millpond.option_files import FILE
+from millpond.option_ranges import Range
 from millpond.policy.allocation.heads import Ada, HeadAllocation, Uniform
 from millpond.policy.allocation.layers import LayerAllocation, LayerTable, Pyramid
 from millpond.policy.merging.protocol import Merge, Merged
@@ -44,6 +45,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Pyramid",
     "Queries",
     "RandomPriority",
+    "Range",
     "Recency",
     "Reduce",
     "Score",

@@ -27,6 +27,9 @@ from millpond.scalar import number
 
 T = TypeVar("T")
 
+#: Around text, which is a number where a command line or a nested method gives it.
+QUOTES = "'"
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -93,7 +96,7 @@ class Option:
             if typed and isinstance(value, str) and kind is not str:
                 break
             if kind in ranges and not ranges[kind].holds(found):
-                raise OptionError(f"{owner}: {self.name}={brief(value)} must be {self.range_text}")
+                raise OptionError(f"{owner}: {self.name}={brief(value).strip(QUOTES)} must be {self.range_text}")
             return found
         within = f", {self.range_text}" if ranges else ""
         raise OptionError(f"{owner}: {self.name}={brief(value)} is not a valid {_spell(self.annotation)}{within}")

@@ -168,7 +168,7 @@ def test_log_probabilities_of_prompt_and_answer(engine: Engine) -> None:
         (ask(4, cache=CacheOptions(method="kvzip", options={"ask": "none"})), "repeat each prompt"),
         (ask(4, cache=CacheOptions(method="sirllm")), "predictions for every token"),
         (ask(4, cache=CacheOptions(method="full", budget=5)), "takes no budget"),
-        (ask(4, cache=CacheOptions(budget="0%")), "ratio must lie"),
+        (ask(4, cache=CacheOptions(budget="0%")), "a ratio must be above 0 and at most 1"),
     ],
 )
 def test_refused_at_once(request_: Request, says: str) -> None:

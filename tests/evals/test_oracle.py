@@ -246,7 +246,7 @@ def test_it_can_be_named() -> None:
     assert not found.keeps_all
     with pytest.raises(OptionError, match="must be one of 'uniform', 'ada'"):
         find_candidate(Spec.parse("oracle:heads=all"))
-    with pytest.raises(mp.BudgetError, match="must be at least 1"):
+    with pytest.raises(mp.BudgetError, match="tokens must be 1 to"):
         found.check("0", "auto")
     with pytest.raises(OptionError, match="unknown codec"):
         found.check("20%", "f33")

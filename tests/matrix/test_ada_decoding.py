@@ -157,7 +157,7 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
     [
         ({"every": 4}, "every=4, but score='snapkv' evicts nothing while decoding"),
         ({"every": 4, "score": "rkv"}, "plans at each step"),
-        ({"every": -1, "score": "h2o"}, "every=-1 must not be negative"),
+        ({"every": -1, "score": "h2o"}, "every=-1 must be 0 to 16,777,216"),
         ({"every": "often"}, "every='often' must be a number of steps, or auto"),
         ({"score": "h2o/sinks"}, "must read name or name/option=value"),
         ({"score": "full"}, "keeps everything"),

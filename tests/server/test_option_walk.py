@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import millpond as mp
 from millpond.bench.common.memory import PeakMemory
+from millpond.engine.memory_estimate import estimate
+from millpond.engine.request import CacheOptions
 from tests.helpers.server.live import Live, live
-from tests.helpers.server.option_walk import Probe, by_choice, by_field, by_text, by_value, walk
+from tests.helpers.server.option_walk import PROMPT, Probe, by_choice, by_field, by_text, by_value, walk
 
 #: Bytes that the caches may take, and what a server may take besides: activations, answers, and heaps of threads.
 KV, BESIDE = 128 << 20, 96 << 20
 WALKS = {"value": by_value, "choice": by_choice, "text": by_text, "field": by_field}
 #: Probes of each walk in the quick suite; the sample is the same in every run.
-SAMPLE = 80
+SAMPLE = 50
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +54,54 @@ def check(server: Live, probes: list[Probe]) -> None:
     assert (memory.growth() or 0) < KV + BESIDE
     assert found.statuses[200] > 0
     assert found.statuses[400] > 0
+
+
+@pytest.mark.parametrize(("method", "options", "words"), [
+    ("snapkv", {"kernel": 2**40 + 1}, "snapkv: kernel=1099511627777 must be 1 to 255"),
+    ("snapkv", {"kernel": -1}, "snapkv: kernel=-1 must be 1 to 255"),
+    ("h2o", {"recent": 2**70}, "h2o: recent=1180591620717411303424 must be 0 to 16,777,216 or 0 to 1"),
+    ("infllm", {"sinks": 2**28}, "infllm: sinks=268435456 must be 0 to 16,777,216"),
+    ("ada", {"score": "snapkv/kernel=-1"}, "snapkv: kernel=-1 must be 1 to 255"),
+    ("rkv", {"spared": 2**28}, "rkv: spared=268435456 must be 0 to 16"),
+    ("streaming", {"sinks": 2**24}, "streaming: sinks=16777216 must be 0 to 1,024"),
+    ("keydiff", {"prefill": "chunks", "chunk": 1}, "chunk=1 would read a prompt of 300 tokens in 300 parts"),
+    ("infllm", {"together": 1, "block": 4}, "together=1 would read a prompt of 300 tokens in 300 parts"),
+    ("h2o", {"sinks": "5"}, "h2o: sinks='5' is not a valid int, 0 to 16,777,216"),
+])  # fmt: skip
+def test_what_would_hurt_is_refused_within_a_second(
+    server: Live, method: str, options: dict[str, Any], words: str
+) -> None:
+    began = time.process_time()
+    with server.client() as client:
+        body = {"prompt": PROMPT, "max_tokens": 2, "millpond": {"method": method, "budget": "50%", "options": options}}
+        answer = client.post("/v1/completions", json=body, headers={"Authorization": "Bearer mine"})
+        assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+        assert time.process_time() - began < 1
+        assert client.get("/health").status_code == 200
+
+
+def test_admission_counts_what_options_ask_for_beside_pages(server: Live) -> None:
+    """Queries that a plan looks at, keys of sinks before RoPE, and keys by which blocks are looked up."""
+
+    def need(method: str, **options: Any) -> int:
+        engine = server.llm._engine
+        recipe = engine._recipes.group(CacheOptions(method=method, options=options, budget="50%")).recipe
+        return int(estimate(recipe, engine._model.layers, 2_000, 10, 1).reading)
+
+    engine = server.llm._engine
+    a_query = sum(4 * layer.n_heads * layer.key_dim for layer in engine._model.layers)
+    a_key = sum(4 * layer.n_kv_heads * layer.key_dim for layer in engine._model.layers)
+    assert need("snapkv", window=1_000) - need("snapkv", window=10) == 990 * a_query
+    assert need("streaming", sinks=1_000) - need("streaming", sinks=200) == 800 * 2 * a_key
+    assert need("infllm", block=1, representatives=1) - need("infllm", block=10) == (2_010 - 201) * a_query
+    assert need("snapkv", window=1_000) - need("expected_attention") == 1_000 * a_query
+
+
+def test_protected_entries_that_do_not_fit_are_refused_before_anything_is_read(server: Live) -> None:
+    kept = {"method": "locret", "budget": "50%", "options": {"prefill": "chunks", "stabilizers": 1_000}}
+    before = server.llm.stats().prompt_tokens
+    with server.client() as client:
+        body = {"prompt": PROMPT, "max_tokens": 2, "millpond": kept}
+        answer = client.post("/v1/completions", json=body, headers={"Authorization": "Bearer mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "budget_impossible"), answer.text
+    assert server.llm.stats().prompt_tokens == before

@@ -60,8 +60,11 @@ def _flow(text: str) -> str:
 
 def _options(entry: Entry[Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("option", "type", "default", "what it does"):
+    for heading in ("option", "type", "range", "default", "what it does"):
         table.add_column(heading, no_wrap=heading == "option")
     for option in entry.options.values():
-        table.add_row(f"[bold]{option.name}[/]", escape(option.type_name), str(option.default), escape(option.help))
+        table.add_row(
+            f"[bold]{option.name}[/]", escape(option.type_name), option.range_text, str(option.default),
+            escape(option.help),
+        )  # fmt: skip
     return table

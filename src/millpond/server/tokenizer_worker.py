@@ -21,6 +21,7 @@ from millpond.server.llm_protocol import ServedLLM
 from millpond.server.message_spans import KEEP, EnclosedMessages, Span, kept_pieces, token_spans
 from millpond.server.messages import Message, Tool
 from millpond.server.schemas import ChatFields, TokenFields
+from millpond.server.text_cost import LONG_RUN, check_runs
 from millpond.server.tools.plain import in_words
 from millpond.server.tools.template import ask_template
 
@@ -75,6 +76,7 @@ class TokenizerWorker:
         self.need("a text", "prompt")
         self._check_length(len(text), "prompt")
         check_text(text, "prompt")
+        await self._check_runs([text], "prompt")
         return await self._run(lambda own: tuple(own.encode(text, add_special_tokens=special)), len(text))
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -156,6 +158,7 @@ class TokenizerWorker:
         self._check_length(sum(map(len, texts)), "prompt")
         for text in texts:
             check_text(text, "prompt")
+        await self._check_runs(texts, "prompt")
         return await self._run(lambda own: with_ids(prompt, own), sum(map(len, texts)))
 
     async def chunked_chat(self, said: Sequence[Message], body: ChatFields, use_tools: bool = True) -> Prompt:
@@ -317,6 +320,18 @@ class TokenizerWorker:
                 "of the model's context"
             )
             raise ApiError(400, message, "context_length_exceeded", param)
+
+    async def _check_runs(self, texts: Sequence[str], param: str) -> None:
+        """Raises:
+        ApiError: a text has runs that this tokenizer would take seconds for.
+        """
+
+        def check(own: Any) -> None:
+            for text in texts:
+                check_runs(text, lambda part: own.encode(part, add_special_tokens=False), param)
+
+        if any(len(text) >= LONG_RUN for text in texts):
+            await self._run(check, sum(map(len, texts)))
 
     async def _run(self, work: Callable[[Any], T], size: int) -> T:
         """Run `work` with a tokenizer, for a text of `size` characters."""

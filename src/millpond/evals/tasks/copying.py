@@ -13,13 +13,14 @@ from millpond.evals.data.synthetic_english import keys
 from millpond.evals.metrics import in_order
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 
 @task("copy")
 def copy(
-    length: Annotated[int, "tokens of context, question and answer"] = 4096,
-    passages: Annotated[int, "passages in the text, each under a name; one is asked for"] = 4,
-    words: Annotated[int, "words of a passage"] = 8,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
+    passages: Annotated[int, "passages in the text, each under a name; one is asked for", SOME_POSITIONS] = 4,
+    words: Annotated[int, "words of a passage", SOME_POSITIONS] = 8,
     essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
 ) -> Task:
     """Repeat a named passage word for word; the score is the share of its words that come back in order."""

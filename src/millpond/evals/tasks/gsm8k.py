@@ -14,6 +14,7 @@ from millpond.evals.metrics import same_number
 from millpond.evals.metrics.numbers import last_number
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
+from millpond.option_ranges import Range
 
 #: A calculator's note in the published answers, "<<48/2=24>>".
 _NOTE = re.compile(r"<<[^<>]*>>")
@@ -22,7 +23,9 @@ _NOTE = re.compile(r"<<[^<>]*>>")
 @task("gsm8k", paper="arXiv:2110.14168")
 def gsm8k(
     path: Annotated[str, "a file with question and answer; the result stands after ####"] = "",
-    shots: Annotated[int, "worked examples, 0 to 8: the first rows of the file, which are then not asked"] = 4,
+    shots: Annotated[
+        int, "worked examples, 0 to 8: the first rows of the file, which are then not asked", Range(0, 8)
+    ] = 4,
 ) -> Task:
     """Work out a sum in words. The last number of the answer counts."""
     at_least("gsm8k", 0, shots=shots)

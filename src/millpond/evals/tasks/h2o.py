@@ -14,6 +14,7 @@ from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import rouge
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind, Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 #: Rows that belong to one question, and the index of the right one where it is known.
 Group = tuple[tuple[DataRow, ...], int | None]
@@ -22,7 +23,9 @@ Group = tuple[tuple[DataRow, ...], int | None]
 @task("h2o_choice", paper="arXiv:2306.14048")
 def h2o_choice(
     path: Annotated[str, "a file with a prompt per choice: examples, a blank line, question and choice"] = "",
-    choices: Annotated[int, "choices of a question, in rows one after another (COPA 2, OpenBookQA 4)"] = 2,
+    choices: Annotated[
+        int, "choices of a question, in rows one after another (COPA 2, OpenBookQA 4)", SOME_POSITIONS
+    ] = 2,
     labels: Annotated[str, "a file with the index of the right choice, from 0, a line for each question"] = "",
 ) -> Task:
     """COPA and OpenBookQA with five examples: the likeliest choice.

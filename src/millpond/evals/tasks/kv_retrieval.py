@@ -12,6 +12,7 @@ from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import found
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
+from millpond.option_ranges import MOST_POSITIONS, Range
 
 _INTRO = "Read the value of one key out of the JSON object below.\n\nJSON data:\n"
 
@@ -19,7 +20,9 @@ _INTRO = "Read the value of one key out of the JSON object below.\n\nJSON data:\
 @task("kv_retrieval", paper="arXiv:2307.03172")
 def kv_retrieval(
     path: Annotated[str, "a file with ordered_kv_records (a list of [key, value]), key and value; may end in .gz"] = "",
-    gold: Annotated[int, "where the wanted pair stands, from 0; -1: where the file has it"] = -1,
+    gold: Annotated[
+        int, "where the wanted pair stands, from 0; -1: where the file has it", Range(-1, MOST_POSITIONS)
+    ] = -1,
 ) -> Task:
     """Read one value out of a long JSON object of random keys."""
     if gold < -1:

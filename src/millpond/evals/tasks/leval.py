@@ -12,6 +12,7 @@ from millpond.evals.metrics import exact, f1, letters_chosen, rouge, same_number
 from millpond.evals.metrics.words import normal
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
+from millpond.option_ranges import POSITIONS
 
 _INTRO = "Below is a long document. Follow the instruction that comes after it.\n\nDocument:\n"
 _EXAM = "Give the answer alone; where there are options, their letters."
@@ -22,7 +23,7 @@ _WAYS = {"exam": 64, "f1": 128, "rouge": 512}
 @task("leval", paper="arXiv:2307.11088")
 def leval(
     path: Annotated[str, "a file with input, instructions, outputs and evaluation (exam, f1 or rouge)"] = "",
-    max_tokens: Annotated[int, "cut the middle out of longer prompts; 0: never"] = 0,
+    max_tokens: Annotated[int, "cut the middle out of longer prompts; 0: never", POSITIONS] = 0,
 ) -> Task:
     """Follow the instructions about a document; all of one document are asked on one context.
 

@@ -14,6 +14,7 @@ from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import class_named, code_similarity, f1, f1_zh, number_share, rouge, rouge_zh
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
+from millpond.option_ranges import POSITIONS
 
 _METRICS: dict[str, Callable[[Sequence[str], str], float]] = {
     "f1": f1,
@@ -28,7 +29,7 @@ _METRICS: dict[str, Callable[[Sequence[str], str], float]] = {
 @task("longbench", paper="arXiv:2308.14508")
 def longbench(
     path: Annotated[str, "a file of LongBench rows; each row names its dataset"] = "",
-    max_tokens: Annotated[int, "cut the middle out of longer prompts, as the benchmark does; 0: never"] = 0,
+    max_tokens: Annotated[int, "cut the middle out of longer prompts, as the benchmark does; 0: never", POSITIONS] = 0,
 ) -> Task:
     """Long texts in the format of LongBench, with the metric of the dataset that each row names.
 

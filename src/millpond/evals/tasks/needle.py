@@ -16,12 +16,13 @@ from millpond.evals.data.sentence_source import Source
 from millpond.evals.data.synthetic_english import keys
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 
 @task("needle")
 def needle(
     lengths: Annotated[str, "tokens of context, question and answer, joined by +"] = "1024+2048+4096",
-    depths: Annotated[int, "how many depths, evenly from the beginning to the end"] = 10,
+    depths: Annotated[int, "how many depths, evenly from the beginning to the end", SOME_POSITIONS] = 10,
     essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
 ) -> Task:
     """Find a needle at each depth of each length.

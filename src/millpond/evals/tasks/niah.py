@@ -15,19 +15,22 @@ from millpond.evals.data.sentence_source import Source
 from millpond.evals.data.synthetic_english import keys as draw_keys
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS, Range
 
 _INTRO = "Some secret {what}s are hidden in the text below. Read with care: you will be asked for them at the end.\n\n"
 _NEEDLE = "The secret {what} of {key} is {value}."
 
-Length = Annotated[int, "tokens of context, question and answer"]
+Length = Annotated[int, "tokens of context, question and answer", SOME_POSITIONS]
 Essay = Annotated[str, "a text file to fill with, instead of sentences made here"]
-Digits = Annotated[int, "digits of a number; what takes several tokens must be kept as a whole"]
+Digits = Annotated[int, "digits of a number; what takes several tokens must be kept as a whole", SOME_POSITIONS]
 
 
 @task("niah_single", paper="arXiv:2404.06654")
 def niah_single(
     length: Length = 4096,
-    variant: Annotated[int, "1: a number among repeated sentences, 2: a number in prose, 3: a UUID in prose"] = 1,
+    variant: Annotated[
+        int, "1: a number among repeated sentences, 2: a number in prose, 3: a UUID in prose", Range(1, 3)
+    ] = 1,
     essay: Essay = "",
     digits: Digits = SEVEN,
 ) -> Task:
@@ -47,9 +50,13 @@ def niah_single(
 @task("niah_multikey", paper="arXiv:2404.06654")
 def niah_multikey(
     length: Length = 4096,
-    variant: Annotated[int, "1: some needles in prose, 2: a text of nothing but needles, 3: the same with UUIDs"] = 1,
-    keys: Annotated[int, "needles of which some are asked for; variants 2 and 3 add more until the text is full"] = 4,
-    questions: Annotated[int, "how many of the keys are asked for, each by itself"] = 1,
+    variant: Annotated[
+        int, "1: some needles in prose, 2: a text of nothing but needles, 3: the same with UUIDs", Range(1, 3)
+    ] = 1,
+    keys: Annotated[
+        int, "needles of which some are asked for; variants 2 and 3 add more until the text is full", SOME_POSITIONS
+    ] = 4,
+    questions: Annotated[int, "how many of the keys are asked for, each by itself", SOME_POSITIONS] = 1,
     essay: Essay = "",
     digits: Digits = SEVEN,
 ) -> Task:
@@ -78,7 +85,7 @@ def niah_multikey(
 @task("niah_multivalue", paper="arXiv:2404.06654")
 def niah_multivalue(
     length: Length = 4096,
-    values: Annotated[int, "needles of the one key"] = 4,
+    values: Annotated[int, "needles of the one key", SOME_POSITIONS] = 4,
     essay: Essay = "",
     digits: Digits = SEVEN,
 ) -> Task:
@@ -100,7 +107,7 @@ def niah_multivalue(
 @task("niah_multiquery", paper="arXiv:2404.06654")
 def niah_multiquery(
     length: Length = 4096,
-    queries: Annotated[int, "keys asked for at once"] = 4,
+    queries: Annotated[int, "keys asked for at once", SOME_POSITIONS] = 4,
     essay: Essay = "",
     digits: Digits = SEVEN,
 ) -> Task:

@@ -12,14 +12,15 @@ from millpond.evals.data.sentence_source import Source
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
 from millpond.models.pond.english_facts import MOST_FACTS, NUMBER_FORMS, WORD_FORMS, draw_facts
+from millpond.option_ranges import SOME_POSITIONS
 
 
 @task("pond_facts")
 def pond_facts(
-    length: Annotated[int, "tokens of context, question and answer"] = 1024,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 1024,
     answer: Annotated[Literal["any", "number", "word"], "a number of 3 to 5 digits, a word, or either"] = "any",
-    facts: Annotated[int, "facts in the text, of one kind"] = 6,
-    questions: Annotated[int, "how many of them are asked for, each by itself"] = 1,
+    facts: Annotated[int, "facts in the text, of one kind", SOME_POSITIONS] = 6,
+    questions: Annotated[int, "how many of them are asked for, each by itself", SOME_POSITIONS] = 1,
     essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
 ) -> Task:
     """Recall facts of the kind that pond-text and pond-text-long know, hidden in running text.

@@ -14,6 +14,7 @@ from millpond.evals.data.sentence_source import Source
 from millpond.evals.data.synthetic_english import keys
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 _INTRO = "Read the text below with care. You will be asked about it.\n\n"
 #: Subjects of the facts, each of another kind: a small model confuses facts that differ in a name alone.
@@ -31,10 +32,12 @@ _WORDED = (
 
 @task("prose_facts")
 def prose_facts(
-    length: Annotated[int, "tokens of context, question and answer"] = 4096,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
     answer: Annotated[Literal["number", "phrase"], "a number of seven digits, or a phrase of seven words"] = "number",
-    facts: Annotated[int, "facts in the text, at most 8"] = 4,
-    questions: Annotated[int, "how many of them are asked for, one after another in the protocol turns"] = 1,
+    facts: Annotated[int, "facts in the text, at most 8", SOME_POSITIONS] = 4,
+    questions: Annotated[
+        int, "how many of them are asked for, one after another in the protocol turns", SOME_POSITIONS
+    ] = 1,
     essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
 ) -> Task:
     """Answer questions about facts in prose, each with a number or a phrase that takes several tokens.

@@ -14,6 +14,7 @@ from millpond.evals.data.haystack import Haystack, depths
 from millpond.evals.metrics import found_any
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 _INTRO = "Answer the question at the end from the documents below, in as few words as you can.\n\n"
 
@@ -21,7 +22,7 @@ _INTRO = "Answer the question at the end from the documents below, in as few wor
 @task("qa", paper="arXiv:2404.06654")
 def qa(
     path: Annotated[str, "SQuAD JSON, HotpotQA JSON, or rows with question, answers and context; may end in .gz"] = "",
-    length: Annotated[int, "tokens of context, question and answer"] = 4096,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
 ) -> Task:
     """Answer a question from its documents, hidden among the documents of other questions.
 

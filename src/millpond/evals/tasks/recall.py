@@ -11,12 +11,13 @@ from millpond.evals.data.sentence_source import Source
 from millpond.evals.data.synthetic_english import keys, words
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 _INTRO = "Code words are hidden in the text below. Read it with care: you will be asked for them at the end.\n\n"
 
-Length = Annotated[int, "tokens of context, question and answer"]
-Pairs = Annotated[int, "keys in the text"]
-Questions = Annotated[int, "how many of the keys are asked for, each by itself"]
+Length = Annotated[int, "tokens of context, question and answer", SOME_POSITIONS]
+Pairs = Annotated[int, "keys in the text", SOME_POSITIONS]
+Questions = Annotated[int, "how many of the keys are asked for, each by itself", SOME_POSITIONS]
 Essay = Annotated[str, "a text file to fill with, instead of sentences made here"]
 
 
@@ -30,7 +31,9 @@ def recall(length: Length = 4096, pairs: Pairs = 32, questions: Questions = 1, e
 def overwritten(
     length: Length = 4096,
     pairs: Pairs = 12,
-    times: Annotated[int, "times that each key is given a value; the last one counts (for pond-recall always 2)"] = 4,
+    times: Annotated[
+        int, "times that each key is given a value; the last one counts (for pond-recall always 2)", SOME_POSITIONS
+    ] = 4,
     questions: Questions = 1,
     essay: Essay = "",
 ) -> Task:

@@ -16,6 +16,7 @@ from millpond.evals.data.token_budget import TokenBudget
 from millpond.evals.metrics import string_match_all, string_match_part
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Task, task
+from millpond.option_ranges import POSITIONS
 
 Match = Literal["all", "part"]
 #: What a row may hold at most: answers, and characters of one.
@@ -53,7 +54,7 @@ def ruler(
     task: Annotated[str, "RULER's task, as niah_single_1 or qa_2; else the file's or its folder's name"] = "",
     match: Annotated[Literal["task", "all", "part"], "outputs wanted: all, each its share, or any"] = "task",
     question: Annotated[str, "text with which the question begins, where it occurs last; else the task's"] = "",
-    max_new_tokens: Annotated[int, "most tokens of an answer; 0: the task's"] = 0,
+    max_new_tokens: Annotated[int, "most tokens of an answer; 0: the task's", POSITIONS] = 0,
 ) -> Task:
     """Files that RULER's scripts made, with its counts of tokens and its scores.
 

@@ -18,13 +18,14 @@ from millpond.evals.data.random_streams import stream
 from millpond.evals.inspector.token_text import encode_pieces
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind, Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 _WORD, _SPACE, _BEGIN = re.compile(r"\S"), re.compile(r"\s"), re.compile(r"(?<=\s)\S")
 
 Path = Annotated[str, "a file of UTF-8 text; may end in .gz"]
-Context = Annotated[int, "tokens that are compressed before the first one is predicted"]
-Continuation = Annotated[int, "tokens that are then fed one by one"]
-Stride = Annotated[int, "tokens from the beginning of one sample to the next"]
+Context = Annotated[int, "tokens that are compressed before the first one is predicted", SOME_POSITIONS]
+Continuation = Annotated[int, "tokens that are then fed one by one", SOME_POSITIONS]
+Stride = Annotated[int, "tokens from the beginning of one sample to the next", SOME_POSITIONS]
 
 
 @task("text")

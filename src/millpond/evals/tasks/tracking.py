@@ -11,17 +11,20 @@ from millpond.evals.data.random_streams import letters, number
 from millpond.evals.data.sentence_source import Source
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import SOME_POSITIONS
 
 _INTRO = "Assignments to variables are hidden in the text below. Follow them as they pass a value on.\n\n"
 
 
 @task("tracking", paper="arXiv:2404.06654")
 def tracking(
-    length: Annotated[int, "tokens of context, question and answer"] = 4096,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
     chains: Annotated[
-        int | None, "chains of assignments, each from a value of its own; one is asked for (1; for pond-recall 4)"
+        int | None,
+        "chains of assignments, each from a value of its own; one is asked for (1; for pond-recall 4)",
+        SOME_POSITIONS,
     ] = None,
-    hops: Annotated[int, "times that a value is passed on in a chain"] = 4,
+    hops: Annotated[int, "times that a value is passed on in a chain", SOME_POSITIONS] = 4,
 ) -> Task:
     """Name every variable that holds a value, through a chain of assignments."""
     n_chains, source = 1 if chains is None else chains, Source("noise")

@@ -12,6 +12,7 @@ from millpond.evals.data.random_streams import letters
 from millpond.evals.data.synthetic_english import ALL_WORDS, words
 from millpond.evals.sample import Question
 from millpond.evals.task import Task, task
+from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range
 
 #: Ranks beyond this one have no word, even at a million tokens.
 _RANKS = 1000
@@ -19,10 +20,10 @@ _RANKS = 1000
 
 @task("common_words", paper="arXiv:2404.06654")
 def common_words(
-    length: Annotated[int, "tokens of context, question and answer"] = 4096,
-    common: Annotated[int, "words that occur often, all asked for"] = 10,
-    often: Annotated[int, "times that each of them occurs; 0: 30, or 6 below 4,096 tokens"] = 0,
-    seldom: Annotated[int, "times that every other word occurs; 0: 3, or 1 below 4,096 tokens"] = 0,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
+    common: Annotated[int, "words that occur often, all asked for", SOME_POSITIONS] = 10,
+    often: Annotated[int, "times that each of them occurs; 0: 30, or 6 below 4,096 tokens", POSITIONS] = 0,
+    seldom: Annotated[int, "times that every other word occurs; 0: 3, or 1 below 4,096 tokens", POSITIONS] = 0,
 ) -> Task:
     """Name the words that occur most often in a numbered list."""
     at_least("common_words", 1, common=common)
@@ -50,8 +51,10 @@ def common_words(
 
 @task("frequent_words", paper="arXiv:2404.06654")
 def frequent_words(
-    length: Annotated[int, "tokens of context, question and answer"] = 4096,
-    alpha: Annotated[float, "how steeply counts fall: the word of rank k occurs in proportion to k^-alpha"] = 2.0,
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
+    alpha: Annotated[
+        float, "how steeply counts fall: the word of rank k occurs in proportion to k^-alpha", Range(0.0, 100.0)
+    ] = 2.0,
 ) -> Task:
     """Name the three most frequent words of a coded text, whose words follow Zipf's law.
 

@@ -1,0 +1,100 @@
+"""Cost of long runs in a text: a tokenizer that takes their square is found out before it is given one."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from millpond.server.errors import ApiError
+
+#: Characters from which on a run is a long one.
+LONG_RUN = 2**10
+#: Of two parts of a run one is `STEP` times as long; where it takes `SUPERLINEAR` times as long or more, time grows
+#: about with the square.
+STEP, SUPERLINEAR = 4, 10.0
+#: Seconds that all long runs of a text may take by that account.
+MOST_S = 2.0
+#: Seconds of a part from which on it tells how time grows, and times that it is then tried: the fastest counts, since
+#: others may keep the processor busy.
+JUDGED_S, TRIES = 0.025, 3
+
+_BLANKS = re.compile(r"\s\s+")
+Span = tuple[int, int]
+
+
+def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
+    """Refuse a text with runs of blanks, or of anything else, that would take seconds to tokenize.
+
+    Tokenizers split a text before they look at its words. Where an expression that splits tries each place of a run
+    anew, or where a run is one word that is gone through again and again, time grows with the square of its length.
+
+    Args:
+        encode: tokenizes a text. param: the field of the request that it comes from.
+
+    Raises:
+        ApiError: 400, runs are that long, and this tokenizer is that slow.
+    """
+    if len(text) < LONG_RUN:
+        return
+    for runs in (_blanks(text), _words(text)):
+        if not runs:
+            continue
+        squares = sum(_length(run) ** 2 for run in runs)
+        begin, end = max(runs, key=_length)
+        expected = _seconds_by_square(text[begin:end], text[end : end + 1], encode, squares)
+        if expected is not None:
+            kind = "blanks" if text[begin].isspace() else "characters without a blank"
+            message = (
+                f"{end - begin:,} {kind} in a row, from character {begin:,} on: this model's tokenizer would take "
+                f"{expected:,.0f} s for such runs, and has {MOST_S:g} s; break them up, or leave them out"
+            )
+            raise ApiError(400, message, "invalid_value", param)
+
+
+def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], squares: float) -> float | None:
+    """Seconds for runs whose lengths' squares add up to `squares`, where these are too many; None: they are not.
+
+    Longer and longer parts of the run are tried, so that little time is spent on a tokenizer that takes the square.
+    """
+    size = LONG_RUN // STEP
+    while size <= len(run):
+        seconds = _seconds(encode, run[:size] + behind, 1)
+        if seconds * squares / size**2 <= MOST_S:  # were it by the square from here on
+            return None
+        if seconds > JUDGED_S:
+            smaller, larger = (_seconds(encode, run[:part] + behind, TRIES) for part in (size // STEP, size))
+            if larger > SUPERLINEAR * smaller:
+                return larger * squares / size**2
+            if larger > 2 * JUDGED_S:  # long enough to be sure
+                return None
+        size *= STEP
+    return None
+
+
+def _blanks(text: str) -> list[Span]:
+    return [found.span() for found in _BLANKS.finditer(text) if _length(found.span()) >= LONG_RUN]
+
+
+def _words(text: str) -> list[Span]:
+    runs, end = list[Span](), 0
+    for word in text.split():
+        if len(word) >= LONG_RUN:
+            begin = text.index(word, end)
+            end = begin + len(word)
+            runs.append((begin, end))
+    return runs
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _seconds(encode: Callable[[str], object], text: str, tries: int) -> float:
+    """Of the fastest of some tries."""
+    times = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        encode(text)
+        times.append(time.perf_counter() - began)
+    return min(times)
