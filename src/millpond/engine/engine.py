@@ -76,6 +76,7 @@ class Engine:
 
     Attributes:
         cache: of requests that name none. recipe: how their caches are stored.
+        in_step: names of the requests in the pass that runs now; safe to read from any thread.
         watch: called at the end of each step with what it did, and its seconds; None: nothing is.
         watch_moves: called when a request was handed or taken over, with its name, the tokens of its prompt and the
             seconds; likewise.
@@ -170,6 +171,7 @@ class Engine:
             self._files,
         )  # fmt: skip
         self._faults = FaultIsolation(self._scheduler, self._live, self._trunks, self._loads, self._model.layers)
+        self.in_step: tuple[str, ...] = ()
         self._finished = self._evicted = 0
         self.watch: Callable[[Step, float], None] | None = None
         self.watch_moves: Callable[[Direction, str, int, float], None] | None = None
@@ -485,6 +487,7 @@ class Engine:
             changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
             changed += [live for live, n in reading if live.answers and live.job.read + n == live.job.prompt]
             if groups or reading:
+                self.in_step = _names(groups, reading)
                 new = self._turn.run(groups, reading)
                 changed += [live for live in new if live.failed and live.answers]
                 self._forget(new)
@@ -499,6 +502,8 @@ class Engine:
             if self._faults.fatal:
                 self._told += changed
                 raise
+        finally:
+            self.in_step = ()
         if not self._live:
             self._trim()
         self._stats = self._count()
@@ -623,3 +628,9 @@ class Engine:
             chunks=None if self._chunks is None else self._chunks.store.stats(),
             sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
         )  # fmt: skip
+
+
+def _names(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:
+    """Those of the requests of a pass, trunks left out."""
+    decoding = (answer.key[0] for group in groups for answer in group.answers)
+    return tuple(dict.fromkeys([*decoding, *(live.request.request_id for live, _ in reading if live.answers)]))
