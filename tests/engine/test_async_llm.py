@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -188,18 +189,20 @@ def test_a_step_that_hangs_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatc
 
     async def run() -> None:
         llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
-        step = llm._engine.step
         with monkeypatch.context() as patch:
-            patch.setattr(llm._engine, "step", lambda: (goes_on.wait(30) and []) or step())
+            run = llm._engine._turn.run
+            patch.setattr(llm._engine._turn, "run", lambda *args: (goes_on.wait(30) and run(*args)) or [])
             task = asyncio.create_task(last(llm, ask(40)))
             while llm.trouble(0.1) is None:
                 await asyncio.sleep(0.01)
-            assert "one step" in str(llm.trouble(0.1))
+            assert re.search("one step .* seconds, with 40 in it", str(llm.trouble(0.1)))
+            assert llm.step_age_s > 0.1
             assert llm.trouble(60) is None
         goes_on.set()
         assert tokens(await task) == alone("h2o", 40)
         assert llm.trouble(0.5) is None
         goes_on.clear()
+        step = llm._engine.step
         monkeypatch.setattr(llm._engine, "step", lambda: (goes_on.wait(30) and []) or step())
         task = asyncio.create_task(last(llm, ask(40)))
         while llm.trouble(0.05) is None:
@@ -234,3 +237,44 @@ def test_an_engine_that_ends_tells_everybody(caplog: Any) -> None:
         await llm.close()
 
     asyncio.run(run())
+
+
+def test_what_fails_for_every_request_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("by zero")
+
+    async def run() -> None:
+        llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=128)
+        await llm.call(lambda engine: monkeypatch.setattr(engine._model, "forward", fail))
+        found = await asyncio.gather(*(last(llm, ask(n)) for n in (40, 57, 31)), return_exceptions=True)
+        assert all(isinstance(error, MillpondError) for error in found)
+        while llm.trouble(60) is None:
+            await asyncio.sleep(0.01)
+        assert "ended with ZeroDivisionError" in str(llm.trouble(60))
+        with pytest.raises(MillpondError, match=r"closed|takes no requests"):
+            await last(llm, ask(40))
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_one_request_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(llm: mp.AsyncLLM) -> None:
+        forward = llm._engine._model.forward
+
+        def failing(*args: Any) -> Any:
+            found = forward(*args)
+            if "57" in llm._engine.in_step:
+                raise OverflowError("too large")
+            return found
+
+        await llm.call(lambda engine: monkeypatch.setattr(engine._model, "forward", failing))
+        found = await asyncio.gather(*(last(llm, ask(n)) for n in (40, 57, 31)), return_exceptions=True)
+        assert isinstance(found[1], MillpondError)
+        assert "'57' failed with OverflowError" in str(found[1])
+        for output, length in ((found[0], 40), (found[2], 31)):
+            assert isinstance(output, RequestOutput)
+            assert tokens(output) == alone("h2o", length)
+        assert llm.trouble(60) is None
+
+    served(body)

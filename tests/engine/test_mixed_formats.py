@@ -68,13 +68,13 @@ def alone(method: str, codec: str | None, text: int) -> list[int]:
     return tokens(done)
 
 
-def need(method: str, codec: str | None, n_tokens: int, new: int = NEW) -> int:
+def need(method: str, codec: str | None, n_tokens: int, new: int = NEW, n: int = 1) -> int:
     """Bytes that a request holds at most, alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)
         engine = Engine(model(), method="full", page_slots=16)
         group = engine._recipes.group(options(method, codec))
-        found = estimate(group.recipe, engine._model.layers, n_tokens, new, 1).most(1)
+        found = estimate(group.recipe, engine._model.layers, n_tokens, new, n).most(n)
     engine.close()
     return found
 
@@ -122,7 +122,7 @@ class PoolLife(RuleBasedStateMachine):
         prefix=st.sampled_from([False, "lru", "lfu"]), disk=st.booleans(),
     )  # fmt: skip
     def begin(self, memory: float, overcommit: int, prefix: str | bool, disk: bool) -> None:
-        most = max(need(method, codec, len(TEXTS[0])) for method in METHODS for codec in CODECS)
+        most = max(need(method, codec, len(TEXTS[0]), n=n) for method in METHODS for codec in CODECS for n in (1, 2))
         self.limit = int(most * memory)
         self.engine = Engine(
             model(), method="full", kv_memory=self.limit, overcommit=overcommit, prefix_cache=prefix,
@@ -133,15 +133,15 @@ class PoolLife(RuleBasedStateMachine):
 
     @rule(
         method=st.sampled_from(list(METHODS)), codec=st.sampled_from(CODECS),
-        text=st.integers(0, len(TEXTS) - 1), new=st.integers(1, NEW),
+        text=st.integers(0, len(TEXTS) - 1), new=st.integers(1, NEW), n=st.integers(1, 2),
     )  # fmt: skip
-    def come(self, method: str, codec: str | None, text: int, new: int) -> None:
+    def come(self, method: str, codec: str | None, text: int, new: int, n: int) -> None:
         name = str(len(self.asked))
         self.asked[name] = method, codec, text
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=UserWarning)
             self.engine.add(
-                Request(request_id=name, prompt=TEXTS[text], params=greedy(new), cache=options(method, codec))
+                Request(request_id=name, prompt=TEXTS[text], params=greedy(new, n=n), cache=options(method, codec))
             )
 
     @rule(times=st.integers(1, 12))
@@ -151,8 +151,9 @@ class PoolLife(RuleBasedStateMachine):
             for _ in range(times):
                 for output in self.engine.step():
                     assert output.error is None, f"{self.asked[output.request_id]}: {output.error}"
-                    found = tokens(output)
-                    assert found == alone(*self.asked[output.request_id])[: len(found)]
+                    for index in range(len(output.completions)):
+                        found = tokens(output, index)
+                        assert found == alone(*self.asked[output.request_id])[: len(found)]
                     if output.finished:
                         self.done.add(output.request_id)
 
@@ -186,7 +187,7 @@ def run_life(n: int) -> None:
 
 
 def test_requests_that_fit_alone_never_fail() -> None:
-    run_life(examples(20))
+    run_life(examples(10))
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def test_an_engine_that_hangs_is_not_healthy_and_is_logged(caplog: Any) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_stalled")
         assert "Retry-After" in refused.headers
         assert "millpond_engine_stalled 1.0" in client.get("/metrics").text
+        assert "millpond_engine_step_age_seconds 12.5" in client.get("/metrics").text
         until(lambda: "one step takes long; /health says 503" in caplog.text)
         server.llm.hangs = None
         assert client.get("/health").status_code == 200

@@ -93,6 +93,11 @@ class AsyncClusterLLM(ClusterClient):
         missing = [role for role, number in self.live().items() if not number]
         return f"no {' and no '.join(missing)} worker serves" if missing else None
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds that the longest step of a worker has taken, as of its last report."""
+        return self._cluster.dispatcher.step_age_s
+
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """See `AsyncLLM.stream`.
 

@@ -88,6 +88,11 @@ class Dispatcher:
         """All of them, by name."""
         return self._pool.info(Counter(one.worker for one in self._entries.values() if one.worker is not None))
 
+    @property
+    def step_age_s(self) -> float:
+        """Of the step that has taken longest, at the last report of its worker; 0 where none is under way."""
+        return max([*self._pool.step_ages_s.values()], default=0.0)
+
     def live(self) -> dict[Role, int]:
         """See `WorkerPool.live`."""
         return self._pool.live()

@@ -75,12 +75,14 @@ class WorkerReport:
 
     Attributes:
         trouble: why its engine does not move; None: all is well. handoff_bytes: that wait for other workers.
+        step_age_s: seconds since the step began that its engine is at; 0 where it waits.
     """
 
     updates: tuple[RequestUpdate, ...]
     stats: EngineStats
     trouble: str | None = None
     handoff_bytes: int = 0
+    step_age_s: float = 0.0
 
 
 class Reported:

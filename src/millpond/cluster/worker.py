@@ -103,7 +103,7 @@ class EngineWorker:
             if update.finished or update.dropped or update.offered is not None:  # nothing more comes of it here
                 self._reported.pop(update.name, None)
         trouble = self._llm.trouble(self._step_limit_s)
-        return WorkerReport(tuple(updates), self._llm.stats(), trouble, self._handoff.size)
+        return WorkerReport(tuple(updates), self._llm.stats(), trouble, self._handoff.size, self._llm.step_age_s)
 
     async def cancel(self, name: str) -> None:
         """End a request, or forget one that waits for another worker; nothing is reported of it any more.

@@ -62,6 +62,7 @@ class WorkerPool:
     Attributes:
         serving: workers that serve, those that are being drained among them, by name. draining: names of the latter.
         stats: of the last reports, by name. handoff_bytes: that wait for others in a worker, likewise.
+        step_ages_s: seconds since the steps began that their engines are at, likewise.
         model: context length, vocabulary and cache options, known after `open`.
     """
 
@@ -72,6 +73,7 @@ class WorkerPool:
         self.draining: set[str] = set()
         self.stats: dict[str, EngineStats] = {}
         self.handoff_bytes: dict[str, int] = {}
+        self.step_ages_s: dict[str, float] = {}
         self.model: tuple[int, int, CacheOptions] | None = None
         self._roles, self._make, self._tasks, self._listener = tuple(roles), make, tasks, listener
         self._starting: dict[str, WorkerHandle] = {}
@@ -187,6 +189,7 @@ class WorkerPool:
         self._leaving.discard(handle.name)
         self.stats.pop(handle.name, None)
         self.handoff_bytes.pop(handle.name, None)
+        self.step_ages_s.pop(handle.name, None)
         return True
 
     async def _watch(self, handle: WorkerHandle) -> None:
@@ -196,6 +199,7 @@ class WorkerPool:
                 report = await handle.report(self._listener.wanted(handle))
                 if self.serving.get(handle.name) is handle:
                     self.stats[handle.name], self.handoff_bytes[handle.name] = report.stats, report.handoff_bytes
+                    self.step_ages_s[handle.name] = report.step_age_s
                 self._listener.reported(handle, report)
                 if report.trouble is not None:
                     raise WorkerLostError(f"worker {handle.name}: {report.trouble}")

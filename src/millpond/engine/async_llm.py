@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 #: Seconds for which calls are made where nothing is in flight, so that requests that come together are in one step.
 _CALLS_IDLE_S = 0.02
+#: Requests of a step that does not come back that are named.
+_SHOWN = 8
 
 _log = logging.getLogger(__name__)
 
@@ -153,8 +155,16 @@ class AsyncLLM:
             return f"the engine's thread ended with {type(self._failed).__name__}"
         since = self._since
         if since is not None and (taken := time.monotonic() - since) > limit_s:
-            return f"one step of the engine has taken {taken:.0f} seconds"
+            names = self._engine.in_step
+            of = f", with {_shown(names)} in it" if names else ""
+            return f"one step of the engine has taken {taken:.0f} seconds{of}"
         return None
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the engine's thread began what it does now; 0 where it waits. Safe to read from any thread."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """The answers of a request as they grow, each time all of them; closing the generator cancels the request.
@@ -339,7 +349,7 @@ class AsyncLLM:
             step_s = 0.0
             if self._engine.busy:
                 self._since = began = time.monotonic()
-                outputs = self._step()
+                outputs = self._engine.step()
                 self._hand_out(outputs)
                 self._let_leave(outputs)
                 step_s = time.monotonic() - began
@@ -351,13 +361,6 @@ class AsyncLLM:
             while not (self._asked or self._engine.busy or self._closing or self._stopped):
                 self._changed.wait()
             return not self._stopped and bool(self._asked or self._engine.busy or not self._closing)
-
-    def _step(self) -> list[RequestOutput]:
-        try:
-            return self._engine.step()
-        except Exception as error:  # a mistake of ours must not leave a caller waiting
-            _log.error("a step of the engine failed", exc_info=error)
-            return self._engine.end_all(error)
 
     def _take_in(
         self, engine: Engine, request: Request, box: Mailbox, grammar: Grammar | None, bans: Bans | None
@@ -404,3 +407,10 @@ class AsyncLLM:
             self._asked.put(run, client)
             self._changed.notify()
         return True
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Some requests by name, and how many more there are."""
+    more = len(names) - _SHOWN
+    first = ", ".join(names[:_SHOWN])
+    return f"{first} and {more} more" if more > 0 else first

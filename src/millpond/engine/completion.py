@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import Completion, FinishReason, Forgotten, KVStats, TokenLogprob
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampled
+
+_log = logging.getLogger(__name__)
 
 
 class ReuseCounts(NamedTuple):
@@ -51,6 +54,7 @@ class CompletionState:
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._writer = None if tokenizer is None else Writer(tokenizer, params)
         self._stop_reason: str | int | None = None
+        self._n_fed = 0  # of its tokens, those that were chosen behind what its cache holds
 
     @property
     def index(self) -> int:
@@ -61,10 +65,29 @@ class CompletionState:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def newest(self) -> int:
+        """The token that its cache reads next."""
+        return self.tokens[self._n_fed - 1]
+
+    @property
+    def replaying(self) -> bool:
+        """Whether it has tokens that its cache, which began again, has not come to."""
+        return self._n_fed < len(self.tokens)
+
+    def begin_again(self) -> None:
+        """Its cache is empty: the prompt is read again, and then the tokens that it has."""
+        self._n_fed, self.shared, self.reuse = 0, 0, ReuseCounts()
+
+    def replay(self) -> None:
+        """Its next token is one that it has."""
+        self._n_fed += 1
+
     def take(self, sampled: Sampled) -> None:
         """The next token."""
         token = sampled.token_id
         self.tokens.append(token)
+        self._n_fed += 1
         if self._logprobs is not None:
             self._logprobs.append(with_texts(self._tokenizer, token, sampled.logprob or 0.0, sampled.top))
         if token in self._ends:
@@ -82,8 +105,14 @@ class CompletionState:
     def end(self, reason: FinishReason) -> None:
         """End the completion, and return text that was held back."""
         self.finish_reason = reason
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             self._writer.finish()
+        except Exception as error:
+            if reason != "error":
+                raise
+            _log.debug("no rest of the text of an answer that failed", exc_info=error)
 
     def count(self, figures: KVStats) -> None:
         """What its cache holds now, together with what its prompt has from elsewhere."""

@@ -28,6 +28,7 @@ from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.disk_conflicts import check_disk
+from millpond.engine.fault_isolation import FaultIsolation
 from millpond.engine.file_loads import FileLoads
 from millpond.engine.forgotten import note_forgotten
 from millpond.engine.grammar.compiler import Grammar, Grammars
@@ -52,7 +53,7 @@ from millpond.engine.step_executor import StepExecutor
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.engine.transfer.request_transfer import RequestTransfer
 from millpond.engine.trunks import Trunks
-from millpond.errors import MillpondError, OptionError
+from millpond.errors import OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.model_support import unwrapped
@@ -75,6 +76,7 @@ class Engine:
 
     Attributes:
         cache: of requests that name none. recipe: how their caches are stored.
+        in_step: names of the requests in the pass that runs now; safe to read from any thread.
         watch: called at the end of each step with what it did, and its seconds; None: nothing is.
         watch_moves: called when a request was handed or taken over, with its name, the tokens of its prompt and the
             seconds; likewise.
@@ -171,6 +173,8 @@ class Engine:
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
             self._files,
         )  # fmt: skip
+        self._faults = FaultIsolation(self._scheduler, self._live, self._trunks, self._loads, self._model.layers)
+        self.in_step: tuple[str, ...] = ()
         self._finished = self._evicted = 0
         self.watch: Callable[[Step, float], None] | None = None
         self.watch_moves: Callable[[Direction, str, int, float], None] | None = None
@@ -462,7 +466,13 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """One forward pass; returns the requests that changed, as far as they have come."""
+        """One forward pass; returns the requests that changed, as far as they have come.
+
+        Whatever goes wrong with one request ends it, and the others go on.
+
+        Raises:
+            Exception: a pass failed for several requests, and then for each of them alone; only `end_all` may follow.
+        """
         changed, self._told = self._told, []
         for job in self._scheduler.expired(time.monotonic()):
             changed.append(live := self._live[job.key])
@@ -473,44 +483,60 @@ class Engine:
         step = self._scheduler.plan()
         for live in self._live.values():
             live.regroup()
-        self._turn.share(step)
-        self._room.prepare(step)
-        changed += self._part_with_lost()
-        groups = groups_of(step, self._live)
-        reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
-        changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
-        changed += [live for live, n in reading if live.answers and live.job.read + n == live.job.prompt]
+        alone = self._faults.isolate(step)
+        self._room.lost += self._turn.share(step)
+        step.chunks = [(job, n) for job, n in step.chunks if not self._live[job.key].failed]
+        groups, reading = self._parts(step)
         try:
+            self._room.prepare(step)
+            changed += self._part_with_lost()
+            groups, reading = self._parts(step)
+            free = self._faults.is_free(alone, groups, dict(reading))
+            changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
+            changed += [live for live, n in reading if live.answers and live.job.read + n == live.job.prompt]
             if groups or reading:
-                self._forget(self._turn.run(groups, reading))
+                self.in_step = _names(groups, reading)
+                new = self._turn.run(groups, reading)
+                changed += [live for live in new if live.failed and live.answers]
+                self._forget(new)
+                if free and alone is not None:
+                    self._faults.passed(alone)
                 self._scheduler.took_seconds(step, time.perf_counter() - began)
             elif not changed:
                 for loads in self._loads:
                     loads.wait()
         except Exception as error:
             changed += self._break_off(groups, reading, error)
-            if not isinstance(error, MillpondError):
+            if self._faults.fatal:
                 self._told += changed
                 raise
+        finally:
+            self.in_step = ()
         if not self._live:
             self._trim()
         self._stats = self._count()
-        outputs = [live.to_output() for live in dict.fromkeys(changed)]
+        outputs = [live.to_output() for live in dict.fromkeys(changed) if not live.replaying]
         if self.watch is not None and (groups or reading):
             self.watch(step, time.perf_counter() - began)
         return outputs
+
+    def _parts(self, step: Step) -> tuple[list[DecodeGroup], list[tuple[RequestState, int]]]:
+        """The batches that decode in a step, and the requests that are read, with how many of their tokens."""
+        reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
+        return groups_of(step, self._live), reading
 
     # ------------------------------------------------------------------ ends
 
     def _forget(self, lives: list[RequestState]) -> None:
         """Forget what has ended of requests that have new tokens."""
         for live in lives:
-            first = live.answers[0]
-            if (first.finished and first in live.group.answers) or live.stack is not None:
-                self._memories.note(live)
-            note_forgotten(live)
-            if self._sessions is not None:
-                self._sessions.keep(live)
+            first = live.answers[0] if live.answers else None
+            with live.own_work():
+                if first is not None and ((first.finished and first in live.group.answers) or live.stack is not None):
+                    self._memories.note(live)
+                note_forgotten(live)
+                if self._sessions is not None:
+                    self._sessions.keep(live)
         for group in dict.fromkeys(live.group for live in lives):
             group.leave()
         for live in lives:
@@ -561,22 +587,19 @@ class Engine:
     def _break_off(
         self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception
     ) -> list[RequestState]:
-        """End every request of a failed step: some layers have stored its tokens, others have not."""
-        lives = [live for live in self._live.values() if live.group in groups and live.stack is None and live.job.read]
-        lives += [live for live, _ in reading if live not in lives]
-        for group in groups:
-            group.clear()
-        for live in lives:
-            live.fail(error)
+        """A pass failed; returns the requests that have ended because of it."""
+        ended = self._faults.failed(groups, [live for live, _ in reading], error)
+        gone = [live for live in self._live.values() if live.failed]
+        for live in gone:
             self._tidy(live)
-        return [live for live in lives if live.answers]
+        return [live for live in dict.fromkeys([*ended, *gone]) if live.answers]
 
     def _part_with_lost(self) -> list[RequestState]:
         """End the requests whose caches found no way out of the pool, or back."""
         lost, self._room.lost = self._room.lost, []
         for live in lost:
             self._tidy(live)
-        return lost
+        return [live for live in lost if live.answers]
 
     def _fingerprint(self) -> str:
         if self._model_mark is None:
@@ -613,3 +636,9 @@ class Engine:
             chunks=None if self._chunks is None else self._chunks.store.stats(),
             sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
         )  # fmt: skip
+
+
+def _names(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:
+    """Those of the requests of a pass, trunks left out."""
+    decoding = (answer.key[0] for group in groups for answer in group.answers)
+    return tuple(dict.fromkeys([*decoding, *(live.request.request_id for live, _ in reading if live.answers)]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.state.spans import Span
 from millpond.engine.request_state import RequestState
-from millpond.errors import MillpondError, OptionError
+from millpond.errors import OptionError
 from millpond.hf.forget import check_apart, forget_refusal, forgotten_spans
 from millpond.runner.cache_factory import CacheFactory
 
@@ -59,17 +59,16 @@ def until_forgotten(live: RequestState, n: int) -> int:
     return next((min(n, end - read) for _, end in live.forget if end > read), n)
 
 
-def drop_read(live: RequestState) -> bool:
-    """Let a span leave that was just read to its end; False: that failed, and the request has ended."""
+def drop_read(live: RequestState) -> None:
+    """Let a span leave that was just read to its end.
+
+    Raises:
+        PoolFullError: see `BatchCache.drop_spans`.
+    """
     ended = [span for span in live.forget if span[1] == live.job.read]
     if ended and live.stack is not None:
-        try:
-            live.stack.drop_spans(0, ended)
-        except MillpondError as error:
-            live.fail(error)
-            return False
+        live.stack.drop_spans(0, ended)
         note_dropped(live)
-    return True
 
 
 def drop_restored(stack: BatchCache, spans: Sequence[Span], forgotten: Sequence[Span], n_tokens: int) -> None:

@@ -70,7 +70,7 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
     for group in groups:
         if group.recipe.reach is not None:
             group.close_gaps(group.recipe.reach)
-        newest = np.array([answer.tokens[-1] for answer in group.answers], dtype=np.int64)
+        newest = np.array([answer.newest for answer in group.answers], dtype=np.int64)
         group.stack.begin(torch.from_numpy(newest[:, None]).to(model.device))
         put(group.stack, newest, group.stack.timeline.seen.astype(np.int64), range(len(newest)), None, True)
     for reading in readings:

@@ -13,7 +13,7 @@ from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import held_while_reading, one_at_a_time
 from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler import Job, Scheduler, Step
+from millpond.engine.scheduler import Job, Scheduler, State, Step
 from millpond.engine.trunks import Trunks
 from millpond.errors import DataError
 from millpond.runner.packed_model import LayerShape
@@ -66,7 +66,7 @@ class Preemptor:
         while not self._has_all(step):
             if self._trunks.let_one_go():
                 continue
-            if len([job for job in _jobs(step) if job.running]) < 2:
+            if self._scheduler.count(State.READING, State.DECODING) < 2:
                 return
             victim = self._scheduler.victim()
             assert victim is not None, "a running request can be swapped out"
@@ -83,7 +83,7 @@ class Preemptor:
             )
         try:
             live.stack.swap_out(self._files)
-        except DataError as error:
+        except Exception as error:
             self._lose(live, error)
         self.n_preempted += 1
 
@@ -95,7 +95,7 @@ class Preemptor:
             return
         try:
             live.stack.swap_in()
-        except DataError as error:
+        except Exception as error:
             self._scheduler.defer(job)
             return self._lose(live, error)
         if job.read == job.prompt:
@@ -112,7 +112,7 @@ class Preemptor:
             self._scheduler.defer(job)
             self._lose(live, error)
 
-    def _lose(self, live: RequestState, error: DataError) -> None:
+    def _lose(self, live: RequestState, error: Exception) -> None:
         """Its pages are free, and it cannot continue."""
         if live.stack is not None:
             live.stack.clear()
@@ -179,7 +179,3 @@ class Preemptor:
 def groups_of(step: Step, live: Mapping[str, RequestState]) -> list[DecodeGroup]:
     """The groups that decode in a step, each once."""
     return list(dict.fromkeys(live[job.key].group for job in step.decodes if job.running))
-
-
-def _jobs(step: Step) -> list[Job]:
-    return [*step.decodes, *(job for job, _ in step.chunks)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import numpy as np
 
@@ -17,6 +19,38 @@ from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
 from millpond.engine.scheduler import Job, MemoryNeed, State
 from millpond.errors import MillpondError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Incident:
+    """One pass that failed for several requests.
+
+    Attributes:
+        suspects: those that have neither failed nor passed alone since. failed, passed: how many have.
+    """
+
+    suspects: set[RequestState] = field(repr=False)
+    failed: int = 0
+    passed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Suspicion:
+    """What is known of a request that a failed pass had a part of, until it has passed alone.
+
+    Attributes:
+        incident: the pass. read: tokens of its prompt that were read before. decoding: its answers were in the pass.
+        home: the batch that it decoded in, or would have. alone: it takes no part in passes of others at all, since a
+            second one has failed.
+    """
+
+    incident: Incident
+    read: int
+    decoding: bool
+    home: DecodeGroup
+    alone: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +71,8 @@ class RequestState:
         access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
         stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
         reader_read: tokens that another had read of what this one waits for, when it last waited.
+        failed_at: tokens of its prompt that were read, and of its answers, when a pass with a part of it last failed.
+        suspicion: such a pass; None: there was none, or it has passed alone since.
     """
 
     request: Request
@@ -61,6 +97,8 @@ class RequestState:
     reader_read: int = 0
     restored: int = 0
     restored_exact: bool = True
+    failed_at: tuple[int, int] = (-1, 0)
+    suspicion: Suspicion | None = None
     whole_need: MemoryNeed = field(init=False)
     numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 
@@ -72,6 +110,21 @@ class RequestState:
     def unfinished(self) -> list[CompletionState]:
         """Answers that are not finished."""
         return [answer for answer in self.answers if not answer.finished]
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended it."""
+        return self.error is not None and not self.unfinished
+
+    def advanced(self) -> bool:
+        """When a pass failed: whether it has come further than when the last one did, which is noted."""
+        before, self.failed_at = self.failed_at, (self.job.read, sum(len(answer.tokens) for answer in self.answers))
+        return before < self.failed_at
+
+    @property
+    def replaying(self) -> bool:
+        """Whether its cache began again and has not come to where its answers are."""
+        return any(answer.replaying for answer in self.unfinished)
 
     @property
     def tainted(self) -> bool:
@@ -122,12 +175,22 @@ class RequestState:
     def fail(self, error: Exception) -> None:
         """All answers end because of an error; what an unknown one says may be about others, and stays its cause."""
         if isinstance(error, MillpondError):
-            self.error = error
+            self.error = self.error or error
         else:
-            self.error = MillpondError(f"the step failed with {type(error).__name__}")
-            self.error.__cause__ = error
+            name = self.request.request_id
+            _log.error("request %s failed", name, exc_info=error)
+            if self.error is None:
+                self.error = MillpondError(
+                    f"request {name!r} failed with {type(error).__name__}; under this id the log of the engine says "
+                    "where"
+                )
+                self.error.__cause__ = error
         for answer in self.unfinished:
             answer.end("error")
+
+    def own_work(self) -> OwnWork:
+        """While it is worked on alone: whatever goes wrong ends it, and nothing else."""
+        return OwnWork(self)
 
     def to_output(self) -> RequestOutput:
         """As far as it has come."""
@@ -138,3 +201,19 @@ class RequestState:
             tuple(answer.show() for answer in self.answers), self.times,
             None if self.prompt_logprobs is None else tuple(self.prompt_logprobs), not self.unfinished, self.error,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWork:
+    """Context of what is done for one request: an exception ends it, and goes no further."""
+
+    live: RequestState
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self.live.fail(error)
+            return True
+        return False

@@ -7,7 +7,7 @@ model, no page and no clock; how long its steps took it is given.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from millpond.engine.age_spread import AgeSpread, peak_bytes
@@ -243,6 +243,22 @@ class Scheduler:
         """Only `width` answers of a job continue."""
         job.width = width
         self._closed = False
+
+    def restart(self, job: Job, width: int) -> None:
+        """A running job waits again, to read its prompt from the first token and to go on with `width` answers."""
+        job.state, job.width, job.apart = State.WAITING, width, False
+        job.read = job.age = job.passes = job.waited = 0
+        self._closed = False
+
+    def keep_only(self, step: Step, jobs: Collection[Job]) -> None:
+        """Let only some of a step's jobs run in it; the others let it pass."""
+        for job in step.decodes:
+            if job not in jobs:
+                job.account.served -= job.width
+                job.age -= 1
+        step.decodes = [job for job in step.decodes if job in jobs]
+        step.chunks = [(job, n) for job, n in step.chunks if job in jobs]
+        step.contested = None
 
     def victim(self) -> Job | None:
         """Preempt a running job: of the worst priority the newest.

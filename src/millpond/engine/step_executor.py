@@ -22,11 +22,10 @@ from millpond.engine.model_step import PromptSegment, run
 from millpond.engine.prefix_sharing import PrefixSharing, together
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.logprobs import score_tokens
-from millpond.engine.sampling.sampler import BadLogitsError, Sampler
+from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
 from millpond.engine.scheduler import Job, Scheduler, State, Step
 from millpond.engine.sessions.reuse import SessionReuse
 from millpond.engine.trunks import Trunks
-from millpond.errors import MillpondError
 from millpond.runner.packed_model import PackedModel
 
 #: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
@@ -63,22 +62,30 @@ class StepExecutor:
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
         self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
 
-    def share(self, step: Step) -> None:
+    def share(self, step: Step) -> list[RequestState]:
         """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
 
         One whose next block is being read for another waits for it, a few steps at most.
+
+        Returns:
+            Requests that have ended, since this failed.
         """
         begun = [live for live in self._live.values() if live.job.state is State.READING and live.stack is not None]
         chunks: list[tuple[Job, int]] = []
+        failed = []
         for job, n in step.chunks:
             live = self._live[job.key]
-            if live.stack is None and live.trunk is None:
-                if self._waits(live, begun):
-                    continue
-                self._sharing.meet(live, self._live.values())
-                begun.append(live)
-            chunks.append((job, until_forgotten(live, _within_reach(live, self._share(live, n)))))
+            with live.own_work():
+                if live.stack is None and live.trunk is None:
+                    if self._waits(live, begun):
+                        continue
+                    self._sharing.meet(live, self._live.values())
+                    begun.append(live)
+                chunks.append((job, until_forgotten(live, _within_reach(live, self._share(live, n)))))
+            if live.failed:
+                failed.append(live)
         step.chunks = chunks
+        return failed
 
     def _waits(self, live: RequestState, reading: list[RequestState]) -> bool:
         """Whether a prompt lets this step pass, because another is read that it begins with.
@@ -101,10 +108,18 @@ class StepExecutor:
 
         Returns:
             Requests with new tokens.
+
+        Raises:
+            Exception: the pass failed, of all or for one of them: caches hold some layers' part of it.
         """
-        readings = [self._begin(live, n) for live, n in reading]
+        begun = [(live, n, part) for live, n in reading if (part := self._begin(live, n)) is not None]
+        ended = [live for live, _ in reading if live.failed]
+        reading, readings = [(live, n) for live, n, _ in begun], [part for _, _, part in begun]
+        if not groups and not readings:
+            return ended
         logits = run(self._model, groups, readings)
-        ended = self._end_lost(groups, reading)
+        lost = self._end_lost(groups, reading)
+        ended += lost
         answers: list[CompletionState] = []
         rows: list[Tensor] = []
         for group, found in zip(groups, logits, strict=False):
@@ -115,31 +130,34 @@ class StepExecutor:
         partly: list[RequestState] = []
         for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
             self._mark_read(live, n, len(part.computed))
-            if live.error is not None:
+            if live in lost:
                 continue
-            self._score_prompt(live, part, found)
-            if live.forget and not drop_read(live):
-                ended.append(live)
-                continue
-            if not part.ends:
-                if live.rolls(0):
+            with live.own_work():
+                self._score_prompt(live, part, found)
+                if live.forget:
+                    drop_read(live)
+                if not part.ends and live.rolls(0):
                     self._sharing.keep_blocks(live)
                     self._roll(live)
-                    ended += [live] if live.error is not None else []
-                else:
-                    partly.append(live)
-            else:
-                if live.blend is not None:
+                if part.ends and live.blend is not None:
                     live.blend.finish()
+            if live.failed:
+                ended.append(live)
+            elif part.ends:
                 read.append(live)
-                answers += live.answers
-                rows.append(found[-1:].expand(len(live.answers), -1))
+                going = live.unfinished
+                answers += going
+                rows.append(found[-1:].expand(len(going), -1))
+            else:
+                partly.append(live)
         if answers:
             self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
         for live, later in zip(read, self._needs_behind(read), strict=True):
             self._settle(live, later)
         for live in partly:
-            self._sharing.keep_blocks(live)
+            with live.own_work():
+                self._sharing.keep_blocks(live)
+            ended += [live] if live.failed else []
         for group in dict.fromkeys([*groups, *(live.group for live in read)]):
             group.update_stats()
         return list(dict.fromkeys([*ended, *(self._live[answer.key[0]] for answer in answers)]))
@@ -214,10 +232,15 @@ class StepExecutor:
         self._scheduler.mark_read(live.job, computed)
         self.counts["prompt_tokens"] += computed
 
-    def _begin(self, live: RequestState, n: int) -> PromptSegment:
-        """The next `n` tokens of a prompt."""
+    def _begin(self, live: RequestState, n: int) -> PromptSegment | None:
+        """The next `n` tokens of a prompt; None: the request has ended, since that failed."""
         if live.times.started is None:
             live.times = replace(live.times, started=time.monotonic())
+        with live.own_work():
+            return self._segment(live, n)
+        return None
+
+    def _segment(self, live: RequestState, n: int) -> PromptSegment:
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
         timeline = live.stack.timeline
@@ -239,10 +262,31 @@ class StepExecutor:
             live.prompt_logprobs.append(with_texts(self._tokenizer, token, value, likeliest))
 
     def _choose(self, answers: list[CompletionState], logits: Tensor) -> None:
-        """The next token of every answer; those whose logits allow none end."""
+        """The next token of every answer; those whose logits allow none end, and requests for which this fails.
+
+        An answer whose cache began again takes the tokens that it has.
+        """
+        fresh = [place for place, answer in enumerate(answers) if not answer.replaying]
+        if len(fresh) < len(answers):
+            for answer in answers:
+                if answer.replaying:
+                    answer.replay()
+            answers, logits = [answers[place] for place in fresh], logits[fresh]
+        for answer, one in zip(answers, self._sampled(answers, logits), strict=True):
+            live = self._live[answer.key[0]]
+            if one is None or answer.finished:
+                continue
+            with live.own_work():
+                self.counts["generated_tokens"] += 1
+                answer.take(one)
+                if one.error is not None:
+                    raise one.error
+
+    def _sampled(self, answers: list[CompletionState], logits: Tensor) -> list[Sampled | None]:
+        """The next token of each answer; None: it has ended."""
         keys = [answer.key for answer in answers]
         try:
-            sampled = self._sampler(keys, logits)
+            return [*self._sampler(keys, logits)]
         except BadLogitsError as error:
             bad = error.reasons
             for answer in answers:
@@ -250,21 +294,21 @@ class StepExecutor:
                     answer.end("error")
                     self._live[answer.key[0]].error = bad[answer.key]
             good = [place for place, key in enumerate(keys) if key not in bad]
-            answers = [answers[place] for place in good]
-            sampled = self._sampler([keys[place] for place in good], logits[good])
-        for answer, one in zip(answers, sampled, strict=True):
-            answer.take(one)
-        self.counts["generated_tokens"] += len(answers)
+            found = iter(self._sampled([answers[place] for place in good], logits[good]))
+            return [None if key in bad else next(found) for key in keys]
+        except Exception as error:
+            if len(answers) > 1:  # one of them, or each
+                alone = [self._sampled([answer], logits[place : place + 1]) for place, answer in enumerate(answers)]
+                return [one for (one,) in alone]
+            self._live[answers[0].key[0]].fail(error)
+            return [None]
 
     def _roll(self, live: RequestState) -> None:
         """The context is full and the prompt goes on: plan what was read, and close gaps."""
         stack = live.stack
         assert stack is not None, "a prompt that is being read has a cache"
-        try:
-            stack.settle()
-            stack.close_gaps(0)
-        except MillpondError as error:
-            live.fail(error)
+        stack.settle()
+        stack.close_gaps(0)
         stack.reading = True
 
     def _needs_behind(self, read: list[RequestState]) -> list[Pages]:
@@ -281,21 +325,21 @@ class StepExecutor:
         """
         stack, going = live.stack, live.unfinished
         assert stack is not None, "a prompt that was read has a cache"
-        live.times = replace(live.times, first_token=time.monotonic())
-        try:
+        if live.times.first_token is None:
+            live.times = replace(live.times, first_token=time.monotonic())
+        with live.own_work():
             self._sharing.keep(live, later)
             if going or self._sessions is not None:
                 stack.settle()
                 for error in stack.take_lost().values():
                     raise error
             self._trunks.planned(live)
-        except MillpondError as error:
-            live.fail(error)
-            going = []
-        (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
-        for answer in live.answers:
-            answer.count(figures)
-        note_forgotten(live)
+        with live.own_work():
+            (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
+            for answer in live.answers:
+                answer.count(figures)
+            note_forgotten(live)
+        going = live.unfinished
         if going:
             stack.select([0] * len(going))
             live.group = live.group.with_room(len(going))

@@ -57,6 +57,11 @@ class ServedLLM(Protocol):
         """Why nothing moves: the engine ended, or one step takes more than `limit_s` seconds. None: all is well."""
         ...
 
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the step began that the engine is at; 0 where it waits."""
+        ...
+
     async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
         """What one layer remembers of a request's first answer; None if nothing is known of it, or not by `client`."""
         ...

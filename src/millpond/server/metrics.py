@@ -35,6 +35,7 @@ class EngineCollector(Collector):
         stats = self._llm.stats()
         gate = {
             "requests_under_way": ("Prompts that came in and are not answered.", len(self._gate.under_way)),
+            "engine_step_age_seconds": ("Seconds since the step began that the engine is at.", self._llm.step_age_s),
             "engine_stalled": ("1 while the engine hangs or has ended.", int(self._gate.trouble is not None)),
         }
         for name, (text, value) in (gauges_of(stats) | gate).items():

@@ -143,6 +143,10 @@ class FakeLLM:
         done = len(self.ended)
         return EngineStats(running, len(self.running) - running, 0, 500, 1000, 4000, 1500, 70, 30, 20, 9, 1, done)
 
+    @property
+    def step_age_s(self) -> float:
+        return 0.0 if self.hangs is None else 12.5
+
     def trouble(self, limit_s: float) -> str | None:
         return self.hangs
 

@@ -36,6 +36,10 @@ class FakeCluster(FakeLLM):
             checkpoint_bytes=700, resumed=3,
         )  # fmt: skip
 
+    @property
+    def step_age_s(self) -> float:
+        return 0.0
+
     def trouble(self, limit_s: float) -> str | None:
         missing = [role for role, number in self.live().items() if not number]
         return f"no {missing[0]} worker serves" if missing else None

@@ -156,7 +156,7 @@ class PageLists:
 
     def restore(self, ids: PageIds, owned: Counts) -> None:
         """Hold pages again: `ids` in the order of `held`, `owned` of each region, from `release_all`."""
-        self.owned, self.may_share = owned.copy(), False
+        self.owned, self.may_share = owned.copy(), len(np.unique(ids)) < len(ids)
         self.ids[self.owned_mask()] = ids
 
     # ------------------------------------------------------------------ internal

@@ -258,7 +258,7 @@ class RefCountedPool(Generic[A]):
         self._n_absent = int((self._refs < 0).sum())
 
     def move(self, source: PageIds, target: PageIds) -> None:
-        """Let free pages `target` (n,) be live pages `source` (n,), which are free then; who moves them tells their holders."""
+        """Let free pages `target` (n,) be the live pages `source` (n,), which are free then; holders follow later."""
         self._copy(source, target)
         self._refs[target], self._lives[target] = self._refs[source], self._lives[source]
         self._refs[source] = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
@@ -29,16 +30,18 @@ class SwappedPages:
     """The pages of one part of a table outside its pool.
 
     Attributes:
-        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, on the host.
+        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, each once, on the host.
+        which: (held,) of these pages, in the order of the regions: several hold those that they share.
     """
 
     pool: RefCountedPool[Any]
     owned: npt.NDArray[Any]
     arrays: Content
+    which: npt.NDArray[np.int64]
 
     @property
     def n_pages(self) -> int:
-        return int(self.owned.sum())
+        return int(self.which.max(initial=-1)) + 1
 
     @property
     def nbytes(self) -> int:
@@ -47,13 +50,17 @@ class SwappedPages:
 
 
 def copy_out(table: PageTable) -> list[Content]:
-    """The content of the table's pages, on the host, for each of its parts."""
-    return [read_pages(part.pool, part.held()) for part in parts_of(table)]
+    """The content of the table's pages, each once, on the host, for each of its parts."""
+    return [read_pages(part.pool, np.unique(part.held())) for part in parts_of(table)]
 
 
 def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
     """Give the table's pages back; afterwards it may only be swapped in, or cleared. `content`: from `copy_out`."""
-    return [SwappedPages(part.pool, part.release_all(), c) for part, c in zip(parts_of(table), content, strict=True)]
+    found = []
+    for part, arrays in zip(parts_of(table), content, strict=True):
+        which = np.unique(part.held(), return_inverse=True)[1].reshape(-1)
+        found.append(SwappedPages(part.pool, part.release_all(), arrays, which))
+    return found
 
 
 def restore(table: PageTable, carried: list[SwappedPages]) -> None:
@@ -72,7 +79,9 @@ def restore(table: PageTable, carried: list[SwappedPages]) -> None:
         raise
     for part, one, ids in zip(parts_of(table), carried, taken, strict=True):
         write_pages(one.pool, ids, one.arrays)
-        part.restore(ids, one.owned)
+        part.restore(ids[one.which], one.owned)
+        more = np.bincount(one.which, minlength=len(ids)) - 1
+        one.pool.retain(np.repeat(ids, more))
 
 
 def read_pages(pool: RefCountedPool[Any], ids: PageIds, part: PagePart = PagePart.ALL) -> Content:

@@ -64,13 +64,20 @@ class Constraints:
         xgrammar.apply_token_bitmask_inplace(logits, mask.to(logits.device), vocab_size=covered, indices=rows)
         logits[rows, covered:] = float("-inf")  # rows of the output layer without a token
 
-    def advance(self, keys: Sequence[Hashable], tokens: Sequence[int]) -> None:
-        """The tokens that were chosen, one per key."""
+    def advance(self, keys: Sequence[Hashable], tokens: Sequence[int]) -> dict[Hashable, Exception]:
+        """The tokens that were chosen, one per key; returns the keys whose grammar failed, and with what."""
+        failed: dict[Hashable, Exception] = {}
         for key, token in zip(keys, tokens, strict=True):
             one = self._followed.get(key)
-            if one is not None and not one.matcher.is_terminated():
-                accepted = one.matcher.accept_token(token)
-                assert accepted, f"token {token} was chosen against the grammar of {key}"
+            if one is None:
+                continue
+            try:
+                if not one.matcher.is_terminated():
+                    accepted = one.matcher.accept_token(token)
+                    assert accepted, f"token {token} was chosen against the grammar of {key}"
+            except Exception as error:
+                failed[key] = error
+        return failed
 
 
 def _matcher(grammar: Grammar, ends: Collection[int]) -> Any:

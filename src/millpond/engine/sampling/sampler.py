@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,11 +33,13 @@ class Sampled:
     Attributes:
         logprob: of the token as the model gave it, before penalties and temperature; None if not requested.
         top: (token id, log probability) of the likeliest tokens, the likeliest first, as many as requested.
+        error: why the completion cannot go on behind it; None: it can.
     """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    error: Exception | None = None
 
 
 class BadLogitsError(NumericsError):
@@ -153,7 +155,8 @@ class Sampler:
             seed = secrets.randbits(64) if params.seed is None else params.seed
         self._states[key] = _State(params, seed, index, known=tokens)
         for token in said:
-            self._follow([key], [token])
+            for error in self._follow([key], [token]).values():
+                raise error
 
     def seed_of(self, key: Hashable) -> int:
         """The number that a completion's draws depend on."""
@@ -181,6 +184,7 @@ class Sampler:
 
         Raises:
             BadLogitsError: a row has no finite maximum. Nothing has changed; call again without those keys.
+            Exception: the same holds for whatever else is raised.
         """
         assert len(keys) == len(logits), f"{len(keys)} keys, {len(logits)} rows of logits"
         if not keys:
@@ -199,16 +203,20 @@ class Sampler:
         for i, state in enumerate(states):
             if state.step < len(state.known):
                 ids[i] = state.known[state.step]
-        self._follow(keys, ids)
-        return self._with_logprobs(states, logits, ids)
+        sampled = self._with_logprobs(states, logits, ids)
+        for key, error in self._follow(keys, ids).items():
+            place = keys.index(key)
+            sampled[place] = replace(sampled[place], error=error)
+        return sampled
 
-    def _follow(self, keys: Sequence[Hashable], ids: Sequence[int]) -> None:
-        """Take note of the next token of each completion."""
+    def _follow(self, keys: Sequence[Hashable], ids: Sequence[int]) -> dict[Hashable, Exception]:
+        """Take note of the next token of each completion; returns those of which that failed, and with what."""
         self._penalties.count(keys, ids)
-        self._constraints.advance(keys, ids)
+        failed = self._constraints.advance(keys, ids)
         self._forbidden.count(keys, ids)
         for key in keys:
             self._states[key].step += 1
+        return failed
 
     def _changes(self, key: Hashable, state: _State) -> bool:
         """Whether the likeliest token as the model gave it may not be the one; a known one is not chosen."""

@@ -54,13 +54,18 @@ class RequestTransfer:
         """A snapshot of a request, which stays as it is.
 
         Raises:
-            OptionError: caches on a disk, or options that cannot be written down.
+            OptionError: caches on a disk, options that cannot be written down, or a request that is read again.
             PoolFullError: it is swapped out, and there is no room to read its pages.
             DataError: the file with its pages is broken.
         """
         recipe = live.group.recipe
         if recipe.tier is not None:
             raise OptionError("keys and values on a disk do not move: use engines that keep them in memory")
+        if live.replaying:
+            raise OptionError(
+                f"request {live.request.request_id!r} is read again, since a pass failed that it had a part of; call "
+                "again after some steps"
+            )
         if live.job.read < live.job.prompt:
             return self._snapshot(live, []).to_bytes()
         if live.stack is None:
