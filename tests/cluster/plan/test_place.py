@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.fit import fit, fit_moves
-from millpond.cluster.plan.goodput import Demand, ServiceLevels, goodput
+from millpond.cluster.plan.goodput import Demand, Goodput, ServiceLevels, goodput
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.place import Devices, compare, split_anywhere, split_in_a_node, together
@@ -105,6 +105,24 @@ def test_phases_placed_by_themselves_balance_their_rates() -> None:
     readers = sum(worker.role == "prefill" for worker in layout.workers)
     assert readers >= 2  # reading is what takes long
     assert layout.devices <= 6
+
+
+@pytest.mark.parametrize(("rates", "count", "name"), [
+    ((1.0, 2.5), 2, "1 prefill + 1 decode"),  # 0.4 of a decoder is one
+    ((1.0, 2.5), 3, "2 prefill + 1 decode"),  # 0.8 of one: 2 requests/s of 3 devices
+    ((1.0, 2.5), 1, None),
+    ((2.0, 1.5), 3, "1 prefill + 2 decode"),  # 1.3 decoders are two
+])  # fmt: skip
+def test_there_are_as_many_decoders_as_answer_all_that_is_read(
+    rates: tuple[float, float], count: int, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(devices: Devices, role: str, n: int, *_: object) -> Goodput:
+        layout = ClusterLayout((devices.worker("prefill", n), devices.worker("decode", n)))
+        return Goodput(layout, (rates[role == "decode"],), 0.0)
+
+    monkeypatch.setattr("millpond.cluster.plan.place._alone", alone)
+    layout = split_anywhere(Devices({1: SLOW_TO_READ}, count, 1), CACHE, Link(), DEMAND)
+    assert (None if layout is None else layout.name) == name
 
 
 @pytest.mark.parametrize(("count", "per_node"), [(0, 1), (1, 0), (1, 1)])
