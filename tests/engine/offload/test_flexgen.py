@@ -75,10 +75,13 @@ def test_weights_on_disk_take_the_time_of_the_disk() -> None:
     assert found.prefill_s == pytest.approx(12 * (layer_bytes / (12.89 * GB) + layer_bytes / (0.473 * GB)))
 
 
-def by_hand(shares: dict[str, float], gpu_batch: int = 8, n_batches: int = 3, **load: int) -> tuple[float, float]:
+def by_hand(
+    shares: dict[str, float], gpu_batch: int = 8, n_batches: int = 3, machine: dict[str, float] | None = None,
+    **load: int,
+) -> tuple[float, float]:  # fmt: skip
     """Seconds of a layer in prefill and in decoding, of weights that stay on a GPU with all the room."""
     numbers = {"layers": 2, "width": 1024, "ffn": 4096, "heads": 16, "prompt": 64, "new": 9} | load
-    room = T4(gpu_bytes=1e15, cpu_bytes=1e15, disk_bytes=1e15)
+    room = T4(gpu_bytes=1e15, cpu_bytes=1e15, disk_bytes=1e15, **machine or {})
     found = estimate({"wg": 1.0, "hg": 1.0} | shares, gpu_batch, n_batches, OptWorkload(**numbers), room)
     return found.prefill_s / numbers["layers"], found.decode_s / numbers["layers"] / (numbers["new"] - 1)
 
@@ -91,6 +94,9 @@ def test_a_cache_on_disk_takes_the_time_of_the_disk() -> None:
     seen = 4 * 24 * (64 + 4.5) * 1024
     assert decode == pytest.approx(seen / (0.473 * GB))
     assert by_hand({"cn": 0.5, "cc": 0.5})[1] == pytest.approx(seen / 2 / (0.473 * GB))
+    # an answer to one token, on a disk that writes a thousand times slower: what is written in a step
+    slow = by_hand({"cn": 1.0}, machine={"ctod_g": 2.015e6}, prompt=1, new=2)[1]
+    assert slow == pytest.approx(4 * 24 * 1024 / 2.015e6)
 
 
 def test_a_cache_of_the_cpu_is_attended_at_its_rate_for_batch_and_width() -> None:
@@ -123,6 +129,8 @@ def test_hidden_states_elsewhere_take_the_time_of_their_links() -> None:
     ({"cn": 1.0}, "disk_bytes", 4 * 73 * 1024 * 24 * 2),
     ({"cg": 1.0, "wg": 0.0, "wn": 1.0}, "disk_bytes", 2 * 25_165_824),
     ({"cg": 1.0, "hg": 0.0, "hn": 1.0}, "disk_bytes", 2 * 64 * 1024 * 24),
+    # in a step: two batches of 8 on their way from the disk, and of one its scores and states
+    ({"cn": 1.0}, "cpu_bytes", 8 * 73 * 1024 * 8 + 2 * 16 * 73 * 8 + 2 * 1024 * 8),
     ({"cc": 1.0, "wg": 0.0, "wc": 1.0}, "cpu_bytes", 3 * 25_165_824 + 4 * 64 * 1024 * 24 * 2),
 ])  # fmt: skip
 def test_a_policy_needs_what_lies_in_a_tier(shares: dict[str, float], tier: str, needed: int) -> None:
