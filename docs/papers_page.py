@@ -40,6 +40,39 @@ FORMATS_INTRO = """\
 Measured: perplexity of `pond-text` over the full cache in this format, against the full cache in bf16
 ([rows](../../benchmarks/results/codecs-text/summary.md), [conditions](../how-to/codecs.md)).
 """
+SERVING_INTRO = """\
+Measured: the row that is kept, and what of the paper is not built or differs.
+"""
+#: Paper and link, modules, tests, rows, and what departs.
+SERVING = (
+    (
+        "BatchLLM (Zheng et al., MLSys 2026, arXiv:2412.03594)",
+        ("src/millpond/engine/batch/plan.py", "src/millpond/engine/batch/one_level.py"),
+        ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_trunks.py"),
+        "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
+        "Common beginnings on all levels (the paper's single level: `levels=1`). Missing: memory-centric token "
+        "batching (steps are bounded by tokens, not by memory), and horizontal fusion (a common beginning and the "
+        "rest of a prompt are attended by separate calls).",
+    ),
+    (
+        "Cache-Craft (Agarwal et al., SIGMOD 2025, arXiv:2502.15734)",
+        ("src/millpond/engine/chunk_reuse.py", "src/millpond/policy/reuse.py"),
+        ("tests/engine/chunks/test_recompute.py", "tests/engine/chunks/test_choice.py"),
+        "[chunk-reuse-smollm2.md](../../benchmarks/results/chunk-reuse-smollm2.md): `\"auto\"` computes 11.6 % and "
+        "leaves .28 [.24, .32] of the divergence of chunks stored alone",
+        "Missing: second variants of a chunk under the default alpha (CFO stays below .17, and another is computed "
+        "only at 1), early termination of chunks that the question does not look at, and preloading of layers.",
+    ),
+    (
+        "Paging with Succinct Predictions (Antoniadis et al., ICML 2023, arXiv:2210.02775)",
+        ("src/millpond/cache/paging/mark0.py", "src/millpond/cache/paging/mark_predict.py"),
+        ("tests/cache/paging/test_mark0.py", "tests/cache/paging/test_replay.py"),
+        "[paging.md](../../benchmarks/results/paging.md): `mark0` hits .1738 and LRU .1393 of the accesses with 6,000 "
+        "blocks",
+        "Blocks follow each other, so `mark0` counts a 0 behind an excess of 1s as 1. `mark_predict` takes discard "
+        "bits for its phase bits, which are known in replays only; predictors are fitted to Belady's bits.",
+    ),
+)
 TASKS_INTRO = """\
 Tasks are what methods are measured by, so they have no row of their own; [options](tasks.md).
 """
@@ -66,6 +99,12 @@ def papers_page(panels_of: Callable[[str], dict[str, CurvePanel]], formats: Sequ
         for prefix, (title, module) in sorted(FORMATS.items())
     ]  # fmt: skip
     parts.append(_table(("formats", "paper", "module", "test", "perplexity"), codecs))
+    parts.append(f"## Serving\n\n{SERVING_INTRO}")
+    serving = [
+        (_cited(paper), *("<br>".join(map(_file, files)) for files in (modules, tests)), measured, departs)
+        for paper, modules, tests, measured, departs in SERVING
+    ]
+    parts.append(_table(("paper", "modules", "tests", "measured", "departs"), serving))
     parts.append(f"## Evaluation tasks\n\n{TASKS_INTRO}")
     tasks = [TASKS.get(name) for name in TASKS.names()]
     rows = [(f"`{e.name}`", _paper(e), _file(_module(e)), _task_test(e)) for e in tasks if e.paper]
@@ -94,6 +133,12 @@ def _paper(entry: Entry[Any]) -> str:
     doc = importlib.import_module(entry.build.__module__).__doc__ or ""
     cited = re.search(rf"\(([^()]*), {re.escape(entry.paper)}\)", " ".join(doc.split()))
     return f"{cited[1]}, {_link(entry.paper)}" if cited else _link(entry.paper)
+
+
+def _cited(paper: str) -> str:
+    """A citation that ends with its number, with a link."""
+    words, _, number = paper.removesuffix(")").rpartition(" ")
+    return f"{words} {_link(number)})"
 
 
 def _link(paper: str) -> str:

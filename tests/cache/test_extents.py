@@ -226,3 +226,27 @@ def test_a_run_holds_what_was_put_into_its_slot() -> None:
     for value, run in enumerate(runs, 1):
         begin = int(extents.runs.offset[run])
         assert bool((file.data[begin : begin + ALIGNMENT] == value).all())
+
+
+def test_each_run_has_a_generation_of_its_own() -> None:
+    """Of two runs that lie at one place with the same bytes, the checksum of one is not that of the other."""
+    file, backend = MemoryFile(), ManualBackend()
+    slots = [Slot(aligned_buffer(SLOT)) for _ in range(4)]
+    extents = LayerExtents(file, Transit(Loader(backend), slots[:2], slots[2:]))
+    given: list[int] = []
+    checksums: list[int] = []
+
+    def fill(room: Tensor, generation: int) -> int:
+        given.append(generation)
+        return filled(7, ALIGNMENT)(room, generation)
+
+    for _ in range(4):
+        run = extents.write(fill, ALIGNMENT, 1)
+        while backend.tasks:
+            backend.run(0)
+        assert int(extents.runs.offset[run]) == 0
+        checksums.append(int(extents.runs.checksum[run]))
+        assert int(extents.runs.columns[4, run]) == given[-1], "what a reader compares with"
+        extents.free(run)
+    assert len(set(given)) == len(set(checksums)) == 4
+    backend.close()

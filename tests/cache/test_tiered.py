@@ -275,3 +275,26 @@ def test_a_table_that_held_nothing_when_it_came(bench: Bench) -> None:
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
+
+
+def test_pages_that_others_hold_are_not_written_again_with_those_of_their_sequence(bench: Bench) -> None:
+    """Two tables hold eight pages a head; four change in one, until its sequence is written again: those four alone."""
+    table = bench.table(8 * SLOTS)
+    bench.leave(table)
+    other, pages = table.fork(), HEADS * bench.pool.kv_bytes_per_page
+    written = []
+    for step in range(3):
+        visit = bench.come(table)
+        for page in table.pages[:, :4].flatten().tolist():  # more entries than may wait
+            bench.pool.arrays.keys[0][page] = step
+            bench.pool.arrays.positions[0][page] = 1000 * (step + 1) + torch.arange(SLOTS, dtype=torch.int32)
+        before = bench.transit.bytes_written
+        bench.leave(table, visit)
+        written.append(bench.transit.bytes_written - before)
+    assert 4 * SLOTS > MOST_PATCHES
+    assert written == [4 * pages] * 3
+    bench.check(table, other)
+    bench.come(other)
+    assert int(ops.read(other.regions, 8 * SLOTS).positions.max()) == 8 * SLOTS - 1
+    bench.come(table)
+    assert float(ops.read(table.regions, SLOTS).keys[0, 0, 0]) == 2

@@ -206,6 +206,29 @@ def test_every_paper_has_a_row_with_a_test_that_names_it(generator: ModuleType) 
         assert measured or "## Quality" not in own
 
 
+@pytest.mark.parametrize(("number", "missing"), [
+    ("2412.03594", ("memory-centric", "horizontal fusion")),
+    ("2502.15734", ("second variants", "early termination", "preloading")),
+    ("2210.02775", ("phase bits",)),
+])  # fmt: skip
+def test_papers_on_serving_have_a_row_with_what_is_missing(number: str, missing: tuple[str, ...]) -> None:
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| ") and f"abs/{number})" in line]
+    *_, measured, departs = row.removesuffix(" |").split(" | ")
+    assert all(words in departs for words in missing)
+    files = [ROOT / file for file in re.findall(r"\]\(\.\./\.\./([\w/.-]+)\)", row)]
+    modules, tests, (rows,) = (
+        [file for file in files if file.is_relative_to(ROOT / part)] for part in ("src", "tests", "benchmarks")
+    )
+    assert tests
+    assert any(f"arXiv:{number}" in file.read_text(encoding="utf-8") for file in modules)
+    kept = rows.read_text(encoding="utf-8")
+    told = re.findall(r"\d*\.\d+", measured.partition("):")[2])
+    figures = [found if found[0] != "." else f"0{found}" for found in told]
+    assert len(figures) >= 2
+    assert all(figure in kept for figure in figures)
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings_handlers.python", reason="pip install 'millpond[docs]' to build the site")

@@ -73,3 +73,38 @@ def test_it_forgets_what_nothing_holds() -> None:
     pages = 10
     replay([(at,) for at in range(2000)], rule, pages, bits=[at % 2 == 0 for at in range(2000)])
     assert rule.n_known <= 3 * pages + 1
+
+
+def led(*, follows_bits: bool, misses: int, lead: float = 0.0, pages: int = 10, of_lru: int = 100) -> FollowTheBetter:
+    """A rule behind so many misses of its own and of LRU, in the moment in which it chooses its leader."""
+    rule = FollowTheBetter(PredictedBits.of_file(""))
+    rule._most, rule._follows_bits, rule._lead = pages, follows_bits, lead
+    rule.misses, rule.lru.misses = misses, of_lru
+    rule._choose_leader()
+    return rule
+
+
+@pytest.mark.parametrize(("misses", "returns"), [(101, False), (109, False), (110, True), (131, True)])
+def test_it_returns_to_lru_where_its_excess_reaches_the_pages_of_the_cache(misses: int, returns: bool) -> None:
+    """Of 10 pages, beyond 1.01 times the 100 misses of LRU; the miss that follows a return is counted with them."""
+    rule = led(follows_bits=True, misses=misses, lead=1.0)
+    assert (rule.leader is rule.lru) is returns
+    assert rule.switches == returns
+
+
+@pytest.mark.parametrize(("misses", "leaves"), [(90, True), (101, True), (102, False), (140, False)])
+def test_it_leaves_lru_only_without_an_excess(misses: int, leaves: bool) -> None:
+    rule = led(follows_bits=False, misses=misses, lead=1.0)
+    assert (rule.leader is not rule.lru) is leaves
+
+
+@pytest.mark.parametrize(("lead", "bits_before", "bits_after"), [
+    (0.19, False, False), (0.23, False, True), (-0.19, True, True), (-0.23, True, False), (0.0, True, True),
+])  # fmt: skip
+def test_the_leader_changes_only_by_a_lead_of_a_fiftieth_of_the_pages(
+    lead: float, bits_before: bool, bits_after: bool
+) -> None:
+    """0.2 of 10 pages, behind a twentieth that this access takes of what was before."""
+    rule = led(follows_bits=bits_before, misses=100, lead=lead)
+    assert (rule.leader is not rule.lru) is bits_after
+    assert rule._lead == pytest.approx(lead * (1 - 1 / 20))

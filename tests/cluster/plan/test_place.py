@@ -10,15 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
+from millpond.cli.cluster.plan import _cells
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.fit import fit, fit_moves
-from millpond.cluster.plan.goodput import Demand, ServiceLevels, goodput
+from millpond.cluster.plan.goodput import Demand, Goodput, ServiceLevels, goodput
 from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.place import Devices, compare, split_anywhere, split_in_a_node, together
 from millpond.cluster.plan.profile import DecodeTimes, StepLoad, StepTimes
 from millpond.cluster.plan.profile_file import Profile, built_in, from_json, load_profile, save_profile, to_json
 from millpond.cluster.plan.report import judge
+from millpond.cluster.plan.report import to_json as to_plan
 from millpond.errors import DataError, OptionError
 
 #: Reading takes long and stops all answers: splitting pays.
@@ -41,6 +43,32 @@ def test_prompts_that_take_no_time_have_a_goodput() -> None:
     free = StepTimes(0.0, 0.0, 0.0, (DecodeTimes(None, 0.002, 0.0, 1e-5),))  # as a fit on a busy machine may find
     found = goodput(ClusterLayout((WorkerPlan("both", free),)), CACHE, Link(), DEMAND)
     assert found.per_device > 0
+    assert found.at_least, "all 40 requests come at once, and no rate is too high"
+
+
+@pytest.mark.parametrize(("levels", "at_least"), [
+    (ServiceLevels(2.0, 0.01), False), (ServiceLevels(0.3, 0.01), False), (ServiceLevels(1e6, 1e6), True),
+])  # fmt: skip
+def test_the_end_of_the_search_is_no_goodput(levels: ServiceLevels, at_least: bool) -> None:
+    demand = Demand(DEMAND.lengths, levels, 40, (0,))
+    found = goodput(ClusterLayout((WorkerPlan("both", SLOW_TO_READ),)), CACHE, Link(), demand)
+    assert found.at_least is at_least
+    rows = compare(Devices({1: SLOW_TO_READ}, 2, 2), CACHE, Link(), demand)
+    verdict = judge(rows, CACHE, Link(), demand)
+    assert [row["at_least"] for row in to_plan(rows, verdict)["rows"]] == [row.at_least for row in rows]
+    assert any("at least" in reason for reason in verdict.reasons) is at_least
+    assert [cell.startswith("at least ") for cell in (_cells(row)[2] for row in rows)] == [
+        row.at_least for row in rows
+    ]
+
+
+def test_nothing_is_ahead_of_a_figure_that_is_not_known() -> None:
+    one = ClusterLayout((WorkerPlan("both", SLOW_TO_READ),))
+    two = next(split_in_a_node(Devices({1: SLOW_TO_READ}, 2, 2)))
+    rows = [Goodput(two, (30.0, 30.0), 1.0), Goodput(one, (2.0, 2.0), 0.0)]
+    assert judge(rows, CACHE, Link(), DEMAND).split
+    assert not judge([rows[0], Goodput(one, (2.0, 2.0), 0.0, at_least=True)], CACHE, Link(), DEMAND).split
+    assert judge([Goodput(two, (30.0, 30.0), 1.0, at_least=True), rows[1]], CACHE, Link(), DEMAND).split
 
 
 def test_splitting_is_recommended_where_prompts_stop_answers() -> None:
@@ -105,6 +133,25 @@ def test_phases_placed_by_themselves_balance_their_rates() -> None:
     readers = sum(worker.role == "prefill" for worker in layout.workers)
     assert readers >= 2  # reading is what takes long
     assert layout.devices <= 6
+
+
+@pytest.mark.parametrize(("rates", "count", "name"), [
+    ((1.0, 2.5), 2, "1 prefill + 1 decode"),  # 0.4 of a decoder is one
+    ((1.0, 2.5), 3, "2 prefill + 1 decode"),  # 0.8 of one: 2 requests/s of 3 devices
+    ((1.0, 2.5), 1, None),
+    ((2.0, 1.5), 3, "1 prefill + 2 decode"),  # 1.3 decoders are two
+    ((1.0, 2.0), 4, "2 prefill + 1 decode"),  # a third reader adds nothing, and takes a device
+])  # fmt: skip
+def test_there_are_as_many_decoders_as_answer_all_that_is_read(
+    rates: tuple[float, float], count: int, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(devices: Devices, role: str, n: int, *_: object) -> Goodput:
+        layout = ClusterLayout((devices.worker("prefill", n), devices.worker("decode", n)))
+        return Goodput(layout, (rates[role == "decode"],), 0.0)
+
+    monkeypatch.setattr("millpond.cluster.plan.place._alone", alone)
+    layout = split_anywhere(Devices({1: SLOW_TO_READ}, count, 1), CACHE, Link(), DEMAND)
+    assert (None if layout is None else layout.name) == name
 
 
 @pytest.mark.parametrize(("count", "per_node"), [(0, 1), (1, 0), (1, 1)])

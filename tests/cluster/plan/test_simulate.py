@@ -250,3 +250,14 @@ def test_the_router_counts_what_is_read_until_an_answer_begins() -> None:
     first, second, third = run(workers, requests)
     assert (first.ttft, second.ttft) == (pytest.approx(4.0), pytest.approx(3.0))
     assert third.ttft == pytest.approx(1.2)  # behind the second, of which 100 tokens are left, and 300 count
+
+
+@pytest.mark.parametrize(("memory", "together"), [(60_000, False), (380_000, False), (420_000, True)])
+def test_caches_that_wait_to_be_taken_in_take_a_twentieth_of_the_memory(memory: int, together: bool) -> None:
+    """Two readers end at once with 10,000 bytes each, of which a request holds 10,200 with its answer: two of them are
+    a twentieth of 408,000 bytes. Where they do not fit one is fetched, in 10 s, when the other was taken in.
+    """
+    requests = [PlannedRequest(0.0, 100, 2) for _ in range(2)]
+    seconds = sorted(one.tpot or 0.0 for one in run(split(2, 1, memory), requests, link=Link(1e3)))
+    assert seconds[0] == pytest.approx(10.0, abs=0.1)
+    assert seconds[1] == pytest.approx(10.0 if together else 20.0, abs=0.2)

@@ -128,3 +128,31 @@ def test_a_chain_of_prompts_shares_in_steps_of_the_shortest_trunk() -> None:
 def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         plan_batch([[1], [2]], **options)  # type: ignore[arg-type]
+
+
+def block(first: int, trunk: int, *ends: int) -> list[list[int]]:
+    """Two prompts that begin with `trunk` tokens of their own, and end with so many others."""
+    return [[first] * trunk + [1_000 + first + n] * end for n, end in enumerate(ends)]
+
+
+def test_the_tokens_of_a_trunk_count_among_those_that_its_prompts_read() -> None:
+    """20 tokens of answers to 204 read come behind 18 to 24, though to 4 they would come first."""
+    prompts = block(1, 200, 2, 2) + block(50, 20, 2, 2)
+    assert plan_batch(prompts, [10, 10, 9, 9]).order == [2, 3, 0, 1]
+    assert plan_batch(prompts, [10, 10, 0.5, 0.5]).order == [0, 1, 2, 3]
+
+
+def test_what_follows_a_trunk_on_all_levels_counts_for_it() -> None:
+    """Behind 20 tokens one more trunk of 300: with its tokens the first is behind the other, without before it."""
+    head, other = [1] * 20, [9] * 20
+    deep = [head + [2] * 300 + [n, n] for n in (3, 4)] + [[*head, 5, 5]]
+    near = [[*other, n, n] for n in (6, 7)]
+    answers = [8, 8, 8, 8, 8]
+    assert plan_batch(deep + near, answers).order[:2] == [3, 4]
+    assert plan_batch(deep + near, [200, 200, 8, 8, 8]).order[-2:] == [3, 4], "and so do the answers"
+
+
+def test_prompts_with_longer_answers_to_what_is_left_come_first_behind_their_trunk() -> None:
+    prompts = [[1] * 30 + [7] * 10, [1] * 30 + [8] * 2, [1] * 30 + [9] * 5]
+    assert plan_batch(prompts).order == [1, 2, 0]
+    assert plan_batch(prompts, [100, 1, 1]).order == [0, 1, 2]

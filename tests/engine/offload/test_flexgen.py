@@ -73,3 +73,77 @@ def test_weights_on_disk_take_the_time_of_the_disk() -> None:
     seconds = layer_bytes / (12.89 * GB) + layer_bytes / (0.95 * 0.473 * GB)
     assert found.decode_s == pytest.approx(12 * 8 * seconds)
     assert found.prefill_s == pytest.approx(12 * (layer_bytes / (12.89 * GB) + layer_bytes / (0.473 * GB)))
+
+
+def by_hand(
+    shares: dict[str, float], gpu_batch: int = 8, n_batches: int = 3, machine: dict[str, float] | None = None,
+    **load: int,
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds of a layer in prefill and in decoding, of weights that stay on a GPU with all the room."""
+    numbers = {"layers": 2, "width": 1024, "ffn": 4096, "heads": 16, "prompt": 64, "new": 9} | load
+    room = T4(gpu_bytes=1e15, cpu_bytes=1e15, disk_bytes=1e15, **machine or {})
+    found = estimate({"wg": 1.0, "hg": 1.0} | shares, gpu_batch, n_batches, OptWorkload(**numbers), room)
+    return found.prefill_s / numbers["layers"], found.decode_s / numbers["layers"] / (numbers["new"] - 1)
+
+
+def test_a_cache_on_disk_takes_the_time_of_the_disk() -> None:
+    """64 prompt tokens and one drawn are written in prefill; in a step 64 + 9 / 2 are read and one is written."""
+    prefill, decode = by_hand({"cn": 1.0})
+    cache = 4 * 65 * 1024 * 24  # keys and values of 2 bytes, 24 sequences
+    assert prefill == pytest.approx(cache / (0.97 * GB) + cache / (0.746 * GB))
+    seen = 4 * 24 * (64 + 4.5) * 1024
+    assert decode == pytest.approx(seen / (0.473 * GB))
+    assert by_hand({"cn": 0.5, "cc": 0.5})[1] == pytest.approx(seen / 2 / (0.473 * GB))
+    # an answer to one token, on a disk that writes a thousand times slower: what is written in a step
+    slow = by_hand({"cn": 1.0}, machine={"ctod_g": 2.015e6}, prompt=1, new=2)[1]
+    assert slow == pytest.approx(4 * 24 * 1024 / 2.015e6)
+
+
+def test_a_cache_of_the_cpu_is_attended_at_its_rate_for_batch_and_width() -> None:
+    """A batch of 8 is 3 halvings of 64 and a width of 1,024 is 2 of 4,096: both slow it, together a little less."""
+    load = {"prompt": 256}
+    seen = 4 * 24 * (256 + 4.5) * 1024
+    products = 24 * (8 * 1024**2 + 4 * 1024 * 4096) / 4.3e12
+    rate = 0.0123e12 * (1 + 0.0168 * 3 * 2 - 0.0328 * 3 - 0.0621 * 2)
+    assert by_hand({"cc": 1.0}, **load)[1] == pytest.approx(seen / rate + products)
+    assert by_hand({"cg": 1.0}, **load)[1] == pytest.approx(seen / 0.079e12 + products)
+    wide = 4 * 192 * (256 + 4.5) * 4096
+    found = by_hand({"cc": 1.0}, 64, 3, width=4096, ffn=16384, **load)[1]
+    assert found == pytest.approx(wide / 0.0123e12 + 192 * (8 * 4096**2 + 4 * 4096 * 16384) / 4.3e12)
+
+
+def test_hidden_states_elsewhere_take_the_time_of_their_links() -> None:
+    hidden_p, hidden_g = 2 * 64 * 1024 * 24, 2 * 1024 * 24
+    products_p = 24 * (8 * 64 * 1024**2 + 4 * 64 * 1024 * 4096) / 21.24e12 + 4 * 24 * 64**2 * 1024 / 9.97e12
+    prefill, decode = by_hand({"cg": 1.0, "hg": 0.0, "hn": 1.0})
+    down = hidden_p / (4.82 * GB) + hidden_p / (2.015 * GB)
+    up = hidden_p / (12.89 * GB) + hidden_p / (0.473 * GB)
+    assert prefill == pytest.approx(max(up, down, products_p))
+    assert up > products_p
+    products_g = 24 * (8 * 1024**2 + 4 * 1024 * 4096) / 4.3e12 + 4 * 24 * 68.5 * 1024 / 0.079e12
+    assert decode == pytest.approx(hidden_g / (12.89 * GB) + max(hidden_g / (0.473 * GB), products_g))
+
+
+@pytest.mark.parametrize(("shares", "tier", "needed"), [
+    # 4 bytes of 73 tokens, 1,024 numbers, 24 sequences, 2 layers; the layer itself is 25,165,824 bytes
+    ({"cn": 1.0}, "disk_bytes", 4 * 73 * 1024 * 24 * 2),
+    ({"cg": 1.0, "wg": 0.0, "wn": 1.0}, "disk_bytes", 2 * 25_165_824),
+    ({"cg": 1.0, "hg": 0.0, "hn": 1.0}, "disk_bytes", 2 * 64 * 1024 * 24),
+    # in a step: two batches of 8 on their way from the disk, and of one its scores and states
+    ({"cn": 1.0}, "cpu_bytes", 8 * 73 * 1024 * 8 + 2 * 16 * 73 * 8 + 2 * 1024 * 8),
+    ({"cc": 1.0, "wg": 0.0, "wc": 1.0}, "cpu_bytes", 3 * 25_165_824 + 4 * 64 * 1024 * 24 * 2),
+])  # fmt: skip
+def test_a_policy_needs_what_lies_in_a_tier(shares: dict[str, float], tier: str, needed: int) -> None:
+    load = OptWorkload(layers=2, width=1024, ffn=4096, heads=16, prompt=64, new=9)
+    room = {"gpu_bytes": 1e15, "cpu_bytes": 1e15, "disk_bytes": 1e15}
+
+    def fits(nbytes: float) -> bool:
+        machine = T4(**room | {tier: nbytes}, alpha_g=1.0, alpha_c=1.0, alpha_n=1.0)
+        try:
+            estimate({"wg": 1.0, "hg": 1.0} | shares, 8, 3, load, machine)
+        except BudgetError:
+            return False
+        return True
+
+    assert fits(needed)
+    assert not fits(needed - 1)

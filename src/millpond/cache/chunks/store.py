@@ -63,10 +63,10 @@ class ChunkStore:
     Args:
         folder: of the files, made where it does not exist; None: in memory alone.
         memory: most bytes in memory, such as "1GiB". disk: most bytes of files.
-        variants: of one chunk that are kept, computed after different texts.
-        alpha: factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is close
-            to 1 in the models that were measured, so that 0.17 gives about 15 % of a chunk whose old context has
-            nothing in common with the new one; the value of the paper is not known.
+        variants: of one chunk that are kept at most. Another one than the first is computed only where a prompt's CFO
+            reaches 1, which takes an `alpha` near 1 or above.
+        alpha: factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
+            1, so that 0.17 gives at most 17 % of a chunk; the value of the paper is not known.
         dtype: of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
             "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
         rule: which variants leave a full tier: "lru", "lfu", "marker", "mark0", "mark_predict" or "learned", as of

@@ -114,7 +114,8 @@ def _show(title: str, rows: Sequence[Goodput], reasons: Sequence[str]) -> None:
 def _cells(row: Goodput) -> tuple[str, ...]:
     low, high = row.interval
     moved = f"{row.moved / 1e6:,.1f}" if row.moved else ""
-    return row.layout.name, str(row.layout.devices), f"{row.per_device:.2f}", f"{low:.2f} to {high:.2f}", moved
+    rate = f"{'at least ' if row.at_least else ''}{row.per_device:.2f}"
+    return row.layout.name, str(row.layout.devices), rate, f"{low:.2f} to {high:.2f}", moved
 
 
 def _lengths(trace: str, longest: int) -> list[tuple[int, int]]:

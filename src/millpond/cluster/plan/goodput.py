@@ -53,11 +53,16 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests per second of a layout, one number for each seed, and per device; and the bytes of a move."""
+    """Requests per second of a layout, one number for each seed, and per device; and the bytes of a move.
+
+    Attributes:
+        at_least: the search ended before a rate was too high for one of the seeds: the true figure is this or more.
+    """
 
     layout: ClusterLayout
     rates: tuple[float, ...]
     moved: float
+    at_least: bool = False
 
     @property
     def per_device(self) -> float:
@@ -74,7 +79,8 @@ def goodput(
     layout: ClusterLayout, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
 ) -> Goodput:  # fmt: skip
     """The goodput of a layout, by bisection for each seed. `report` is called before each simulation with its rate."""
-    rates, moves = [], [0.0]
+    found: list[tuple[float, bool]] = []
+    moves = [0.0]
     # of nine tenths that meet both levels, each of the others has missed one at least and two at most
     stop = MissLimit(demand.levels.ttft, demand.levels.tpot, math.ceil(2 * (1 - ATTAINED) * demand.requests))
     for seed in demand.seeds:
@@ -82,15 +88,15 @@ def goodput(
         def attained(rate: float, seed: int = seed) -> bool:
             if report is not None:
                 report(f"{layout.name}: {rate:.2f} requests/s")
-            found = Simulation(layout, cache, link).run(sample(demand.lengths, demand.requests, rate, seed), stop)
-            if found is None:
+            outcomes = Simulation(layout, cache, link).run(sample(demand.lengths, demand.requests, rate, seed), stop)
+            if outcomes is None:
                 return False
-            moves.append(statistics.fmean(outcome.moved for outcome in found))
-            met = sum(outcome.meets(demand.levels.ttft, demand.levels.tpot) for outcome in found)
-            return met >= ATTAINED * len(found)
+            moves.append(statistics.fmean(outcome.moved for outcome in outcomes))
+            met = sum(outcome.meets(demand.levels.ttft, demand.levels.tpot) for outcome in outcomes)
+            return met >= ATTAINED * len(outcomes)
 
-        rates.append(_highest(attained, _likely(layout, demand)))
-    return Goodput(layout, tuple(rates), max(moves))
+        found.append(_highest(attained, _likely(layout, demand)))
+    return Goodput(layout, tuple(rate for rate, _ in found), max(moves), any(ended for _, ended in found))
 
 
 def _likely(layout: ClusterLayout, demand: Demand) -> float:
@@ -100,20 +106,23 @@ def _likely(layout: ClusterLayout, demand: Demand) -> float:
     return 0.5 / max(seconds, LEAST_SECONDS)
 
 
-def _highest(attained: Callable[[float], bool], likely: float) -> float:
-    """The highest rate that is attained, to `FINE`; 0 where a thousandth of the likely one is not."""
+def _highest(attained: Callable[[float], bool], likely: float) -> tuple[float, bool]:
+    """The highest rate that is attained, to `FINE`; 0 where a thousandth of the likely one is not.
+
+    And whether the search ended there, `MOST` times above the likely one: a higher one may be attained too.
+    """
     low = high = likely
     if attained(likely):
         while attained(high := 2 * high):
             low = high
             if high > MOST * likely:
-                return high
+                return high, True
     else:
         while not attained(low := low / 2):
             high = low
             if low < likely / 1000:
-                return 0.0
+                return 0.0, False
     while high - low > FINE * low:
         middle = (low + high) / 2
         low, high = (middle, high) if attained(middle) else (low, middle)
-    return low
+    return low, False

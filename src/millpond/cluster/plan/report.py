@@ -47,6 +47,10 @@ def judge(rows: Sequence[Goodput], cache: CacheSize, link: Link, demand: Demand)
         f"Best without a split: {both.layout.name}, {_rate(both)}.",
         f"Best with one: {split.layout.name}, {_rate(split)}; {moved}.",
     ]
+    reasons += [
+        f"{row.layout.name} met both levels at every rate that was tried: its goodput is at least that, and not known."
+        for row in (both, split) if row.at_least
+    ]  # fmt: skip
     if both.per_device == split.per_device == 0:
         reasons.append("No layout meets both service levels, however few the requests: the levels are below what a "
                        "request takes alone; relax them, or give a worker more devices.")  # fmt: skip
@@ -91,7 +95,8 @@ def to_json(rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> dict
         "rows": [
             {
                 "layout": row.layout.name, "devices": row.layout.devices, "goodput_per_device": row.per_device,
-                "lowest": row.interval[0], "highest": row.interval[1], "moved_bytes": row.moved,
+                "lowest": row.interval[0], "highest": row.interval[1], "at_least": row.at_least,
+                "moved_bytes": row.moved,
             }
             for row in rows
         ],
@@ -112,9 +117,12 @@ def save_plan(path: Path, rows: Sequence[Goodput], verdict: Verdict, devices: in
 
 
 def _ahead(one: Goodput, other: Goodput) -> bool:
-    return one.per_device > (1 + AHEAD) * other.per_device and one.interval[0] > other.interval[1]
+    """Whether one is surely ahead; of a figure that is only known to be at least so much, nothing is."""
+    more = one.per_device > (1 + AHEAD) * other.per_device
+    return more and one.interval[0] > other.interval[1] and not other.at_least
 
 
 def _rate(row: Goodput) -> str:
     low, high = row.interval
-    return f"{row.per_device:.2f} requests/s per device ({low:.2f} to {high:.2f} over the seeds)"
+    more = "at least " if row.at_least else ""
+    return f"{more}{row.per_device:.2f} requests/s per device ({low:.2f} to {high:.2f} over the seeds)"

@@ -62,7 +62,7 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
         n_bytes: of all files of weights. where: the file of the configuration, for errors.
 
     Raises:
-        DataError: so many. Also what transformers raises of a configuration that fits no class.
+        DataError: more parameters, or larger buffers. Also errors of transformers, of a configuration without a class.
     """
     families: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -70,7 +70,7 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
     described = sum(parameter.numel() for parameter in model.parameters())
     if described > n_bytes * _PER_BYTE + _UNSAVED:
         raise DataError(
-            f"{where} describes {described:,} parameters, and the files of weights beside it have {n_bytes:,} bytes; "
+            f"{where} describes {described:,} parameters, and its files of weights have {n_bytes:,} bytes; "
             "they are not of one model"
         )
     buffered = sum(buffer.numel() for buffer in model.buffers())
