@@ -85,13 +85,21 @@ def test_chat_writes_messages_by_the_template(llm: mp.LLM) -> None:
     (answer,) = llm.chat(messages, SHORT, chat_template=TEMPLATE)
     written = "<system>quiet rain<user>anna kettle<assistant>"
     assert list(answer.prompt_token_ids) == llm.get_tokenizer().encode(written, add_special_tokens=False)
+    parts = [{"type": "text", "text": "anna "}, {"type": "text", "text": "kettle"}]
+    (same,) = llm.chat([messages[0], {"role": "user", "content": parts}], SHORT, chat_template=TEMPLATE)
+    assert same.prompt_token_ids == answer.prompt_token_ids
     several = llm.chat([messages, messages[1:]], sampling_params=SHORT, chat_template=TEMPLATE)
     assert [len(one.outputs[0].token_ids) for one in several] == [3, 3]
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
-    [([], "without messages"), ([{"content": "x"}], "is no message"), ([["x"]], "is no message")],
+    [
+        ([], "without messages"),
+        ([{"content": "x"}], "is no message"),
+        ([["x"]], "is no message"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "is no part of a message"),
+    ],
     ids=str,
 )
 def test_what_is_no_conversation(llm: mp.LLM, messages: Any, said: str) -> None:

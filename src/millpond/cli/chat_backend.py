@@ -144,11 +144,11 @@ class LocalBackend:
                     shown = len(answer.text)
 
     def _encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        from millpond.models.untrusted.render import write_chat
+        from millpond.models.untrusted.whole_chat import write_whole
 
         tokenizer = self._llm.tokenizer
         if self._has_template:
-            text = write_chat(tokenizer, messages, add_generation_prompt=True)
+            text = write_whole(tokenizer, messages, add_generation_prompt=True)
             return tuple(tokenizer.encode(text, add_special_tokens=False))
         said = [f"{_NAMES[message['role']]}: {message['content']}" for message in messages]
         return tuple(tokenizer.encode("\n".join([*said, "Assistant:"])))

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.errors import OptionError
 from millpond.models.untrusted.render import write_chat
+from millpond.models.untrusted.whole_chat import write_whole
 
 #: Placeholder for a text, to find what a template writes around it; no template contains it.
 _TEXT = "\u2042text\u2042"
@@ -79,6 +80,23 @@ def chat_ids(
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise OptionError(f"{repr(message)[:80]} is no message: write {{'role': 'user', 'content': 'text'}}")
     given = {} if template is None else {"chat_template": template}
-    shown = write_chat(tokenizer, messages, add_generation_prompt=True, **given, **(how or {}))
+    said = [{**message, "content": _text_of(message.get("content"))} for message in messages]
+    shown = write_whole(tokenizer, said, add_generation_prompt=True, **given, **(how or {}))
     ids: list[int] = tokenizer.encode(shown, add_special_tokens=False)
     return ids
+
+
+def _text_of(content: Any) -> Any:
+    """What a message says, where it comes in parts of text.
+
+    Raises:
+        OptionError: a part that is no text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise OptionError(f"{repr(part)[:80]} is no part of a message: write {{'type': 'text', 'text': 'text'}}")
+    return "".join(part["text"] for part in content)

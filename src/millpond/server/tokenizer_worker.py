@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from millpond.cache.state.spans import united
 from millpond.engine.chunked_prompt import Prompt, with_ids
-from millpond.models.untrusted.render import write_chat
+from millpond.errors import OptionError
+from millpond.models.untrusted.whole_chat import write_whole
 from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import in_thread
@@ -344,9 +345,10 @@ class TokenizerWorker:
 
 def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
     try:
-        return write_chat(tokenizer, messages, tools=tools or None, add_generation_prompt=prompt, **extra)
+        return write_whole(tokenizer, messages, tools=tools or None, add_generation_prompt=prompt, **extra)
     except Exception as error:  # the template is a program of the model's, run on what the client sent
-        message = f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, OptionError) else f"{type(error).__name__}: {error}"
+        message = f"the model's chat template refuses these messages: {why}"
         raise ApiError(400, message, "template_error", "messages") from error
 
 
