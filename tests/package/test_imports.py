@@ -16,7 +16,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 #: A part imports only what stands to its left.
 ORDER = [
-    {"errors", "scalar", "budget", "cpu_limit", "markdown", "optional", "option_files", "peer_process", "registry"},
+    {
+        "errors",
+        "scalar",
+        "budget",
+        "cpu_limit",
+        "markdown",
+        "optional",
+        "option_files",
+        "option_ranges",
+        "peer_process",
+        "registry",
+    },
     {"kernels"},
     {"tiers"},
     {"codec"},

@@ -1,4 +1,4 @@
 """The OpenAI-compatible server and its page. What it serves it knows only as `llm_protocol.ServedLLM`.
 
-Imports: cache, engine, errors, methods, option_files, presets.
+Imports: budget, cache, engine, errors, hf, methods, option_files, presets.
 """
