@@ -1,4 +1,4 @@
-"""Ranges of numbers that an option takes, declared beside its help: `Annotated[int, "help", Range(1, 64)]`.
+"""Ranges of numbers that an option takes, declared with its help: `Annotated[int, "help", Range(1, 64)]`.
 
 An option that is a count or a share has a range for each, in the order of its type: `Annotated[int | float, "help",
 POSITIONS, SHARE]`.
@@ -89,7 +89,7 @@ def check_parts(name: str, value: int, usual: int, n_tokens: int) -> None:
         OptionError: `n_tokens` tokens in parts of `value` are more than `MOST_PARTS`.
 
     Example:
-        >>> check_parts("chunk", 16, 256, 8_000)
+        >>> check_parts("chunk", 64, 256, 8_000)
     """
     least = min(usual, -(-n_tokens // MOST_PARTS))
     if value < least:

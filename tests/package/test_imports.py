@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     {
         "errors", "scalar", "budget", "cpu_limit", "install_command", "markdown", "optional", "option_files",
-        "peer_process", "registry",
+        "option_ranges", "peer_process", "registry",
     },
     {"kernels"},
     {"tiers"},

@@ -80,6 +80,30 @@ def test_what_would_hurt_is_refused_within_a_second(
         assert client.get("/health").status_code == 200
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("method", "options"), [
+    ("infllm", {"sinks": 2**24}), ("infllm", {"block": 2**24}), ("streaming", {"sinks": 1024}),
+    ("expected_attention", {"future": 4096}), ("snapkv", {"window": 1024, "kernel": 255}), ("rkv", {"spared": 16}),
+])  # fmt: skip
+def test_ends_of_ranges_cost_little(server: Live, method: str, options: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "millpond": {"method": method, "budget": "50%", "options": options}}
+    memory, began = PeakMemory(), time.process_time()
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body, headers={"Authorization": "Bearer mine"})
+    assert answer.status_code == 200, answer.text
+    assert time.process_time() - began < 1
+    assert (memory.growth() or 0) < 64 << 20
+
+
+def test_numbers_of_hundreds_of_digits_are_refused(server: Live) -> None:
+    huge = 10**400
+    with server.client() as client:
+        for kept in ({"max_kl": huge}, {"budget": huge}, {"options": {"sinks": huge}}, {"keep": [[0, huge]]}):
+            body = {"prompt": PROMPT, "millpond": {"method": "h2o"} | kept}
+            answer = client.post("/v1/completions", json=body, headers={"Authorization": "Bearer mine"})
+            assert answer.status_code == 400, answer.text
+
+
 def test_admission_counts_what_options_ask_for_beside_pages(server: Live) -> None:
     """Queries that a plan looks at, keys of sinks before RoPE, and keys by which blocks are looked up."""
 
@@ -98,10 +122,16 @@ def test_admission_counts_what_options_ask_for_beside_pages(server: Live) -> Non
 
 
 def test_protected_entries_that_do_not_fit_are_refused_before_anything_is_read(server: Live) -> None:
+    """A plan that found it out would end the step, and with it the answer of whoever else is in it."""
     kept = {"method": "locret", "budget": "50%", "options": {"prefill": "chunks", "stabilizers": 1_000}}
-    before = server.llm.stats().prompt_tokens
-    with server.client() as client:
-        body = {"prompt": PROMPT, "max_tokens": 2, "millpond": kept}
-        answer = client.post("/v1/completions", json=body, headers={"Authorization": "Bearer mine"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "budget_impossible"), answer.text
-    assert server.llm.stats().prompt_tokens == before
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in ("mine", "theirs"))
+    long = {"prompt": [9] * 40, "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=long, headers=theirs) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with server.client() as other:
+            body = {"prompt": PROMPT, "max_tokens": 2, "millpond": kept}
+            answer = other.post("/v1/completions", json=body, headers=mine)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "budget_impossible"), answer.text
+        pieces = [line for line in lines if line.startswith("data: {")]
+        assert '"finish_reason":"length"' in pieces[-1].replace(" ", ""), pieces[-1]

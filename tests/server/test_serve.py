@@ -64,7 +64,7 @@ def invoke(*arguments: str) -> Any:
     (["--option", "recent"], "must read name=value"),
     (["--codec", "int99"], "int99"),
     (["--kv-memory", "much"], "'much'"),
-    (["--max-body", "0"], "at least 1"),
+    (["--max-body", "0"], "must be 1 to"),
     (["--timeout", "0"], "must be above 0"),
     (["--api-key", " "], "an API key is empty"),
     (["--handoff-memory", "1MiB"], "--handoff-memory needs --replicas"),

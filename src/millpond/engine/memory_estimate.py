@@ -33,7 +33,7 @@ def estimate(
     codes, or in pages of fewer bits, is allocated before it is freed. Then a layer holds its budget, with as many more
     entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
     those of the answer too. The states of a hybrid have one size, and each answer has its own, as it has of what
-    lies beside the pages. Of layers on a disk two are in memory at a time.
+    lies outside the pages. Of layers on a disk two are in memory at a time.
 
     Args:
         on_disk: layers whose pages lie on a disk between passes; None: those of the recipe.
@@ -41,7 +41,7 @@ def estimate(
     on_disk = recipe.on_disk if on_disk is None else on_disk
     table = [_layer_need(recipe, index, layer, prompt, answer, n, _page_bytes) for index, layer in enumerate(layers)]
     near = [need for index, need in enumerate(table) if index not in on_disk]
-    own = recipe.state_bytes + recipe.beside_bytes(prompt, prompt + answer)
+    own = recipe.state_bytes + recipe.unpaged_bytes(prompt, prompt + answer)
     need = _sum([MemoryNeed(own, 0, own), *near])
     if not on_disk:
         return need

@@ -12,7 +12,9 @@ from millpond.policy.scores.attention import Recency
 
 @method("streaming", paper="arXiv:2309.17453")
 def streaming(
-    sinks: Annotated[int, "first positions that always stay; each takes as much beside the cache", Range(0, 1024)] = 4,
+    sinks: Annotated[
+        int, "first positions that always stay; each takes twice as much again outside the pages", Range(0, 1024)
+    ] = 4,
     positions: Annotated[
         Literal["cache_relative", "absolute"], "close the gap after the sinks (the paper), or leave it"
     ] = "cache_relative",

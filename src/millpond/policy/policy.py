@@ -31,7 +31,7 @@ from millpond.policy.view import View
 
 REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}
 
-#: Positions between two evictions of a prompt, where nothing else is asked for.
+#: Positions between two evictions of a prompt, by default.
 CHUNK = 256
 #: What to do where a method and a number format do not compose.
 WAY_OUT = "use codec='bf16', or another method"

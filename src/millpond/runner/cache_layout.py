@@ -98,8 +98,8 @@ class CacheLayout:
             if not layer.window or budget < layer.window:
                 self.policy.check_budget(budget)
 
-    def beside_bytes(self, prompt: int, total: int) -> int:
-        """Bytes that a sequence holds beside its pages, in all layers, `prompt` of its `total` tokens in its prompt.
+    def unpaged_bytes(self, prompt: int, total: int) -> int:
+        """Bytes that a sequence holds outside its pages, in all layers, `prompt` of its `total` tokens in its prompt.
 
         These are queries of the prompt, as many as its plan looks at; the keys of sinks that move, as they were before
         RoPE and at the next places; and the keys by which blocks are looked up.

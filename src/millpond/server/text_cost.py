@@ -27,7 +27,7 @@ def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
     """Refuse a text with runs of blanks, or of anything else, that would take seconds to tokenize.
 
     Tokenizers split a text before they look at its words. Where an expression that splits tries each place of a run
-    anew, or where a run is one word that is gone through again and again, time grows with the square of its length.
+    again, or where a run is one word that is gone through again and again, time grows with the square of its length.
 
     Args:
         encode: tokenizes a text. param: the field of the request that it comes from.

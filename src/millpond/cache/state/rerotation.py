@@ -25,7 +25,7 @@ READY = 128
 
 
 def places_ahead(sinks: int) -> int:
-    """Places in a row for which the keys of so many sinks are made at once."""
+    """Places in a row for which the keys of `sinks` first positions are made at once."""
     return max(1, READY // max(sinks, 1))
 
 

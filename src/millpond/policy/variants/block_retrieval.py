@@ -13,7 +13,7 @@ from millpond.policy.needs.declared import Needs
 from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.protect import Protect
 
-#: Queries of a prompt that look up one set of blocks, where nothing else is asked for.
+#: Queries of a prompt that look up one set of blocks, by default.
 TOGETHER = 512
 
 
