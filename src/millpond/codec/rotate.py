@@ -55,4 +55,5 @@ def rotate(x: Tensor) -> Tensor:
         first, second = found.view(-1, 2, half, found.shape[1]).unbind(1)
         found = torch.stack([first + second, first - second], 1).view(found.shape)
         half *= 2
-    return (found.t() * block**-0.5).reshape(x.shape).to(x.dtype)
+    rotated: Tensor = (found.t() * block**-0.5).reshape(x.shape)
+    return rotated.to(x.dtype)
