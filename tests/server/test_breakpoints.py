@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import millpond as mp
 from millpond.engine.request import CacheOptions
+from millpond.models.load import load_model, load_tokenizer
 from millpond.server.app import create_app
 from millpond.server.chat_breakpoints import ChatBreakpoints, breakpoints_of
 from millpond.server.messages import Message
@@ -228,3 +230,42 @@ def test_a_server_that_keeps_no_prompts_says_so() -> None:
     found = completion(fake, "w5 w6", "x", [2])
     assert found.status_code == 400
     assert "--prefix-cache" in found.json()["error"]["message"]
+
+
+STRIPS = """{% for message in messages %}{% set text = message.content %}
+{%- if message.role == 'assistant' and '</think>' in text %}{% set text = text.split('</think>')[-1] %}{% endif %}
+{{- '<ask> ' + text.strip() + ' <is>' }}{% endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def stripping() -> Iterator[mp.AsyncLLM]:
+    """With a template that leaves the thoughts of answers out, as templates of models that think do."""
+    tokenizer = copy.deepcopy(load_tokenizer("pond-recall"))
+    tokenizer.chat_template = STRIPS
+    model = load_model("pond-recall", "f32")
+    made = mp.AsyncLLM(
+        model, tokenizer=tokenizer, model_name="m", method="h2o", budget="30%", prefix_cache=True, page_slots=SLOTS,
+    )  # fmt: skip
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.mark.parametrize("thought", ["<think>rain and rain</think>", "<think>\n\n</think>\n\n", "rain</think>", ""])
+def test_a_template_that_strips_thoughts_shares_as_without_them(stripping: mp.AsyncLLM, thought: str) -> None:
+    """Clients that send earlier thoughts back share what those share that leave them out."""
+
+    def chat(n: int, before: str) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = [{"role": "system", "content": RULES}, {"role": "user", "content": STORY}]
+        for turn in range(n):
+            said.append({"role": "assistant", "content": f"{before}meadow {turn}"})
+            said.append({"role": "user", "content": f"{STORY} {turn}"})
+        return said
+
+    found = {}
+    for before in (thought, ""):
+        salt = f"strips {thought} {before}"
+        found[before] = [usage(ask(stripping, body(chat(n, before), salt))[0]) for n in range(4)]
+    assert found[thought] == found[""]
+    lengths = [n_tokens for n_tokens, _, _ in found[""]]
+    for n, (_, cached, _) in enumerate(found[thought][1:]):
+        assert cached > lengths[n] - 2 * SLOTS, f"turn {n + 1} goes on behind all of the one before it"

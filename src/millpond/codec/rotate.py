@@ -44,5 +44,16 @@ def hadamard(dim: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """X (..., dim) times the Hadamard matrix, in x's dtype. Rotating twice gives x back."""
-    return (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+    """X (..., dim) times the Hadamard matrix, in x's dtype. Rotating twice gives x back.
+
+    Sums and differences of halves, log2(dim) times (the fast Walsh-Hadamard transform): a row has the same bits
+    whatever else is rotated with it, as a product of matrices does not promise, and so it has the same codes.
+    """
+    block = block_size(x.shape[-1])
+    found, half = x.float().reshape(-1, block).t().contiguous(), 1  # channels first: whole rows are added
+    while half < block:
+        first, second = found.view(-1, 2, half, found.shape[1]).unbind(1)
+        found = torch.stack([first + second, first - second], 1).view(found.shape)
+        half *= 2
+    rotated: Tensor = (found.t() * block**-0.5).reshape(x.shape)
+    return rotated.to(x.dtype)

@@ -20,6 +20,7 @@ class EnclosedMessages:
     Args:
         pieces: of each message, [begin, end) of those of its text, in characters, one after another; None: all of it.
         reasoning: they are pieces of `reasoning_content` instead. optional: a template may leave pieces out.
+        ends: only their ends are marked, so that a template may leave beginnings out, such as earlier thoughts.
 
     Attributes:
         messages: with the marks, inside of white space, which templates strip.
@@ -27,9 +28,9 @@ class EnclosedMessages:
 
     def __init__(
         self, messages: Sequence[Message], pieces: Sequence[Sequence[Span]] | None = None, *, reasoning: bool = False,
-        optional: bool = False,
+        optional: bool = False, ends: bool = False,
     ) -> None:  # fmt: skip
-        self._reasoning, self._optional = reasoning, optional
+        self._reasoning, self._optional, self._ends = reasoning, optional, ends
         self._secret = secrets.token_hex(12)
         self._marked: list[bool] = []  # by piece
         every = [[(0, len(text_of(message)))] for message in messages] if pieces is None else pieces
@@ -42,6 +43,7 @@ class EnclosedMessages:
             piece = text[begin:end]
             if piece.strip():
                 first, last = self._marks(len(self._marked))
+                first = "" if self._ends else first
                 inside = begin + len(piece) - len(piece.lstrip()), begin + len(piece.rstrip())
                 out += text[behind : inside[0]] + first + text[slice(*inside)] + last
                 behind = inside[1]
@@ -53,7 +55,8 @@ class EnclosedMessages:
         return f"b{self._secret}n{number}e", f"e{self._secret}n{number}e"
 
     def spans(self, marked: str, text: str) -> list[Span]:
-        """Where each piece lies in `text`, in characters; (0, 0) for one without a text.
+        """Where each piece lies in `text`, in characters; (0, 0) for one without a text. With `ends` a piece begins
+        where the one before it ends.
 
         Args:
             marked: what a template has made of `messages`. text: what it has made of the messages as they were.
@@ -68,6 +71,11 @@ class EnclosedMessages:
                 found.append((0, 0))
                 continue
             first, last = self._marks(number)
+            if self._ends:
+                own, ends, rest = marked.partition(last)
+                found.append((len(plain), len(plain) + len(own)) if ends else (0, 0))
+                plain, marked = (plain + own, rest) if ends else (plain, marked)
+                continue
             if self._optional and first not in marked and last not in marked:
                 found.append((0, 0))
                 continue

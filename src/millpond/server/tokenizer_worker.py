@@ -189,22 +189,23 @@ class TokenizerWorker:
     async def chat_ends(
         self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
     ) -> tuple[tuple[int, ...], tuple[Span, ...] | None]:
-        """As `chat_spans`; None in place of the spans where they cannot be found.
+        """As `chat_spans`, for the ends of messages, whose beginnings a template may leave out; None: unknown.
 
         Raises:
             ApiError: as `chat`.
         """
         text, ids = await self.chat(said, body, use_tools)
         try:
-            return ids, await self._spans(text, ids, said, body, use_tools)
+            return ids, await self._spans(text, ids, said, body, use_tools, ends=True)
         except ApiError:
             return ids, None
 
     async def _spans(
-        self, text: str, ids: tuple[int, ...], said: Sequence[Message], body: ChatFields, use_tools: bool
-    ) -> tuple[Span, ...]:
-        """Where each message lies among the ids of the text of a chat; see `chat_spans`."""
-        enclosed = EnclosedMessages(said)
+        self, text: str, ids: tuple[int, ...], said: Sequence[Message], body: ChatFields, use_tools: bool, *,
+        ends: bool = False,
+    ) -> tuple[Span, ...]:  # fmt: skip
+        """Where each message lies among the ids of the text of a chat; see `chat_spans`, and for `ends` `chat_ends`."""
+        enclosed = EnclosedMessages(said, ends=ends)
         marked = await self._chat_text(enclosed.messages, body, use_tools)
         spans, special = enclosed.spans(marked, text), not self.has_template
         read, found = await self._run(lambda own: token_spans(own, text, special, spans), len(text))
