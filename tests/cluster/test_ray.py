@@ -11,6 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import psutil
 import pytest
 
 import millpond as mp
@@ -18,6 +19,7 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import OptionError
 from millpond.install_command import install_command
+from tests.helpers.cluster.chaos import runs
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -127,3 +129,14 @@ def test_importing_the_package_loads_no_ray() -> None:
     code = "import sys, millpond; millpond.cluster; print('ray' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_frozen_worker_is_gone_as_soon_as_it_is_lost() -> None:
+    """Ray alone would let it go on for five seconds, with its memory, beside the one in its place."""
+    with mp.cluster.LLM("pond-recall", replicas=1, threads=1, **OPTIONS) as llm:
+        (handle,) = llm._cluster.dispatcher._pool.serving.values()
+        os.kill(handle.pid, signal.SIGSTOP)
+        process = psutil.Process(handle.pid)
+        llm._cluster.loop.call(handle.kill).result()
+        psutil.wait_procs([process], timeout=1.5)
+        assert not runs(process.pid)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
+from millpond.cluster.local_process import LocalProcess
 from millpond.cluster.messages import RequestStart, WorkerReport
 from millpond.cluster.plan.move_times import MoveTimes
 from millpond.cluster.plan.recording import EngineRecord
@@ -48,6 +49,7 @@ class RayWorker:
         self.name, self.role = name, role
         self.pid, self.node = 0, ""
         self._ray, self._hang_s = ray, settings.hang_s
+        self._process: LocalProcess | None = None  # where it runs on this machine
         # on a Ray of this process workers share its cores, however many there are; elsewhere Ray places them by CPUs
         cpus = 0 if settings.address is None else 1
         actor = ray.remote(_Actor).options(num_cpus=cpus, max_restarts=0, max_concurrency=_CALLS)
@@ -64,6 +66,8 @@ class RayWorker:
             ) from None
         self.pid, context, vocabulary, cache = opened
         self.node = await self._wait(self._actor.node.remote())
+        if self.node == str(self._ray.get_runtime_context().get_node_id()):
+            self._process = LocalProcess(self.pid)
         return context, vocabulary, cache
 
     async def start(self, starts: Sequence[RequestStart]) -> None:
@@ -134,8 +138,10 @@ class RayWorker:
         await self._wait(self._actor.close.remote())
 
     def kill(self) -> None:
-        """See `WorkerHandle`."""
+        """See `WorkerHandle`. Ray alone lets a frozen process go on for five seconds, with its memory."""
         self._ray.kill(self._actor)
+        if self._process is not None:
+            self._process.kill()
 
     async def _wait(self, reference: Any) -> Any:
         """What a call returns, with the errors of this package as they were there."""

@@ -1,6 +1,6 @@
 """One file per method: a composition of shared parts with the paper's defaults. A new file registers itself.
 
-Imports: errors, option_files, policy, registry.
+Imports: errors, option_files, option_ranges, policy, registry.
 """
 
 from millpond.policy.policy import Policy
