@@ -28,6 +28,7 @@ from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.tensor_source import TensorSource
 from millpond.tiers.aligned import aligned_buffer, aligned_down, aligned_up
 from millpond.tiers.files import DirectFile
+from millpond.tiers.free_memory import give_back
 
 #: Changes when the meaning of a byte does.
 FORMAT = 2
@@ -156,6 +157,8 @@ def _write(path: Path, weights: str, mark: str, parts: Sequence[CodedLayout], sa
             checksums.append(crc32(data[: part.needed]))
             _write_at(handle, memoryview(content)[: part.nbytes], at)
             at += part.nbytes
+            del content, data
+            give_back()  # temporaries of one part are not those of the next
         header = _header(weights, mark, parts, checksums)
         _write_at(handle, memoryview(_FIXED.pack(_MAGIC, len(header), zlib.crc32(header)) + header), 0)
     return checksums
