@@ -17,6 +17,8 @@ from millpond.errors import OptionError
 
 #: Blocks smaller than this spread too little to be worth it.
 SMALLEST_BLOCK = 8
+#: Devices that compute in float64 slowly or not at all, and promise no equal bits.
+ACCELERATORS = ("cuda", "mps", "xpu")
 
 
 def block_size(dim: int) -> int:
@@ -46,9 +48,25 @@ def hadamard(dim: int) -> Tensor:
 def rotate(x: Tensor) -> Tensor:
     """X (..., dim) times the Hadamard matrix, in x's dtype. Rotating twice gives x back.
 
-    Sums and differences of halves, log2(dim) times (the fast Walsh-Hadamard transform): a row has the same bits
-    whatever else is rotated with it, as a product of matrices does not promise, and so it has the same codes.
+    On a CPU a row has the same bits whatever else is rotated with it, as a product of matrices in float32 does not
+    promise, and so it has the same codes: sums of numbers of 8 or 11 bits are exact in float64.
     """
+    if x.device.type in ACCELERATORS:
+        return (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+    if x.dtype in (torch.bfloat16, torch.float16):
+        block = block_size(x.shape[-1])
+        return ((x.double() @ _signs(x.shape[-1]).to(x.device)) * block**-0.5).to(x.dtype)
+    return _transformed(x)
+
+
+@cache
+def _signs(dim: int) -> Tensor:
+    """The Hadamard matrix (dim, dim) float64 of ones and minus ones, and zeros between blocks."""
+    return hadamard(dim).sign().double()
+
+
+def _transformed(x: Tensor) -> Tensor:
+    """The same by sums and differences of halves, log2(dim) times (the fast Walsh-Hadamard transform)."""
     block = block_size(x.shape[-1])
     found, half = x.float().reshape(-1, block).t().contiguous(), 1  # channels first: whole rows are added
     while half < block:

@@ -21,6 +21,7 @@ from millpond.cache.paging.choose import rule_named
 from millpond.cache.swap.files import SwapFiles
 from millpond.cache.tiered.block_store import BlockStore
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.codec import codecs_of, resolve
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunk_load_source import ChunkLoadSource
@@ -56,6 +57,7 @@ from millpond.engine.trunks import Trunks
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
+from millpond.hf.key_bias import suited, warn_of_bias
 from millpond.hf.model_support import unwrapped
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
@@ -136,6 +138,8 @@ class Engine:
                 config.prompt_block or 1, self._prefixes,
             )  # fmt: skip
             choice = config.choice
+            if config.preset is not None:
+                choice = choice._replace(codec=suited(choice.codec, self._model.model))
             defaults = CacheOptions(
                 method=choice.method, options=config.options, budget=choice.budget, codec=choice.codec,
                 max_kl=config.max_kl,
@@ -147,6 +151,7 @@ class Engine:
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
+            warn_of_bias(codecs_of(resolve(choice.codec)), self._model.model)
             if whole_mark is not None and config.cache_dir is not None:
                 check_continues(recipe, choice.method)
                 store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)

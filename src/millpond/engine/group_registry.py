@@ -20,6 +20,7 @@ from millpond.errors import DataError, OptionError
 from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
 from millpond.hf.compress import policy_of
 from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default_path, is_auto, load_fit
+from millpond.hf.key_bias import suited
 from millpond.hf.model_profile import ModelProfile
 from millpond.methods import METHODS
 from millpond.option_files import OptionFile, only_listed
@@ -128,6 +129,10 @@ class GroupRegistry:
         nobody named defaults, a request that names a method or a budget has plain numbers, unless it names a format.
         """
         usual = self.defaults
+        if asked.preset is not None:
+            picked = choose(asked.method, asked.budget, asked.codec, asked.preset)
+            own = suited(picked.codec, self._model.model)
+            asked = replace(asked, method=picked.method, budget=picked.budget, codec=own, preset=None)
         if not self._named and (asked.method is not None or asked.budget is not None or asked.options):
             picked = choose(asked.method, asked.budget, asked.codec, evicting=bool(asked.options))
             usual = CacheOptions(method=picked.method, budget=picked.budget, codec=picked.codec, max_kl=usual.max_kl)
@@ -193,5 +198,6 @@ def _key(wanted: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[
         repr(wanted.budget),
         repr(wanted.codec),
         repr(wanted.max_kl),
+        wanted.preset,
         None if files is None else tuple(sorted(files.items())),
     )

@@ -37,6 +37,7 @@ class CacheOptions:
         recompute: of a prompt with chunks, the share of each chunk from the store that is computed again: "auto", as
             its context asks for (CFO); or a number from 0, all is reused, to 1, the exact prompt.
         pick: which tokens these are: "attention", "head", "deviation" or "random", see `millpond.policy.reuse.Pick`.
+        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
     """
 
     method: str | None = None
@@ -47,6 +48,7 @@ class CacheOptions:
     recompute: Recompute = "auto"
     max_kl: float | None = None
     pick: Pick = "attention"
+    preset: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
 from millpond.hf.fit import FitSource, check_given
 from millpond.hf.fit import chosen as chosen_row
 from millpond.hf.generation import use_generate
+from millpond.hf.key_bias import suited, warn_of_bias
 from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
@@ -71,7 +72,8 @@ def compress(
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are. {"0-1": "bf16", "*": "int4"}, or "0-1=bf16,*=int4", gives layers formats of their own,
             counted among those that hold entries; "bf16:20%,int8:20%,int4" gives entries fewer bits as they grow old.
-        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
+        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`. On a model whose
+            keys have large biases 4 bits are `int4`.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
@@ -108,6 +110,8 @@ def compress(
     profile = supported(model)
     picked = choose(method, budget, codec, preset, evicting=bool(options))
     method, budget, codec = picked.method, picked.budget, picked.codec
+    if preset is not None:
+        codec = suited(codec, model)
     if picked.usual and profile.latent is not None:
         codec = AUTO  # latents have no groups of channels
     if check_given(budget, max_kl, fit):
@@ -134,6 +138,7 @@ def compress(
             "it; use prefill='once'"
         )
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
+    warn_of_bias(codecs_of(stored), model)
     for one in codecs_of(stored):
         policy.check_codec(one)
         if one.tiered and chosen is not None and chosen.kind == "bytes":

@@ -54,7 +54,7 @@ def cache_options(fields: CacheFields) -> CacheOptions:
             if getattr(fields, name) is not None:
                 message = f"preset {fields.preset!r} decides the {name} too: give one of the two"
                 raise ApiError(400, message, "invalid_value", f"millpond.{name}")
-        fields = fields.model_copy(update=preset(fields.preset))
+        preset(fields.preset)
     if fields.budget is not None and not is_auto(fields.budget):
         try:
             Budget.parse(fields.budget)
@@ -62,7 +62,7 @@ def cache_options(fields: CacheFields) -> CacheOptions:
             raise ApiError(400, str(error), "invalid_value", "millpond.budget") from None
     return CacheOptions(
         method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec,
-        recompute=fields.recompute, max_kl=fields.max_kl,
+        recompute=fields.recompute, max_kl=fields.max_kl, preset=fields.preset,
     )  # fmt: skip
 
 
