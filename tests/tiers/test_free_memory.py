@@ -37,7 +37,7 @@ print(kept, held() - before)
 def test_it_is_given_back_at_most_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[int] = []
     now = [100.0]
-    monkeypatch.setattr(free_memory, "_trim", lambda: trimmed.append)
+    monkeypatch.setattr(free_memory, "_function", lambda name: trimmed.append)
     monkeypatch.setattr(free_memory.time, "monotonic", lambda: now[0])
     freed = GivingBack()
     freed.between_sweeps()
@@ -49,13 +49,50 @@ def test_it_is_given_back_at_most_every_so_often(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_the_function_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "_trim", lambda: None)
+    monkeypatch.setattr(free_memory, "_function", lambda name: None)
     free_memory.give_back()
+    free_memory.map_large_blocks()
 
 
-@pytest.mark.skipif(free_memory._trim() is None, reason="the C library has no malloc_trim")
+@pytest.mark.skipif(free_memory._function("malloc_trim") is None, reason="the C library has no malloc_trim")
 def test_holes_of_a_heap_leave_memory() -> None:
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
     kept, after = map(int, done.stdout.split())
     assert kept > 50
     assert after < kept / 2
+
+
+LARGE = """
+import ctypes
+import sys
+from pathlib import Path
+from millpond.tiers.free_memory import map_large_blocks
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) >> 10
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+libc.free(libc.malloc(30 << 20))  # from now on glibc takes blocks of up to 30 MiB from its heap
+if sys.argv[1] == "mapped":
+    map_large_blocks()
+before = held()
+blocks = [libc.malloc(4 << 20) for _ in range(16)]
+for block in blocks:
+    ctypes.memset(block, 1, 4 << 20)
+for block in blocks[:-1]:  # the last one stays, so the heap cannot shrink from its end
+    libc.free(block)
+print(held() - before)
+"""
+
+
+@pytest.mark.skipif(free_memory._function("mallopt") is None, reason="the C library has no mallopt")
+def test_large_blocks_leave_memory_when_they_are_freed() -> None:
+    found = {}
+    for how in ("usual", "mapped"):
+        done = subprocess.run([sys.executable, "-c", LARGE, how], capture_output=True, text=True, check=True)
+        found[how] = int(done.stdout)
+    assert found["usual"] > 50
+    assert found["mapped"] < 8

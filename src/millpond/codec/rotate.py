@@ -52,10 +52,12 @@ def rotate(x: Tensor) -> Tensor:
     promise, and so it has the same codes: sums of numbers of 8 or 11 bits are exact in float64.
     """
     if x.device.type in ACCELERATORS:
-        return (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+        product: Tensor = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+        return product
     if x.dtype in (torch.bfloat16, torch.float16):
         block = block_size(x.shape[-1])
-        return ((x.double() @ _signs(x.shape[-1]).to(x.device)) * block**-0.5).to(x.dtype)
+        exact: Tensor = ((x.double() @ _signs(x.shape[-1]).to(x.device)) * block**-0.5).to(x.dtype)
+        return exact
     return _transformed(x)
 
 

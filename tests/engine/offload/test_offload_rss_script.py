@@ -21,12 +21,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     return {row["plan"]: row for row in json.loads(out.read_text())["results"]}
 
 
-@pytest.mark.parametrize("name", [
-    *NAMES[:-1],
-    pytest.param(NAMES[-1], marks=pytest.mark.xfail(
-        strict=False, reason="an engine of packed weights takes some 60 MiB for a moment while it is made"
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
 def test_the_peak_is_at_most_a_twentieth_and_16_mib_above_the_limit(
     name: str, rows: dict[str, dict[str, int]]
 ) -> None:  # fmt: skip

@@ -33,6 +33,7 @@ from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.tiers.aligned import aligned_down
 from millpond.tiers.backends.simulated import SimulatedDevice
+from millpond.tiers.free_memory import map_large_blocks
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.tier import Tier
 
@@ -166,6 +167,8 @@ def open_in_memory(
     far = plan.ends == DISK
     _check_ends(far, in_memory, verified)
     n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None) + far * size.far_ends.n_tiles)
+    if limit is not None:
+        map_large_blocks()
     if limit is not None and device is None:
         _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes + beside, config, plan)
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
