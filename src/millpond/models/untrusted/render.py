@@ -43,25 +43,45 @@ def _limited(seconds: float) -> Iterator[None]:
     """Raise `_TimeIsUp` in this thread once it has computed for so long; what waits in C is not reached."""
     thread, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
     clock = _clock_of(thread)
-    begin = clock()
+    begin, sent = clock(), False
 
     def watch() -> None:
+        nonlocal sent
         left = seconds
         while not ended.wait(left):
             left = seconds - (clock() - begin)
             if left <= 0:
                 with lock:
                     if not ended.is_set():
+                        sent = True
                         _raise_in(thread, _TimeIsUp)
                 return
 
     threading.Thread(target=watch, name="template-watch", daemon=True).start()
+    arrived = False
     try:
-        yield
-    finally:
-        with lock:
-            ended.set()
-            _raise_in(thread, None)  # one that has not arrived yet
+        try:
+            yield
+        except _TimeIsUp:
+            arrived = True
+            raise
+        finally:
+            with lock:
+                ended.set()
+            if sent and not arrived:
+                _take()
+    except _TimeIsUp:  # it came behind the work, which has ended in time
+        if arrived:
+            raise
+
+
+def _take() -> None:
+    """Let an exception arrive that was sent: the interpreter must not be left with one that it waits to raise."""
+    try:
+        for _ in range(1000):
+            time.sleep(0)
+    except _TimeIsUp:
+        pass
 
 
 def _clock_of(thread: int) -> Any:
@@ -72,7 +92,7 @@ def _clock_of(thread: int) -> Any:
     return lambda: time.clock_gettime(number)
 
 
-def _raise_in(thread: int, error: type[Exception] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
-    )
+def _raise_in(thread: int, error: type[Exception]) -> None:
+    """Raise in another thread. Never to be called with nothing, which takes one back that has not arrived: CPython then
+    waits for it for ever, each thread looks for it at each turn of a loop, and one that is profiled stands still."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
