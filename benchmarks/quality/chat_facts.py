@@ -131,7 +131,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _filler(rng: random.Random, text: list[str], words: int) -> list[str]:
-    """Neighbouring paragraphs with about so many words."""
+    """Neighbouring paragraphs, about this many words."""
     start, found = rng.randrange(len(text)), list[str]()
     while sum(len(one.split()) for one in found) < words:
         found.append(text[(start + len(found)) % len(text)])

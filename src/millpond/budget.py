@@ -101,7 +101,7 @@ class Budget:
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
     def floored(self, least: int) -> Budget:
-        """A share keeps at least so many tokens of a prompt, unless it says a number itself; others are as they are."""
+        """The same, but a share that names no least number of tokens keeps at least `least` of a prompt."""
         return replace(self, at_least=least) if self.kind == "ratio" and not self.at_least else self
 
     def __str__(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from millpond.budget import DEFAULT
+from millpond.codec import codecs_of, resolve
 from millpond.errors import OptionError, unknown
 
 PRESETS: dict[str, dict[str, str]] = {
@@ -31,6 +33,21 @@ class Choice(NamedTuple):
     budget: Any
     codec: Any
     usual: bool = False
+
+    def on(self, dims: Iterable[tuple[int, int]] | None) -> Choice:
+        """The same for a model whose layers store (key_dim, value_dim) channels; None: latents, or nobody knows."""
+        return self._replace(codec=AUTO) if self.usual and not _storable(self.codec, dims) else self
+
+
+def _storable(codec: str, dims: Iterable[tuple[int, int]] | None) -> bool:
+    """Whether a format has groups for so many channels."""
+    try:
+        for one in codecs_of(resolve(codec)):
+            for key_dim, value_dim in dims or ():
+                one.check_dims(key_dim, value_dim)
+    except OptionError:
+        return False
+    return dims is not None
 
 
 def preset(name: str) -> dict[str, str]:

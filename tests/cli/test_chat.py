@@ -103,6 +103,7 @@ def test_with_the_bundled_model() -> None:
 def test_each_turn_says_what_it_has_forgotten() -> None:
     many = " ".join([PAIRS] * 30)
     options = ["--temperature", "0", "--max-tokens", "5", "--method", "window", "--budget", "25%"]
+    options += ["--budget-floor", "0"]
     done = say(many, "/stats", many, options=options)
     assert done.exit_code == 0, done.output
     shares = re.findall(r"of the prompt (\d+)\.\d% held by no head, (\d+)\.\d% by fewer than half", done.stderr)

@@ -45,6 +45,11 @@ def asked(name: str, ids: tuple[int, ...], *places: int, params: Any = None, **r
     return Request(request_id=name, prompt=ids, params=params or greedy(5), breakpoints=places, **rest)
 
 
+def most_alone(engine: Engine, *requests: Request) -> int:
+    """The most bytes that one of these requests may need with the engine to itself."""
+    return max(engine._intake.validate(request).job.need.most(1) for request in requests)
+
+
 def finish(engine: Engine, *requests: Request) -> dict[str, RequestOutput]:
     """Add requests together and step until all is done, with every page checked behind each step."""
     add(engine, *requests)
@@ -229,6 +234,8 @@ def test_every_request_ends_and_no_page_is_held(seed: int, name: str, monkeypatc
     ids = [FIRST, SECOND, THIRD, FIRST[:60], THIRD + FIRST[:9], SECOND]
     prompts = [ids[n] for n in rng.integers(0, len(ids), 9)]
     limit = [None, bytes_of(len(THIRD) + 30, new=6), bytes_of(3 * len(THIRD), new=6)][seed]
+    if limit is not None:  # the least that the longest one needs alone, with what its method holds besides pages
+        limit = max(limit, most_alone(engine_of(name), *(asked("probe", one) for one in ids)))
     engine = engine_of(
         name, kv_memory=limit, overcommit=float(rng.choice([1.0, 2.0])), max_step_tokens=int(rng.choice([6, 24, 64]))
     )

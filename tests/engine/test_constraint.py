@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -39,7 +41,7 @@ def begin(sampler: Sampler, key: Any, params: SamplingParams) -> None:
 
 def test_without_xgrammar_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(OptionError, match=r"pip install 'millpond\[constrained\]'"):
+    with pytest.raises(OptionError, match=re.escape(install_command("constrained"))):
         Sampler(byte_tokenizer()).grammars.of(SamplingParams(json_schema=SCHEMA))
 
 

@@ -51,7 +51,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 
 def test_compress_evicts_nothing_by_default() -> None:
-    with mp.compress(shared_model("llama")) as cache:
+    with mp.compress(mp.load_model("pond-recall")) as cache:
         assert cache.budget is None
         assert cache.settings is not None
         assert (cache.settings["method"], cache.settings["codec"]) == ("full", "int8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from millpond.errors import DataError, OptionError
 from millpond.evals.data import pond_tasks
 from millpond.evals.data.longbench_datasets import WAYS
 from millpond.evals.decoding.batch import encode
+from millpond.install_command import install_command
 from tests.helpers.evals.task_help import build, count, draw, word_tokenizer, write_rows
 
 TEXT = "The mill stands by the river. " * 20
@@ -415,7 +417,7 @@ def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
 
 def test_parquet_without_its_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r'pip install "millpond\[eval\]"'):
+    with pytest.raises(DataError, match=re.escape(install_command("eval"))):
         draw(build("piqa", path=str(tmp_path / "x.parquet")), word_tokenizer())
 
 

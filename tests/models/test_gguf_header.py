@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.helpers.gguf.files import LAYERS, VOCAB, WIDTH, write_gguf
 
 from millpond import optional
 from millpond.errors import DataError, MillpondError, OptionError
+from millpond.install_command import install_command
 from millpond.models.gguf.convert import converted_folder
 from millpond.models.gguf.header import read_header
 from millpond.models.load import load_model
@@ -164,5 +166,5 @@ def test_refusals_say_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(optional, "import_module", missing)
-    with pytest.raises(OptionError, match=r"a GGUF file needs gguf; install it with: pip install 'millpond\[gguf\]'"):
+    with pytest.raises(OptionError, match=re.escape(f"needs gguf; install it with: {install_command('gguf')}")):
         converted_folder(tmp_path / "odd.gguf")

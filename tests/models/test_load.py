@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from helpers.models import needs_pond_text
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 from millpond.models import installed
 from millpond.models.installed import SEPARATE, installed_models
 from millpond.models.load import load_model, load_tokenizer, resolve
@@ -75,7 +77,7 @@ def test_what_was_downloaded_earlier_is_loaded(hub: DeadHub, tmp_path: Path, mon
 def test_a_model_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     assert installed_models() == ["pond-recall"]
-    with pytest.raises(OptionError, match=r"'pond-text' is in millpond-models; .* pip install 'millpond\[models\]'"):
+    with pytest.raises(OptionError, match=rf"'pond-text' is in millpond-models; .* {re.escape(install_command('models'))}"):
         load_model("pond-text")
 
 

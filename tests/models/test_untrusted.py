@@ -375,7 +375,8 @@ def test_a_template_that_does_not_end_is_ended(template: str, monkeypatch: pytes
 def test_a_server_goes_on_behind_such_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "MOST_SECONDS", 0.3)
     llm = templated()
-    llm.tokenizer.chat_template = f"{{% if messages[0].content == 'w7' %}}{LOOP}{{% endif %}}w5"
+    endless = f"{{% if messages[0].content == 'w7' %}}{LOOP}{{% endif %}}"
+    llm.tokenizer.chat_template = endless + "{{ messages[0].content }}"
     hostile = chat({"messages": [{"role": "user", "content": "w7"}]}, llm)
     assert hostile.status_code == 400
     assert hostile.json()["error"]["code"] == "template_error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -29,11 +30,16 @@ def test_errors_name_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError("of-somebody")
 
     monkeypatch.setattr(engine._turn, "run", fail)
-    with pytest.raises(KeyError):
-        engine.step()
-    for output in engine.step():
+    ended = []
+    with suppress(KeyError):  # a pass that fails for every request alone ends the engine
+        while engine.busy:
+            ended += [output for output in engine.step() if output.finished]
+    ended += [output for output in engine.step() if output.finished]
+    assert len(ended) == 2
+    for output in ended:
         assert output.error is not None
-        assert "of-somebody" not in str(output.error)
+        others = {"mine", "of-somebody"} - {output.request_id}
+        assert not any(name in str(output.error) for name in others)
         assert "KeyError" in str(output.error)
         assert isinstance(output.error.__cause__, KeyError)
     engine.close()

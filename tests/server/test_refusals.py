@@ -210,7 +210,7 @@ def test_a_preset_decides_what_it_decides() -> None:
             return [*found, llm.asked[0].cache]
 
     fine, twice, unknown, kept = asyncio.run(work())
-    assert (fine.status_code, kept.method, kept.budget, kept.codec) == (200, "ada", "20%, at least 512", "rotated4")
+    assert (fine.status_code, kept.preset, kept.method, kept.budget) == (200, "tiny", None, None)
     assert (twice.status_code, twice.json()["error"]["param"]) == (400, "millpond.method")
     assert unknown.status_code == 400
     assert "did you mean 'tiny'" in unknown.json()["error"]["message"]

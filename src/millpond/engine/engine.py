@@ -57,8 +57,8 @@ from millpond.engine.trunks import Trunks
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
-from millpond.hf.key_bias import suited, warn_of_bias
 from millpond.hf.model_support import unwrapped
+from millpond.hf.preset_format import suited, warn_of_bias
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -137,7 +137,7 @@ class Engine:
                 self._account, self._model.layers, rule_named(config.prefix_cache, config.pager),
                 config.prompt_block or 1, self._prefixes,
             )  # fmt: skip
-            choice = config.choice
+            choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in self._model.layers])
             if config.preset is not None:
                 choice = choice._replace(codec=suited(choice.codec, self._model.model))
             defaults = CacheOptions(

@@ -20,8 +20,8 @@ from millpond.errors import DataError, OptionError
 from millpond.hf.calibration.load import CalibrationSource, needs_calibration, ropes_of
 from millpond.hf.compress import policy_of
 from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default_path, is_auto, load_fit
-from millpond.hf.key_bias import suited
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.preset_format import suited
 from millpond.methods import METHODS
 from millpond.option_files import OptionFile, only_listed
 from millpond.presets import choose
@@ -41,7 +41,8 @@ class GroupRegistry:
         defaults: what holds where a request says nothing. account: what all pools share.
         calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
         fit: the table of requests with budget="auto"; None: that of the user's cache folder.
-        named: whether somebody named the defaults. floor: tokens that a share keeps at least, see `EngineConfig`.
+        named: whether a method, budget or format was given for the engine.
+        floor: least tokens of a share, see `EngineConfig`.
 
     Attributes:
         reach: positions after which gaps close and a text goes on; None: it ends there.
@@ -125,8 +126,8 @@ class GroupRegistry:
     def complete(self, asked: CacheOptions) -> CacheOptions:
         """What a request asks for, with the engine's defaults where it says nothing.
 
-        The default options belong to the default method; a default budget holds for methods that take one. Where
-        nobody named defaults, a request that names a method or a budget has plain numbers, unless it names a format.
+        The default options belong to the default method; a default budget holds for methods that take one. Where the
+        engine was given none, a request that names a method or a budget has plain numbers, unless it names a format.
         """
         usual = self.defaults
         if asked.preset is not None:
@@ -146,7 +147,9 @@ class GroupRegistry:
             budget = usual.budget
         codec = usual.codec if asked.codec is None else asked.codec
         if self._floor and budget is not None and not is_auto(budget):
-            budget = Budget.parse(budget).floored(self._floor)
+            given = Budget.parse(budget)
+            floored = given.floored(self._floor)
+            budget = budget if floored == given else floored
         if not is_auto(budget):
             check_given(budget, asked.max_kl, None)
             return CacheOptions(method=method, options=options, budget=budget, codec=codec)

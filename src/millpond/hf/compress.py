@@ -21,11 +21,11 @@ from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
 from millpond.hf.fit import FitSource, check_given
 from millpond.hf.fit import chosen as chosen_row
 from millpond.hf.generation import use_generate
-from millpond.hf.key_bias import suited, warn_of_bias
 from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
+from millpond.hf.preset_format import entry_dims, suited, warn_of_bias
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
@@ -33,7 +33,7 @@ from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
-from millpond.presets import AUTO, choose
+from millpond.presets import choose
 from millpond.scalar import number
 
 
@@ -108,12 +108,10 @@ def compress(
     """
     model = unwrapped(model)
     profile = supported(model)
-    picked = choose(method, budget, codec, preset, evicting=bool(options))
+    picked = choose(method, budget, codec, preset, evicting=bool(options)).on(entry_dims(profile))
     method, budget, codec = picked.method, picked.budget, picked.codec
     if preset is not None:
         codec = suited(codec, model)
-    if picked.usual and profile.latent is not None:
-        codec = AUTO  # latents have no groups of channels
     if check_given(budget, max_kl, fit):
         row = chosen_row(model, method, options, codec, max_kl, fit)
         budget, codec = row.budget, row.codec

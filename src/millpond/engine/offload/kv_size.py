@@ -104,7 +104,8 @@ def kv_size(
         OptionError, BudgetError: as `compress`, or the engine cannot run the method.
     """
     shapes = model.shapes
-    picked = choose(method, budget, codec, evicting=bool(options))
+    dims = [(shape.key_dim, shape.value_dim) for shape in shapes]
+    picked = choose(method, budget, codec, evicting=bool(options)).on(dims)
     layout = cache_layout(model, picked.method, options or {}, picked.budget, picked.codec)
     need = estimate(layout, shapes, prompt, new, 1)
     far = estimate(layout, shapes, prompt, new, 1, on_disk=frozenset(range(len(shapes))))
@@ -143,7 +144,9 @@ def _window(near: int, one_far: int, far: int, layers: int) -> int:
 def planned(config: EngineConfig) -> dict[str, Any]:
     """The arguments of `kv_size` by which an engine's caches are counted: in place of a number format that needs a
     calibration plain numbers, which take no less."""
-    method, budget, codec, _ = config.choice
+    method, budget, codec, usual = config.choice
+    if usual:  # as the model can store it, see `kv_size`
+        return {}
     codec = AUTO if any(one.calibrated for one in codecs_of(resolve(codec))) else codec
     return {"method": method, "options": config.options, "budget": budget, "codec": codec}
 

@@ -1,4 +1,4 @@
-"""Large biases on keys, as in Qwen2's models: number formats with one scale per token lose by them."""
+"""Which number format a preset takes on a model: what its heads allow, and what large biases on keys leave right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from millpond.codec import Codec, CodecSpec, codecs_of, resolve
+from millpond.hf.model_profile import ModelProfile, named
 from millpond.kernels.packed.layout import Format
 
 #: What a bias must not exceed. Keys less their bias have deviations of 1 to 3 in the models that were read; biases were
@@ -49,6 +50,17 @@ def suited(codec: CodecSpec, model: Any) -> CodecSpec:
     """The format of a preset for a model: its own, or `BY_CHANNEL` where keys have large biases that it loses by."""
     large = _loses(str(codec)) and largest_key_bias(model) > LARGE
     return BY_CHANNEL if large else codec
+
+
+def entry_dims(profile: ModelProfile) -> list[tuple[int, int]] | None:
+    """Channels of a key and of a value in the layers, as the configuration says; None: it does not, or latents."""
+    config = profile.config
+    hidden = named(config, "hidden_size")
+    key = named(config, "head_dim") or (hidden // profile.n_heads if hidden and profile.n_heads else None)
+    if not isinstance(key, int) or profile.latent is not None:
+        return None
+    value = named(config, "v_head_dim") or key
+    return [(key, int(value))]
 
 
 @lru_cache(maxsize=64)
