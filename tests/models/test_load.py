@@ -77,7 +77,8 @@ def test_what_was_downloaded_earlier_is_loaded(hub: DeadHub, tmp_path: Path, mon
 def test_a_model_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     assert installed_models() == ["pond-recall"]
-    with pytest.raises(OptionError, match=rf"'pond-text' is in millpond-models; .* {re.escape(install_command('models'))}"):
+    way_out = re.escape(install_command("models"))
+    with pytest.raises(OptionError, match=rf"'pond-text' is in millpond-models; .* {way_out}"):
         load_model("pond-text")
 
 

@@ -20,7 +20,10 @@ POISON = 1
 
 
 def make() -> AsyncLLM:
-    model = copy.deepcopy(tiny_model()).float()
+    model = copy.deepcopy(tiny_model()).float().eval()
+    for module in model.modules():  # other tests share the model, and may still hold caches with hooks on it
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     return AsyncLLM(model, tokenizer=tiny_tokenizer(), method="full", deterministic=True, model_name="m")
 
 
