@@ -58,6 +58,8 @@ GATE = ROOT / "benchmarks" / "results" / "gate"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
 PICTURES = ROOT / "docs" / "images" / "quality"
+CHAT_FACTS = ROOT / "benchmarks" / "results" / "chat-facts.json"
+CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
 GPU_ROWS = ROOT / "benchmarks" / "results" / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
@@ -77,6 +79,7 @@ def pages() -> dict[Path, str]:
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
+    texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
         texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
@@ -110,6 +113,24 @@ def leaderboard_page() -> str:
     folders = sorted(file.parent for file in QUALITY.glob(f"*/{SUMMARY}") if file.parent.name not in CURVES)
     rows = unite([row for folder in folders for row in read_rows(folder)])
     return render(rows, [note for folder in folders for note in read_notes(folder)])
+
+
+def chat_facts() -> str:
+    """How many facts of chats each setting states, of those that the full cache states, model by model."""
+    report = json.loads(CHAT_FACTS.read_text(encoding="utf-8"))
+    models = report["models"]
+    settings = [name for name in next(iter(models.values())) if name != "tokens"]
+    head = ("setting", *(f"{name}: stated, of the bytes" for name in models))
+    rows = [
+        (name, *(f"{one[name]['stated']} of {one[name]['of']}, {one[name]['bytes']:.0%}" for one in models.values()))
+        for name in settings
+    ]
+    longest = max(max(one["tokens"]) for one in models.values())
+    return (
+        f"{report['chats']} chats of up to {longest:,} tokens, {report['machine']['cpu']}, greedy answers, "
+        "`benchmarks/quality/chat_facts.py`; counted are the chats whose fact the full cache states.\n\n"
+        f"{left(markdown_table(head, rows))}"
+    )
 
 
 def fill(text: str, name: str, content: str) -> str:

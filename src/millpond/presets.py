@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     usual: bool = False
 
     def on(self, dims: Iterable[tuple[int, int]] | None) -> Choice:
-        """The same for a model whose layers store (key_dim, value_dim) channels; None: latents, or nobody knows."""
+        """The same for a model whose layers store (key_dim, value_dim) channels; None: latents, or not known."""
         return self._replace(codec=AUTO) if self.usual and not _storable(self.codec, dims) else self
 
 
