@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def _storable(codec: str, dims: Iterable[tuple[int, int]] | None) -> bool:
-    """Whether a format has groups for so many channels."""
+    """Whether a format has groups for this many channels."""
     try:
         for one in codecs_of(resolve(codec)):
             for key_dim, value_dim in dims or ():
