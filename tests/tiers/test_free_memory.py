@@ -10,10 +10,12 @@ import pytest
 from millpond.tiers import free_memory
 from millpond.tiers.free_memory import GivingBack
 
-HOLES = """
+#: The C library, and the MiB that the process holds.
+BEGIN = """
 import ctypes
+import sys
 from pathlib import Path
-from millpond.tiers.free_memory import give_back
+from millpond.tiers.free_memory import give_back, map_large_blocks
 
 def held():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -22,6 +24,8 @@ def held():
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+"""
+HOLES = BEGIN + """
 before = held()
 blocks = [libc.malloc(100_000) for _ in range(640)]
 for block in blocks:
@@ -62,19 +66,7 @@ def test_holes_of_a_heap_leave_memory() -> None:
     assert after < kept / 2
 
 
-LARGE = """
-import ctypes
-import sys
-from pathlib import Path
-from millpond.tiers.free_memory import map_large_blocks
-
-def held():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) >> 10
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+LARGE = BEGIN + """
 libc.free(libc.malloc(30 << 20))  # from now on glibc takes blocks of up to 30 MiB from its heap
 if sys.argv[1] == "mapped":
     map_large_blocks()
