@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from millpond.budget import DEFAULT
-from millpond.codec import codecs_of, resolve
 from millpond.errors import OptionError, unknown
 
 PRESETS: dict[str, dict[str, str]] = {
@@ -41,6 +40,8 @@ class Choice(NamedTuple):
 
 def _storable(codec: str, dims: Iterable[tuple[int, int]] | None) -> bool:
     """Whether a format has groups for this many channels."""
+    from millpond.codec import codecs_of, resolve  # loads torch, which help texts do without
+
     try:
         for one in codecs_of(resolve(codec)):
             for key_dim, value_dim in dims or ():

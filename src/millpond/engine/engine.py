@@ -58,7 +58,7 @@ from millpond.errors import OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.model_support import unwrapped
-from millpond.hf.preset_format import suited, warn_of_bias
+from millpond.hf.preset_format import loses_by_bias, suited, warn_of_bias
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -151,7 +151,8 @@ class Engine:
             )  # fmt: skip
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
-            warn_of_bias(codecs_of(resolve(choice.codec)), self._model.model)
+            for one in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
+                warn_of_bias(one, self._model.model)
             if whole_mark is not None and config.cache_dir is not None:
                 check_continues(recipe, choice.method)
                 store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)

@@ -25,7 +25,7 @@ from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
-from millpond.hf.preset_format import entry_dims, suited, warn_of_bias
+from millpond.hf.preset_format import entry_dims, loses_by_bias, suited, warn_of_bias
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
@@ -108,7 +108,9 @@ def compress(
     """
     model = unwrapped(model)
     profile = supported(model)
-    picked = choose(method, budget, codec, preset, evicting=bool(options)).on(entry_dims(profile))
+    picked = choose(method, budget, codec, preset, evicting=bool(options))
+    if picked.usual:
+        picked = picked.on(entry_dims(profile))
     method, budget, codec = picked.method, picked.budget, picked.codec
     if preset is not None:
         codec = suited(codec, model)
@@ -136,8 +138,9 @@ def compress(
             "it; use prefill='once'"
         )
     stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
-    warn_of_bias(codecs_of(stored), model)
     for one in codecs_of(stored):
+        if loses_by_bias(one):
+            warn_of_bias(one, model)
         policy.check_codec(one)
         if one.tiered and chosen is not None and chosen.kind == "bytes":
             raise BudgetError(

@@ -68,13 +68,12 @@ def _loses(codec: str) -> bool:
     return any(loses_by_bias(one) for one in codecs_of(resolve(codec)))
 
 
-def warn_of_bias(stored: list[Codec], model: Any) -> None:
-    """Say so where a format was chosen that loses on this model."""
-    names = [one.name for one in stored if loses_by_bias(one)]
-    if names and (bias := largest_key_bias(model)) > LARGE:
+def warn_of_bias(codec: Codec, model: Any) -> None:
+    """Say so where a format that `loses_by_bias` was chosen on a model that has large ones."""
+    if (bias := largest_key_bias(model)) > LARGE:
         warnings.warn(
-            f"codec {names[0]!r} has one scale for all channels of a key, and the keys of this model have biases of up "
-            f"to {bias:.0f}: answers suffer much. Use int4 or int8, which have a scale for each channel",
+            f"codec {codec.name!r} has one scale for all channels of a key, and the keys of this model have biases of "
+            f"up to {bias:.0f}: answers suffer much. Use int4 or int8, which have a scale for each channel",
             KeyBiasWarning,
             stacklevel=3,
         )
