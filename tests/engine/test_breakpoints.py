@@ -46,8 +46,10 @@ def asked(name: str, ids: tuple[int, ...], *places: int, params: Any = None, **r
 
 
 def most_alone(engine: Engine, *requests: Request) -> int:
-    """The most bytes that one of these requests may need with the engine to itself."""
-    return max(engine._intake.validate(request).job.need.most(1) for request in requests)
+    """The most bytes that one of these requests may need with the engine to itself, which is closed."""
+    found = max(engine._intake.validate(request).job.need.most(1) for request in requests)
+    engine.close()
+    return found
 
 
 def finish(engine: Engine, *requests: Request) -> dict[str, RequestOutput]:

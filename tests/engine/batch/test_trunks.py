@@ -154,7 +154,9 @@ def test_every_request_is_answered_or_ends_and_no_page_is_held(
     limit = [None, bytes_of(longest + 8, new=6), bytes_of(2 * longest, new=6), bytes_of(5 * longest, new=6)][seed]
     if limit is not None:  # the least that the longest one needs alone, with what its method holds besides pages
         alone = Request(request_id="alone", prompt=max(prompts, key=len), params=greedy(4))
-        limit = max(limit, engine_for(method)._intake.validate(alone).job.need.most(1))
+        probe = engine_for(method)
+        limit = max(limit, probe._intake.validate(alone).job.need.most(1))
+        probe.close()
     engine = engine_for(
         method, kv_memory=limit, overcommit=float(rng.choice([1.0, 2.0])), prefix_cache=bool(rng.integers(2)),
         max_step_tokens=int(rng.choice([8, 24, 64])),
