@@ -102,7 +102,7 @@ def step_cells(bench: Bench) -> list[Cell]:
     shapes = [Shape(small, 8192), Shape(16, 8192), Shape(most, 8192), Shape(16, 4096), Shape(most, 4096)]
     shapes.append(Shape(small, 4096))
     if bench.machine.tiny:
-        shapes = [Shape(small, 48), Shape(most, 48)]
+        shapes = [Shape(most, 48)]
     order = sorted(shapes, key=lambda shape: shape.batch != 16)  # a batch says more than one sequence
     return [
         Cell("step", f"{name}, {shape.batch} x {shape.context}", partial(measured_step, bench, given, shape), 6.0)
