@@ -84,11 +84,6 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def newest_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of several rows of one cell on one card the last one."""
-    return list({(row["card"], row["section"], row["cell"]): row for row in rows}.values())
-
-
 class RunClock:
     """The time that a run has.
 

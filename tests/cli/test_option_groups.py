@@ -61,6 +61,4 @@ def test_a_preset_decides_what_the_command_line_does_not() -> None:
 def test_an_engine_or_a_server_gets_what_the_user_chose_and_no_more() -> None:
     assert CacheChoice().for_request() == {}
     assert CacheChoice(codec="int8", given=frozenset({"codec"})).for_request() == {"codec": "int8"}
-    assert CacheChoice(preset="light", option=["a=1"]).for_request() == {
-        "method": "full", "codec": "int8", "options": {"a": "1"}
-    }  # fmt: skip
+    assert CacheChoice(preset="light", option=["a=1"]).for_request() == {"preset": "light", "options": {"a": "1"}}

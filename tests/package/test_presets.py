@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 import millpond as mp
 from cli.test_cli import FILLER, right, wrong
 from millpond.budget import DEFAULT
+from millpond.cli.cache_options import CacheChoice
 from millpond.errors import OptionError
 from millpond.models.load import load_model
 from millpond.presets import PRESETS
@@ -45,3 +46,12 @@ def test_on_the_command_line() -> None:
     assert "--preset tiny decides the method too; leave out --method" in wrong(*asked, "--preset", "tiny", *spelled)
     assert "unknown preset 'small'" in wrong(*asked, "--preset", "small")
     assert "unknown preset 'small'" in wrong("serve", "--preset", "small")
+
+
+def test_the_command_line_leaves_the_format_to_the_model() -> None:
+    """A preset comes to a model by its name, so that one with large key biases gets a format that suits it."""
+    choice = CacheChoice(preset="balanced", given=frozenset({"preset"}))
+    assert choice.for_request() == {"preset": "balanced"}
+    passed = choice.for_compress()
+    assert passed["preset"] == "balanced"
+    assert not {"method", "budget", "codec"} & set(passed)

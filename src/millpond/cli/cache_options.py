@@ -82,7 +82,10 @@ class CacheChoice(OptionGroup):
             OptionError: see `kept` and `parse_options`.
         """
         bound = {"max_kl": self.max_kl, "fit": self.fit}
-        return {**self.kept(), **bound, "calibration": self.calibration, **self.options}
+        kept = self.kept()
+        if self.preset is not None:  # which takes the format that suits the model
+            kept = {"preset": self.preset}
+        return {**kept, **bound, "calibration": self.calibration, **self.options}
 
     def for_request(self) -> dict[str, Any]:
         """What the user chose, as an engine or a request takes it; nothing where their own defaults hold.
@@ -90,7 +93,10 @@ class CacheChoice(OptionGroup):
         Raises:
             OptionError: see `kept` and `parse_options`.
         """
-        chosen = {name: value for name, value in self.kept().items() if self.preset is not None or name in self.given}
+        kept = self.kept()
+        chosen = {name: value for name, value in kept.items() if name in self.given}
+        if self.preset is not None:
+            chosen = {"preset": self.preset}
         bound = {"max_kl": self.max_kl, "fit": self.fit}
         given = {**chosen, **bound, "options": self.options}
         return {name: value for name, value in given.items() if value is not None and value != {}}

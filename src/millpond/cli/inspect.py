@@ -45,7 +45,8 @@ def inspect(
     loaded, tokenizer = model.load()
     coded = encode(tokenizer, text, chat)
     with notes(), compress(loaded, tokenizer=tokenizer, **chosen) as held:
-        method = choose(chosen["method"], chosen["budget"], chosen["codec"], evicting=bool(cache.option)).method
+        kept = cache.kept()
+        method = choose(kept["method"], kept["budget"], kept["codec"], evicting=bool(cache.option)).method
         setting = {"model": Path(model.model).name, "method": ":".join([method, *(cache.option or [])])}
         if held.budget is not None:
             setting["budget"] = str(held.budget)

@@ -120,11 +120,6 @@ gpu_rows.CellRunner(rows, gpu_rows.RunClock(0.2)).run([gpu_rows.Cell("step", "a"
     assert subprocess.run([sys.executable, "-c", code], timeout=20, check=False).returncode == 124
 
 
-def test_the_newest_row_of_a_cell_counts() -> None:
-    rows = [{**MACHINE, "section": "step", "cell": "a", "ms": ms} for ms in (1, 2)]
-    assert [row["ms"] for row in gpu_rows.newest_rows(rows)] == [2]
-
-
 @pytest.mark.slow
 def test_every_section_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
