@@ -64,6 +64,7 @@ class FaultyFile(DirectFile):
 
     fault: OSError | int | None = None
     times = 0  #: how often it still fails
+    thread: int | None = None  #: whose reads alone fail; None: those of every thread
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -72,7 +73,8 @@ class FaultyFile(DirectFile):
     def read_into(self, offset: int, room: memoryview) -> int:
         self.tries += 1
         kind = type(self)
-        if kind.fault is None or kind.times <= 0:
+        other = kind.thread is not None and kind.thread != threading.get_ident()
+        if kind.fault is None or kind.times <= 0 or other:
             return super().read_into(offset, room)
         kind.times -= 1
         if isinstance(kind.fault, OSError):
