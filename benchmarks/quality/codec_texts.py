@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 import millpond as mp
+from millpond.bench.common.machine import describe_machine
 from millpond.models.cache_argument import cache_argument
 
 FULL = "auto"
@@ -55,7 +57,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--scored", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="JSON file for the numbers")
+    parser.add_argument("--name", help="of the model in the results; its own by default")
+    parser.add_argument("--out", type=Path, help="JSON file that the numbers are added to")
     args = parser.parse_args()
     model, tokenizer = mp.load_model(args.model), mp.load_tokenizer(args.model)
     found: dict[str, dict[str, list[float]]] = {codec: {} for codec in args.codecs}
@@ -76,8 +79,12 @@ def main() -> None:
         table.add_row(codec, f"{shares[codec]:.1%}", *(f"{statistics.mean(texts[name]):.4f}" for name in names))
     Console().print(table)
     if args.out is not None:
-        about = {"model": args.model, "prompt": args.prompt, "scored": args.scored, "threads": torch.get_num_threads()}
-        args.out.write_text(json.dumps({"about": about, "bytes": shares, "kl": found}, indent=1) + "\n")
+        report = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
+        report["machine"] = asdict(describe_machine())
+        row = {"model": args.name or args.model, "prompt": args.prompt, "scored": args.scored, "windows": args.windows}
+        report["rows"] = [one for one in report["rows"] if {name: one[name] for name in row} != row]
+        report["rows"].append({**row, "bytes": shares, "kl": found})
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
