@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from millpond.errors import DataError, OptionError
 from millpond.models.downloads import find_download
 from millpond.models.gguf import convert
+from millpond.models.gguf.converted import NOTE
 from millpond.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from millpond.models.gguf.tokenizer import UnnamedSplitWarning, gguf_tokenizer
 from millpond.models.load import load_tokenizer
@@ -195,9 +196,9 @@ def test_what_an_earlier_version_converted_gets_its_tokenizer_anew(
     write_gguf(path)
     folder = convert.converted_folder(path)
     wanted = (folder / "tokenizer.json").read_bytes()
-    note = json.loads((folder / convert.NOTE).read_text())
+    note = json.loads((folder / NOTE).read_text())
     del note["tokenizer"]
-    (folder / convert.NOTE).write_text(json.dumps(note))
+    (folder / NOTE).write_text(json.dumps(note))
     (folder / "tokenizer.json").write_text("{}")
     weights = (folder / "model.safetensors").stat()
     assert convert.converted_folder(path) == folder

@@ -31,7 +31,8 @@ from millpond.codec import DTYPES
 from millpond.errors import MillpondError, OptionError, unknown
 from millpond.models.downloads import downloadable_models, downloaded_gguf
 from millpond.models.dtype_name import dtype_name
-from millpond.models.gguf.convert import NOTE, converted_folder, find_gguf
+from millpond.models.gguf.convert import converted_folder, find_gguf
+from millpond.models.gguf.converted import NOTE
 from millpond.models.installed import installed_folder, installed_models
 from millpond.models.untrusted.config import check_config, check_parameters
 from millpond.models.untrusted.folder import check_model_folder

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
-from millpond.models.gguf.blocks import note_source
+from millpond.models.gguf.converted import NOTE, note_source, read_note
 from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.gguf.quick_reader import quick_reading
 from millpond.models.gguf.rope import RopeTensors, take_rope
@@ -33,8 +33,6 @@ from millpond.optional import require
 
 #: transformers types these too loosely for a checker.
 _AUTO: Any = AutoModelForCausalLM
-#: Written into each converted folder.
-NOTE = "millpond-gguf.json"
 _UNDER_WAY = ".converting-"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 #: What transformers makes otherwise than the model is, and no check of sizes and names finds.
@@ -87,7 +85,7 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
     with _CONVERTING:
         if not (folder / stored / NOTE).exists():
             _convert(path, header, stored, digest, folder / stored)
-        elif header.has_tokenizer and _tokenizer_version(folder / stored) != TOKENIZER_VERSION:
+        elif header.has_tokenizer and read_note(folder / stored / NOTE).get("tokenizer") != TOKENIZER_VERSION:
             _renew_tokenizer(path, folder / stored)
     note_source(folder / stored, path)
     return folder / stored
@@ -134,8 +132,8 @@ def _digest(path: Path) -> str:
 
 
 def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Path) -> None:
-    what, needed = f"converting {path.name} to {dtype}", header.size * _BYTES[dtype] + 2**26
-    free = make_room(target.parent, needed, what)
+    what, needed = f"converting {path.name} to {dtype}", header.size * _BYTES[dtype]
+    free = make_room(target.parent, needed + 2**26, what)
     tell(
         f"{what}, once: {needed / 1e6:,.0f} MB in {target.parent}, of {free / 1e6:,.0f} MB that are free there; "
         "'millpond models list' says what was converted"
@@ -248,26 +246,16 @@ def _dequantized() -> dict[str, Any]:
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-def _tokenizer_version(folder: Path) -> object:
-    """Which version of this package's tokenizers a converted folder has; None: one from before they had versions."""
-    try:
-        return json.loads((folder / NOTE).read_text(encoding="utf-8")).get("tokenizer")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
 def _renew_tokenizer(path: Path, folder: Path) -> None:
     """Write the tokenizer of a folder that an earlier version converted, in place of its own; weights stay."""
+    note = read_note(folder / NOTE) | {"tokenizer": TOKENIZER_VERSION}
     try:
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8")) | {"tokenizer": TOKENIZER_VERSION}
         with workplace(folder.parent, _UNDER_WAY) as made:
             gguf_tokenizer(path).save_pretrained(made)
             (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
             for file in sorted(made.iterdir(), key=lambda file: file.name == NOTE):  # the note is the last
                 file.replace(folder / file.name)
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, DataError | OptionError):
-            raise
+    except OSError as error:
         raise OptionError(
             f"{folder} was converted by an earlier version, which cut some texts wrongly, and its tokenizer cannot be "
             f"written anew ({error}); remove the folder, or make it one that can be written"

@@ -11,13 +11,13 @@ from typing import Any
 from millpond.optional import require
 
 _STRING, _ARRAY = 8, 9
-#: Strings of a list from which on they are stepped over: no configuration has so many.
+#: Values of a list from which on they are stepped over: no configuration has so many.
 _MANY = 1000
 
 
 @contextmanager
 def quick_reading() -> Iterator[None]:
-    """Within it, a reader of the package gguf has the first string of a long list in all its places.
+    """Within it, a reader of the package gguf has the first value of a long list in all its places.
 
     transformers makes two readers of a file for its configuration and tensors, and of a vocabulary needs the length;
     it also asks for the same table of names for each module of a model.
@@ -36,17 +36,18 @@ def _quick(reader: Any) -> Any:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if int(raw_type) == _ARRAY:
                 kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
-                if kind == _STRING and count >= _MANY:
-                    return self._stepped_over(orig_offs, count)
+                if count >= _MANY:
+                    return self._stepped_over(orig_offs, kind, count)
             return super()._get_field_parts(orig_offs, raw_type)
 
-        def _stepped_over(self, orig_offs: int, count: int) -> Any:
-            head = 12  # type and count
-            _, parts, _, types = super()._get_field_parts(orig_offs + head, _STRING)
-            end = orig_offs + head
-            for _ in range(count):
-                end += 8 + struct.unpack_from("<Q", self.data, end)[0]
-            array = type(types[0])(_ARRAY)
-            return end - orig_offs, parts, [1] * count, [array, *types]
+        def _stepped_over(self, orig_offs: int, kind: int, count: int) -> Any:
+            begin = orig_offs + struct.calcsize("<IQ")
+            n_bytes, parts, places, types = super()._get_field_parts(begin, kind)
+            end = begin + count * n_bytes
+            if kind == _STRING:
+                end = begin
+                for _ in range(count):
+                    end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+            return end - orig_offs, parts, places * count, [type(types[0])(_ARRAY), *types]
 
     return QuickReader
