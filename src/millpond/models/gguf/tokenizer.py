@@ -96,19 +96,19 @@ class _Builder:
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         try:
-            backend = self._byte_pairs(self._pre()) if self._kind == _BYTE_PAIRS else self._pieces()
-            self._add_special(backend)
+            named = {name: self._named(name) for name in ("bos", "eos", "unknown", "padding")}
+            backend = self._byte_pairs(self._pre()) if self._kind == _BYTE_PAIRS else self._pieces(named["unknown"])
+            self._add_special(backend, {*named.values()})
         except DataError:
             raise
         except Exception as error:  # the library's own type, of a list that contradicts another
             self._refuse(str(error))
-        named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-        special = {f"{short}_token": self._named(name) for name, short in named.items()}
         kind: Any = PreTrainedTokenizerFast  # transformers does not type it
         made: PreTrainedTokenizerFast = kind(
-            tokenizer_object=backend, clean_up_tokenization_spaces=False, **special,
-            add_bos_token=special["bos_token"] is not None and self._adds("bos", self._begins()),
-            add_eos_token=special["eos_token"] is not None and self._adds("eos", False),
+            tokenizer_object=backend, clean_up_tokenization_spaces=False, bos_token=named["bos"],
+            eos_token=named["eos"], unk_token=named["unknown"], pad_token=named["padding"],
+            add_bos_token=named["bos"] is not None and self._adds("bos", self._begins()),
+            add_eos_token=named["eos"] is not None and self._adds("eos", False),
         )  # fmt: skip
         template = self._given.get("tokenizer.chat_template")
         made.chat_template = template if isinstance(template, str) else None
@@ -136,10 +136,9 @@ class _Builder:
         backend.decoder = decoders.ByteLevel()
         return backend
 
-    def _pieces(self) -> Tokenizer:
+    def _pieces(self, unknown: str | None) -> Tokenizer:
         """Pieces in which a blank is a character, with bytes for characters that are in none."""
         merges = self._merges() if self._kind == _GEMMA4 else [*self._halves()]
-        unknown = self._named("unknown")
         backend = Tokenizer(BPE(self._vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         blank_first = self._kind == _PIECES and self._adds("space_prefix", not self._gemma)
         prepend = [normalizers.Prepend(_BLANK)] if blank_first else []
@@ -178,24 +177,28 @@ class _Builder:
                 if token[:cut] in self._vocab and token[cut:] in self._vocab:
                     yield token[:cut], token[cut:]
 
-    def _add_special(self, backend: Tokenizer) -> None:
-        """Tokens that are found in a text before it is cut: whole, and the longest first."""
+    def _add_special(self, backend: Tokenizer, named: set[str | None]) -> None:
+        """Tokens that are found in a text before it is cut: whole, and the longest first.
+
+        Args:
+            named: those that begin or end a text, fill it up, or stand for what is unknown: special, whatever their
+                type.
+        """
         called = str(self._given.get("general.name")).lower()
         strips = self._kind == _PIECES and ("phi-3" in called or "phi3" in called)  # as llama.cpp knows them
         kept = {"<unk>", "<s>", "<|endoftext|>"}
-        found = list(zip(self._tokens, self._types, strict=True))
-        backend.add_special_tokens(
-            [
-                AddedToken(token, normalized=False, special=True, rstrip=strips and token not in kept)
-                for token, kind in found if kind in (_UNKNOWN, _CONTROL)
-            ]
-        )  # fmt: skip
-        backend.add_tokens(
-            [
-                AddedToken(token, normalized=False, special=False, rstrip=strips)
-                for token, kind in found if kind == _USER_DEFINED
-            ]
-        )  # fmt: skip
+        added = [
+            (token, kind != _USER_DEFINED or token in named)
+            for token, kind in zip(self._tokens, self._types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or token in named
+        ]
+        for special, add in ((True, backend.add_special_tokens), (False, backend.add_tokens)):
+            add(
+                [
+                    AddedToken(token, normalized=False, special=special, rstrip=strips and token not in kept)
+                    for token, found in added if found is special
+                ]
+            )  # fmt: skip
 
     def _named(self, name: str) -> str | None:
         """The text of a special token; None where the file has none."""
