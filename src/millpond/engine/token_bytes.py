@@ -83,7 +83,7 @@ class TokenBytes:
         """The text of some tokens, without the clean-up of spaces.
 
         Of a tokenizer with a token of each byte, bytes that are no UTF-8 become a replacement character each, as
-        SentencePiece writes them, and characters beside them stay; transformers replaces all bytes there up to the
+        SentencePiece writes them, and characters next to them stay; transformers replaces all bytes there up to the
         next token that is no byte.
         """
         ids = list(tokens)

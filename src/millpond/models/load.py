@@ -121,7 +121,7 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     """
 
     def load(path: str) -> PreTrainedTokenizerBase:
-        # for some types of model the class that transformers chooses builds a tokenizer anew, with rules of its own
+        # the class that transformers chooses for some types of model replaces the rules of the file by its own
         kind: Any = PreTrainedTokenizerFast if (Path(path) / NOTE).exists() else AutoTokenizer
         made = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
         if not isinstance(made, PreTrainedTokenizerBase):

@@ -258,7 +258,7 @@ def _renew_tokenizer(path: Path, folder: Path) -> None:
     except OSError as error:
         raise OptionError(
             f"{folder} was converted by an earlier version, which cut some texts wrongly, and its tokenizer cannot be "
-            f"written anew ({error}); remove the folder, or make it one that can be written"
+            f"replaced ({error}); remove the folder, or make it one that can be written"
         ) from error
 
 

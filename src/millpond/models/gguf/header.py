@@ -46,7 +46,7 @@ class GGUFHeader:
     """What a GGUF file says of itself.
 
     Attributes:
-        metadata: numbers and strings; of an array, its length, or what it holds where that was asked for.
+        metadata: numbers and strings; of an array, its length, or its values where `read_header` was given its key.
     """
 
     metadata: dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 from millpond.optional import require
 
 _STRING, _ARRAY = 8, 9
-#: Values of a list from which on they are stepped over: no configuration has so many.
+#: Length from which on lists are stepped over: no list of a configuration has it.
 _MANY = 1000
 
 
