@@ -133,9 +133,10 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypatch
 
 
 def test_a_file_that_names_no_rule_is_cut_as_llamacpp_does_and_it_is_said(tmp_path: Path) -> None:
-    write_case(tmp_path / "tiny.gguf", byte_pairs(), {})
-    with pytest.warns(UnnamedSplitWarning, match=r"tiny\.gguf does not say .*tokenizer\.ggml\.pre.*newer conversion"):
-        tokenizer = gguf_tokenizer(tmp_path / "tiny.gguf")
+    for more in ({"pre": ""}, {}):
+        write_case(tmp_path / "tiny.gguf", byte_pairs(), more)
+        with pytest.warns(UnnamedSplitWarning, match=r"tiny\.gguf does not say .*tokenizer\.ggml\.pre.*newer conv"):
+            tokenizer = gguf_tokenizer(tmp_path / "tiny.gguf")
     texts = texts_of("byte pairs")
     assert [tokenizer.encode(text) for text in texts] == _expected()["byte pairs"]["default"]
 
@@ -224,6 +225,20 @@ DAMAGED = [
     (replace(PIECES, scores=[0.0, 1.0]), "3 tokens and the scores of 2"),
     (replace(PIECES, scores=[]), "tokenizer.ggml.scores is no list"),
 ]  # fmt: skip
+
+
+def test_a_damaged_tokenizer_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLPOND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(convert, "_load", None)
+    write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(TypeError):  # what follows
+        convert.converted_folder(tmp_path / "tiny.gguf")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    (tmp_path / "tiny.gguf").write_bytes(whole.replace("\u0120 the".encode(), b"Q the\x00", 1))
+    with pytest.raises(DataError, match=r"the tokenizer is damaged .*no tokens"):
+        convert.converted_folder(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize(("vocabulary", "why"), DAMAGED, ids=range(len(DAMAGED)))

@@ -23,7 +23,8 @@ class TokenLogprob:
         logprob: natural logarithm of its probability.
         text: of the token alone, with the blank before it; a replacement character for a part of a character.
         top: (token id, log probability, text), the likeliest first.
-        spelled: the token's own bytes; those of the tokens of a text, one after the other, are the text in UTF-8.
+        spelled: the token's own bytes; those of the tokens of a text, one after the other, are the text in UTF-8, but
+            for special tokens and a blank at its beginning.
         top_spelled: those of the tokens of `top`.
     """
 

@@ -158,6 +158,8 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
 def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
     described = {name: value for name, value in header.metadata.items() if not name.startswith("tokenizer.")}
     check_config(described, path.name)
+    if header.has_tokenizer:
+        gguf_tokenizer(path).save_pretrained(made)
     with _quiet() as read, quick_reading():
         config = _config(path)
         _check_described(path, header, config, take_rope(path, header, config))
@@ -169,8 +171,6 @@ def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) 
             model = _load(path, dtype, config)
     with progress(f"converting {path.name} to {dtype}, writing safetensors", lambda: _written(made)), _quiet():
         model.save_pretrained(made)
-    if header.has_tokenizer:
-        gguf_tokenizer(path).save_pretrained(made)
     note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture,
             "tokenizer": TOKENIZER_VERSION}  # fmt: skip
     (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
@@ -263,8 +263,11 @@ def _renew_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _written(folder: Path) -> str:
-    """Bytes of the files of a folder, in words."""
-    return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
+    """Bytes of the files of a folder, in words; none where one goes meanwhile."""
+    try:
+        return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
+    except OSError:
+        return ""
 
 
 def _contradicts(path: Path, why: str) -> NoReturn:

@@ -115,7 +115,7 @@ class _Builder:
         return made
 
     def _pre(self) -> PreTokenizer:
-        if self._given.get("tokenizer.ggml.pre") is None:
+        if not self._given.get("tokenizer.ggml.pre"):
             warnings.warn(
                 f"{self._path.name} does not say how its text is cut before tokens are merged (tokenizer.ggml.pre), as "
                 "old files do not; it is cut as llama.cpp does then, and the model may read other tokens than it has "
