@@ -173,11 +173,17 @@ class SchemaFormat(Body):
 
 
 class ChatFields(Body):
-    """What makes a prompt of messages."""
+    """What makes a prompt of messages.
+
+    Attributes:
+        add_generation_prompt: whether it ends with the head of an answer. continue_final_message: whether it ends
+            inside the last message, which the answer continues.
+    """
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class NamedFunction(Body):

@@ -34,7 +34,9 @@ PLAIN_STOP = "\nUser:"
 #: Characters from which on a text is a long one; and most of them per token of the model's context.
 _LONG, _PER_TOKEN = 2**15, 32
 #: What the template is given by the server, and `chat_template_kwargs` may not change.
-_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"})
+_OWN = frozenset({
+    "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
+})  # fmt: skip
 
 
 class TokenizerWorker:
@@ -138,6 +140,9 @@ class TokenizerWorker:
         self._check_length(size, "messages")
         messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
         extra = body.chat_template_kwargs or {}
+        if body.continue_final_message and (body.add_generation_prompt or said[-1].role != "assistant"):
+            rule = "it goes with add_generation_prompt=false and a last message of the assistant"
+            raise ApiError(400, f"continue_final_message: {rule}", "invalid_value", "continue_final_message")
         if taken := sorted(_OWN & extra.keys()):
             raise ApiError(400, f"{taken[0]} is set by the server", "invalid_value", f"chat_template_kwargs.{taken[0]}")
         if not self.has_template:
@@ -145,7 +150,10 @@ class TokenizerWorker:
                 message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
                 raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
             return plain_chat(messages, body.add_generation_prompt)
-        return await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
+        how = extra | {"add_generation_prompt": body.add_generation_prompt}
+        if body.continue_final_message:
+            how |= {"continue_final_message": True}
+        return await self._run(lambda own: _render(own, messages, tools, how), size)
 
     async def chunked(self, prompt: Prompt) -> Prompt:
         """The same prompt with token ids in place of texts.
@@ -344,9 +352,9 @@ class TokenizerWorker:
         return await in_thread(self._threads[long], work, self._tokenizers[long])
 
 
-def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any], how: dict[str, Any]) -> str:
     try:
-        return write_whole(tokenizer, messages, tools=tools or None, add_generation_prompt=prompt, **extra)
+        return write_whole(tokenizer, messages, tools=tools or None, **how)
     except Exception as error:  # the template is a program of the model's, run on what the client sent
         why = str(error) if isinstance(error, OptionError) else f"{type(error).__name__}: {error}"
         message = f"the model's chat template refuses these messages: {why}"
