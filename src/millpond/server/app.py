@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 import millpond
 from millpond.cache.pages.heap import give_back
@@ -73,6 +74,11 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"},
         operator_key=settings.operator_key,
     )  # fmt: skip
+    if settings.cors_origins:  # in front of keys, which no preflight has
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",), expose_headers=("request-id", "retry-after"),
+        )  # fmt: skip
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
     return app
