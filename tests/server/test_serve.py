@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,20 @@ from typer.testing import CliRunner
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
 from millpond.cli.serve_options import KEYS_VARIABLE
+from millpond.cli.serve_summary import summary
 from millpond.install_command import install_command
+from millpond.server.request_log import LOG
+from millpond.server.settings import ServerSettings
+from tests.helpers.server.fake import FakeLLM
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_behind_a_test() -> Iterator[None]:
+    """The command line has the log of requests written to its stderr, which is gone when it ends."""
+    before = LOG.handlers[:], LOG.level, LOG.propagate
+    yield
+    LOG.handlers[:], LOG.propagate = before[0], before[2]
+    LOG.setLevel(before[1])
 
 
 def test_it_serves_and_goes_down_with_nothing_lost() -> None:
@@ -101,6 +115,42 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     assert (settings.api_keys, settings.max_queue, settings.max_tokens) == (("one", "two"), 3, 9)
     assert (settings.max_body_bytes, settings.timeout_s, settings.drain_s) == (2**20, 4.0, 2.0)
     assert "anyone" not in done.stderr
+
+
+def test_it_says_what_it_serves_and_a_line_per_request() -> None:
+    """In a process of its own; with --quiet the lines are missing."""
+    for more, n_lines in (["--api-key", "secret"], 1), (["--quiet"], 0):
+        command = [sys.executable, "-m", "millpond", "serve", "--port", "0", "--threads", "1", *more]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            told = []
+            for line in process.stderr:
+                told.append(line)
+                if line.startswith("key"):
+                    break
+            said = "".join(told)
+            assert re.search(r"model    pond-recall, 8\.0 MiB of weights, context of 8,192 tokens", said)
+            assert "method full, format int8; memory for keys and values: no limit" in said
+            assert ("key      one of 1 is needed" if n_lines else "key      none is needed") in said
+            assert "secret" not in said
+            url = re.findall(r"page     (http://127\.0\.0\.1:\d+)/", said)[0]
+            headers = {"Authorization": "Bearer secret"}
+            body = {"prompt": "berta melon", "max_tokens": 5, "ignore_eos": True}
+            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+            process.send_signal(signal.SIGINT)
+            lines = [line for line in process.stderr if "/v1/completions" in line]
+            assert len(lines) == n_lines
+            assert all("POST /v1/completions 200, 3 prompt tokens (0 cached), 5 generated" in line for line in lines)
+
+
+@pytest.mark.parametrize(("host", "shown"), [
+    ("0.0.0.0", "http://127.0.0.1:81/v1, and at every other address"), ("::1", "http://[::1]:81/v1"),
+    ("pond.example.org", "http://pond.example.org:81/v1"),
+])  # fmt: skip
+def test_the_address_is_one_that_can_be_opened(host: str, shown: str) -> None:
+    lines = summary(FakeLLM(), ServerSettings(), host, 81)
+    assert any(shown in line for line in lines)
+    assert "at most 3.9 KiB" in lines[1]
 
 
 def test_workers_take_the_place_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

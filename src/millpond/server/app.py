@@ -18,6 +18,7 @@ from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
 from millpond.server.openapi.document import describe
+from millpond.server.request_log import RequestLog
 from millpond.server.routes import cache_memory, chat, cluster, completions, info, messages, responses, sessions, ui
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
@@ -81,6 +82,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         )  # fmt: skip
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
+    app.add_middleware(RequestLog)
     return app
 
 

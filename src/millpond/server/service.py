@@ -24,6 +24,7 @@ from millpond.server.generation_job import GenerationJob
 from millpond.server.identity import Client, ClientRegistry
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Metrics
+from millpond.server.request_log import FINISHED
 from millpond.server.settings import ServerSettings
 from millpond.server.streaming import ClientGone, EventStream, merge_streams, while_connected
 from millpond.server.tokenizer_worker import TokenizerWorker
@@ -76,7 +77,8 @@ class Service:
             ApiError, MillpondError: it is refused; nothing of it is left in the engine.
         """
         client = self.clients.of(http)
-        outputs = self._outputs(client, self.clients.asked(client, job.requests))
+        ended: list[RequestOutput] = http.scope.get(FINISHED, [])
+        outputs = self._outputs(client, self.clients.asked(client, job.requests), ended)
         try:
             if not job.stream:
                 async with aclosing(outputs):
@@ -87,14 +89,15 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
-    async def _outputs(self, client: Client, of_client: Sequence[Request]) -> Outputs:
-        """What the engine says, from the gate in to the gate out."""
+    async def _outputs(self, client: Client, of_client: Sequence[Request], ended: list[RequestOutput]) -> Outputs:
+        """What the engine says, from the gate in to the gate out; the last of each request goes to `ended` too."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
         with self.gate.admit([request.request_id for request in requests], client.name):
             async with aclosing(merge_streams(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:
                         self.metrics.finished(output)
+                        ended.append(output)
                         if len(requests) == 1:
                             _check_deadline(output)
                     yield place, output
