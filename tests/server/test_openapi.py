@@ -30,6 +30,7 @@ ROUTES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "/v1/responses": ("post", "/v1/responses", {"input": "w5", "max_output_tokens": 4}),
     "/v1/messages": ("post", "/v1/messages", CHAT),
     "/v1/messages/count_tokens": ("post", "/v1/messages/count_tokens", {"messages": CHAT["messages"]}),
+    "/infill": ("post", "/infill", {"input_prefix": "w5", "input_suffix": "w7", "n_predict": 4}),
     "/v1/models": ("get", "/v1/models", None),
     "/v1/models/{name}": ("get", "/v1/models/fake/counter", None),
     "/health": ("get", "/health", None),
@@ -42,7 +43,7 @@ ROUTES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "remove /v1/millpond/sessions": ("delete", "/v1/millpond/sessions", None),
     "/v1/millpond/sessions/{session_id}": ("delete", f"/v1/millpond/sessions/{'a' * 32}", None),
 }
-ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill")
 SESSIONS = tuple(route for route in ROUTES if "sessions" in route)
 KEYED = ServerSettings(api_keys=("one",), max_body_bytes=2_000, max_bytes_under_way=3_000, body_timeout_s=0.1)
 
@@ -137,6 +138,7 @@ async def ask(case: Case, app: Any, key: str = "one") -> httpx.Response:
 
 def run(case: Case, **settings: Any) -> httpx.Response:
     llm = templated()
+    llm.tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
     if "memory" in case.route:
         llm.running.add("one")
     if "sessions" in case.route:
@@ -190,6 +192,7 @@ def test_the_served_document_is_this_one() -> None:
     Case("/v1/chat/completions", 200, {"n": 2, "logprobs": True, "top_logprobs": 2}),
     Case("/v1/responses", 200, {"top_logprobs": 2, "metadata": {"a": "b"}, "instructions": None}),
     Case("/v1/responses", 200, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}),
+    Case("/infill", 200, {"response_fields": ["content", "timings/prompt_n"], "n_predict": 0}),
     Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
     Case("/v1/millpond/memory/{request_id}", 204, prepare=lambda app, llm: (
         llm.running.clear(), app.state.service.gate.under_way.update(one=app.state.service.clients._hash("one")))),
@@ -208,8 +211,10 @@ def test_streams_are_as_described(route: str, fails: bool, more: dict[str, Any])
     scores = {
         "/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2},
         "/v1/responses": {"top_logprobs": 2}, "/v1/messages": {"temperature": 0.5},
+        "/infill": {"n_indent": 2},
     }  # fmt: skip
-    body = {"stream": True} | (scores[route] if more.get("scores") else {} if route == "/v1/messages" else more)
+    usual = {} if route in ("/v1/messages", "/infill") else more
+    body = {"stream": True} | (scores[route] if more.get("scores") else usual)
     found = run(Case(route, 200, body, prepare=prepare))
     assert found.headers["content-type"].startswith("text/event-stream")
     assert ("the model broke" in found.text) == fails

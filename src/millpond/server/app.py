@@ -19,7 +19,18 @@ from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
 from millpond.server.openapi.document import describe
 from millpond.server.request_log import RequestLog
-from millpond.server.routes import cache_memory, chat, cluster, completions, info, messages, responses, sessions, ui
+from millpond.server.routes import (
+    cache_memory,
+    chat,
+    cluster,
+    completions,
+    infill,
+    info,
+    messages,
+    responses,
+    sessions,
+    ui,
+)
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 
@@ -57,7 +68,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     )  # fmt: skip
     app.state.service = service
     errors.install(app)
-    for part in (completions, chat, responses, messages, info, cache_memory, sessions):
+    for part in (completions, chat, responses, messages, infill, info, cache_memory, sessions):
         app.include_router(part.routes(service))
     if isinstance(llm, ServedCluster):
         app.include_router(cluster.routes(service, llm))

@@ -52,7 +52,6 @@ _ANTHROPIC_TYPES = {
 
 #: Fields of OpenAI's interface that would change the answer and cannot be obeyed.
 UNSUPPORTED = {
-    "suffix": "text is only ever continued at its end",
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
     "audio": "answers are text",

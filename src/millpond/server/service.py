@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -70,15 +70,20 @@ class Service:
             message = f"model {name[:200]!r} is not here; this server has {self.llm.model_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    async def answer(self, http: HttpRequest, job: GenerationJob) -> Response:
+    async def answer(
+        self, http: HttpRequest, job: GenerationJob, enough: Callable[[RequestOutput], bool] | None = None
+    ) -> Response:
         """The answer to a job. A client that goes away ends it, whether it is streamed or not.
+
+        Args:
+            enough: whether a request, as far as it has come, may end with what it has.
 
         Raises:
             ApiError, MillpondError: it is refused; nothing of it is left in the engine.
         """
         client = self.clients.of(http)
         ended: list[RequestOutput] = http.scope.get(FINISHED, [])
-        outputs = self._outputs(client, self.clients.asked(client, job.requests), ended)
+        outputs = self._outputs(client, self.clients.asked(client, job.requests), ended, enough)
         try:
             if not job.stream:
                 async with aclosing(outputs):
@@ -89,7 +94,10 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
-    async def _outputs(self, client: Client, of_client: Sequence[Request], ended: list[RequestOutput]) -> Outputs:
+    async def _outputs(
+        self, client: Client, of_client: Sequence[Request], ended: list[RequestOutput],
+        enough: Callable[[RequestOutput], bool] | None,
+    ) -> Outputs:  # fmt: skip
         """What the engine says, from the gate in to the gate out; the last of each request goes to `ended` too."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
         with self.gate.admit([request.request_id for request in requests], client.name):
@@ -100,6 +108,9 @@ class Service:
                         ended.append(output)
                         if len(requests) == 1:
                             _check_deadline(output)
+                    elif enough is not None and enough(output):
+                        enough = None
+                        await self.llm.cancel(output.request_id)
                     yield place, output
 
     async def _whole(self, job: GenerationJob, outputs: Outputs) -> dict[str, Any]:

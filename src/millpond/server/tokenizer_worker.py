@@ -17,6 +17,7 @@ from millpond.errors import OptionError
 from millpond.models.untrusted.whole_chat import write_whole
 from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
+from millpond.server.fill_in import fill_in_of
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.message_spans import KEEP, EnclosedMessages, Span, kept_pieces, token_spans
@@ -44,13 +45,15 @@ class TokenizerWorker:
 
     Attributes:
         exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
-            written plainly. shown: what the template does with tools.
+            written plainly. shown: what the template does with tools. fill_in: how text in the middle is asked for;
+            None: the model has no tokens for that.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
         self.exists = llm.tokenizer is not None
         self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
         self.shown = ask_template(llm.tokenizer)
+        self.fill_in = fill_in_of(llm.tokenizer)
         self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
         self._most = max(_LONG, _PER_TOKEN * llm.text_limit)
@@ -77,7 +80,7 @@ class TokenizerWorker:
             ApiError: the text is no Unicode, far longer than the model's context, or there is no tokenizer.
         """
         self.need("a text", "prompt")
-        self._check_length(len(text), "prompt")
+        self.check_length(len(text), "prompt")
         check_text(text, "prompt")
         await self._check_runs([text], "prompt")
         return await self._run(lambda own: tuple(own.encode(text, add_special_tokens=special)), len(text))
@@ -137,7 +140,7 @@ class TokenizerWorker:
         self.need("a chat", "messages")
         shown = (body.tools or []) if use_tools else []
         size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
-        self._check_length(size, "messages")
+        self.check_length(size, "messages")
         messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
         extra = body.chat_template_kwargs or {}
         if body.continue_final_message and (body.add_generation_prompt or said[-1].role != "assistant"):
@@ -164,7 +167,7 @@ class TokenizerWorker:
         texts = [text for text in prompt.texts if isinstance(text, str)]
         if texts:
             self.need("a text", "prompt")
-        self._check_length(sum(map(len, texts)), "prompt")
+        self.check_length(sum(map(len, texts)), "prompt")
         for text in texts:
             check_text(text, "prompt")
         await self._check_runs(texts, "prompt")
@@ -176,7 +179,7 @@ class TokenizerWorker:
         Raises:
             ApiError: as `chat`; or the template changes the order of chunks.
         """
-        self._check_length(sum(message.length for message in said), "messages")
+        self.check_length(sum(message.length for message in said), "messages")
         marked = MarkedChunks(said)
         text = await self._chat_text(marked.messages, body, use_tools)
         parts = marked.split(text)
@@ -323,7 +326,10 @@ class TokenizerWorker:
                 message.setdefault("name", names[message["tool_call_id"]])
         return messages, shown
 
-    def _check_length(self, characters: int, param: str) -> None:
+    def check_length(self, characters: int, param: str) -> None:
+        """Raises:
+        ApiError: far more characters than the model's context holds.
+        """
         if characters > self._most:
             message = (
                 f"{characters:,} characters: this server reads texts of at most {self._most:,}, {_PER_TOKEN} per token "

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from millpond.server.openapi.base import ErrorAnswer
 from millpond.server.openapi.cluster import ClusterWorkers, WorkerDrained
 from millpond.server.openapi.completions import Chat, ChatChunk, Completion, CompletionChunk
+from millpond.server.openapi.infill import InfillChunk, Infilled
 from millpond.server.openapi.info import (
     Detokenized,
     Health,
@@ -61,7 +62,8 @@ class _Sent:
     Attributes:
         whole: its answer; None: a text. events: what each event of a stream may be, but an error. done: streams end
             with "[DONE]". errors: statuses besides those of every route. error: what they send. empty: a status
-            without a body, and why. others: answers of other statuses that are no errors.
+            without a body, and why. others: answers of other statuses that are no errors. named: each event of a
+            stream has a name.
     """
 
     whole: type[BaseModel] | None
@@ -72,6 +74,7 @@ class _Sent:
     empty: tuple[int, str] | None = None
     others: tuple[int, type[BaseModel]] | None = None
     needs_key: bool = True
+    named: bool = True
 
 
 _OF_ANSWERS = (400, 403, 404, 422, 429)
@@ -79,6 +82,7 @@ _SENT = {
     ("/v1/completions", "post"): _Sent(Completion, (CompletionChunk,), True, _OF_ANSWERS),
     ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _OF_ANSWERS),
     ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_OF_ANSWERS),
+    ("/infill", "post"): _Sent(Infilled, (InfillChunk, Infilled, ErrorAnswer), errors=_OF_ANSWERS, named=False),
     ("/v1/messages", "post"): _Sent(SentMessage, MESSAGE_EVENTS, errors=_OF_ANSWERS, error=AnthropicError),
     ("/v1/messages/count_tokens", "post"): _Sent(CountedTokens, errors=(400, 404), error=AnthropicError),
     ("/v1/models", "get"): _Sent(ServedModels),
@@ -177,6 +181,7 @@ def _event(sent: _Sent) -> dict[str, Any]:
     }  # fmt: skip
     if sent.done:
         data = {"anyOf": [data, {"const": "[DONE]"}]}
+    if sent.done or not sent.named:
         return {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["event", "data"]}
 
