@@ -129,8 +129,9 @@ def _field(path: str, name: str) -> Callable[[str], dict[str, Any]]:
 def _blocks(path: str, block: str, role: str, name: str) -> Callable[[str], dict[str, Any]]:
     """A message of Anthropic's with a block that has an id."""
     more: dict[str, Any] = {"name": "look", "input": {}} if block == "tool_use" else {}
+    last = {"role": "user", "content": "w6"}
     return lambda value: _said(path) | {
-        "messages": [{"role": role, "content": [{"type": block, name: value} | more]}, {"role": "user", "content": "w6"}]
+        "messages": [{"role": role, "content": [{"type": block, name: value} | more]}, last]
     }
 
 
