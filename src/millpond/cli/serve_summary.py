@@ -1,4 +1,4 @@
-"""What `millpond serve` says at its start: the model, its memory and cache, where it listens, who may use it."""
+"""Summary of a server at its start: the model, its memory and cache, its addresses, and whether it needs a key."""
 
 from __future__ import annotations
 

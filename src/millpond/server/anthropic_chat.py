@@ -30,7 +30,7 @@ from millpond.server.schemas import (
     TokenFields,
 )
 
-#: What templates that can be told are told of how much to think.
+#: `reasoning_effort` of templates by Anthropic's `effort`, where the two differ.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
@@ -38,7 +38,7 @@ def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
     """What makes the prompt besides the messages.
 
     Args:
-        has_template: whether the tokenizer has a chat template, which can be told things.
+        has_template: whether the tokenizer has a chat template, which takes arguments.
     """
     last = body.messages[-1]
     continues = last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in _blocks(last))

@@ -24,7 +24,7 @@ class MessageJob:
 
     Attributes:
         name: its id. requests: the one request. tools: that can be called. held: answers are held to
-            `tools.constraint`. most: new tokens that were asked for. stops: texts that end it.
+            `tools.constraint`. most: new tokens that the client wants at most. stops: texts that end it.
     """
 
     name: str

@@ -86,7 +86,7 @@ class ToolUseBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Thoughts of an earlier answer, which the template shows or not; nobody checks their signature here."""
+    """Thoughts of an earlier answer, which the template shows or not; their signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -200,7 +200,7 @@ class NoChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model may think before it answers: of templates that can be told, `enable_thinking`."""
+    """Whether the model may think before it answers: `enable_thinking` of templates that take it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1)
@@ -215,7 +215,7 @@ class AnthropicSchema(Body):
 
 
 class OutputConfig(Body):
-    """What the answer must follow, and how much the model thinks: of templates that can be told."""
+    """The schema of the answer, and how much the model thinks: `reasoning_effort` of templates that take it."""
 
     format: AnthropicSchema | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None

@@ -1,4 +1,4 @@
-"""Text that is missing between two others: how models are asked for it, by tokens that they have for that."""
+"""Prompts for the text between two others (fill in the middle), with the tokens that a tokenizer has for it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from millpond.server.usage import usage
 LOG = logging.getLogger("millpond.requests")
 #: Where in a scope the outputs of a request are that have ended.
 FINISHED = "millpond.finished"
-#: What is asked again and again without an answer of a model; only errors of it are logged.
+#: Routes that are polled; only their errors are logged.
 _POLLED = frozenset({"/health", "/metrics", "/v1/millpond/memory/{request_id}"})
 _METHODS = frozenset({"GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PATCH"})
 

@@ -45,7 +45,7 @@ class TokenizerWorker:
 
     Attributes:
         exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
-            written plainly. shown: what the template does with tools. fill_in: how text in the middle is asked for;
+            written plainly. shown: what the template does with tools. fill_in: tokens for text in the middle;
             None: the model has no tokens for that.
     """
 

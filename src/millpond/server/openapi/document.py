@@ -28,7 +28,7 @@ from millpond.server.openapi.info import (
     Version,
 )
 from millpond.server.openapi.messages import EVENTS as MESSAGE_EVENTS
-from millpond.server.openapi.messages import AnthropicError, CountedTokens, SentMessage
+from millpond.server.openapi.messages import AnthropicErrorAnswer, CountedTokens, SentMessage
 from millpond.server.openapi.responses import EVENTS, ResponseAnswer
 
 #: The first version that can say what each event of a stream is.
@@ -83,8 +83,8 @@ _SENT = {
     ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _OF_ANSWERS),
     ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_OF_ANSWERS),
     ("/infill", "post"): _Sent(Infilled, (InfillChunk, Infilled, ErrorAnswer), errors=_OF_ANSWERS, named=False),
-    ("/v1/messages", "post"): _Sent(SentMessage, MESSAGE_EVENTS, errors=_OF_ANSWERS, error=AnthropicError),
-    ("/v1/messages/count_tokens", "post"): _Sent(CountedTokens, errors=(400, 404), error=AnthropicError),
+    ("/v1/messages", "post"): _Sent(SentMessage, MESSAGE_EVENTS, errors=_OF_ANSWERS, error=AnthropicErrorAnswer),
+    ("/v1/messages/count_tokens", "post"): _Sent(CountedTokens, errors=(400, 404), error=AnthropicErrorAnswer),
     ("/v1/models", "get"): _Sent(ServedModels),
     ("/v1/models/{name}", "get"): _Sent(ServedModel, errors=(404,)),
     ("/health", "get"): _Sent(Health, others=(503, Health), needs_key=False),

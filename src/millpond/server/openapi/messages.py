@@ -21,7 +21,7 @@ class AnthropicErrorDetails(Described):
     message: str
 
 
-class AnthropicError(Described):
+class AnthropicErrorAnswer(Described):
     """Every error of these routes, whatever its status; the last event of a stream that fails."""
 
     type: Literal["error"]
@@ -149,5 +149,5 @@ class CountedTokens(Described):
 
 #: Every event of a stream.
 EVENTS: tuple[type[Described], ...] = (
-    MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, AnthropicError,
+    MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, AnthropicErrorAnswer,
 )  # fmt: skip
