@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -45,7 +46,16 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
-            url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            told = []
+            for line in process.stderr:
+                told.append(line)
+                if line.startswith("key"):
+                    break
+            said = "".join(told)
+            assert "model    pond-recall, 8.0 MiB of weights, context of 8,192 tokens" in said
+            assert "method h2o, budget 32, format auto; memory for keys and values: at most 64.0 MiB" in said
+            assert "key      one of 3 is needed" in said
+            url = re.findall(r"page     (http://127\.0\.0\.1:\d+)/", said)[0]
             found: list[httpx.Response] = []
             body = {"prompt": "berta melon saddle " * 20, "max_tokens": 200, "ignore_eos": True}
             with httpx.Client(base_url=url, headers={"Authorization": "Bearer three"}, timeout=60) as client:
@@ -62,6 +72,11 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
                 process.send_signal(signal.SIGTERM)
                 asked.join(60)
             assert found[0].json()["usage"]["completion_tokens"] == 200
+            lines = [line for line in process.stderr if " /v1/" in line]
+            assert [line.split()[1:4] for line in lines] == [
+                ["GET", "/v1/models", "401,"], ["GET", "/v1/models", "200,"], ["POST", "/v1/completions", "200,"],
+            ]  # fmt: skip
+            assert "prompt tokens (0 cached), 200 generated, first token after" in lines[-1]
             assert process.wait(60) == -signal.SIGTERM  # uvicorn hands the signal on when it is done
         finally:
             process.kill()
@@ -117,30 +132,12 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     assert "anyone" not in done.stderr
 
 
-def test_it_says_what_it_serves_and_a_line_per_request() -> None:
-    """In a process of its own; with --quiet the lines are missing."""
-    for more, n_lines in (["--api-key", "secret"], 1), (["--quiet"], 0):
-        command = [sys.executable, "-m", "millpond", "serve", "--port", "0", "--threads", "1", *more]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            told = []
-            for line in process.stderr:
-                told.append(line)
-                if line.startswith("key"):
-                    break
-            said = "".join(told)
-            assert re.search(r"model    pond-recall, 8\.0 MiB of weights, context of 8,192 tokens", said)
-            assert "method full, format int8; memory for keys and values: no limit" in said
-            assert ("key      one of 1 is needed" if n_lines else "key      none is needed") in said
-            assert "secret" not in said
-            url = re.findall(r"page     (http://127\.0\.0\.1:\d+)/", said)[0]
-            headers = {"Authorization": "Bearer secret"}
-            body = {"prompt": "berta melon", "max_tokens": 5, "ignore_eos": True}
-            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
-            process.send_signal(signal.SIGINT)
-            lines = [line for line in process.stderr if "/v1/completions" in line]
-            assert len(lines) == n_lines
-            assert all("POST /v1/completions 200, 3 prompt tokens (0 cached), 5 generated" in line for line in lines)
+@pytest.mark.parametrize("quiet", [False, True])
+def test_lines_of_requests_can_be_left_out(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    LOG.setLevel(logging.NOTSET)
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
+    assert invoke(*(["--quiet"] if quiet else [])).exit_code == 0
+    assert LOG.isEnabledFor(logging.INFO) is not quiet
 
 
 @pytest.mark.parametrize(("host", "shown"), [
