@@ -192,6 +192,7 @@ def test_the_served_document_is_this_one() -> None:
     Case("/v1/chat/completions", 200, {"n": 2, "logprobs": True, "top_logprobs": 2}),
     Case("/v1/responses", 200, {"top_logprobs": 2, "metadata": {"a": "b"}, "instructions": None}),
     Case("/v1/responses", 200, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}),
+    Case("/v1/responses", 200, {"tools": [{"type": "function", "name": "w5"}], "parallel_tool_calls": False}),
     Case("/infill", 200, {"response_fields": ["content", "timings/prompt_n"], "n_predict": 0}),
     Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
     Case("/v1/millpond/memory/{request_id}", 204, prepare=lambda app, llm: (

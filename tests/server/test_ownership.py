@@ -149,6 +149,9 @@ ROWS: dict[Place, Owned | OperatorOnly | Public | NeverLookedUp | SaltOfTurns] =
     ("post", "/v1/responses", "input.id"): NeverLookedUp(
         lambda value: {"input": [{"role": "user", "content": "w5", "id": value}]}
     ),
+    ("post", "/v1/responses", "input.call_id"): NeverLookedUp(lambda value: {"input": [
+        {"type": "function_call", "call_id": value, "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": value, "output": "w5"}]}),
     ("post", "/v1/responses", "previous_response_id"): NeverLookedUp(_field("/v1/responses", "previous_response_id")),
     ("post", "/v1/responses", "conversation"): NeverLookedUp(_field("/v1/responses", "conversation")),
     **{("post", "/v1/chat/completions", name): NeverLookedUp(body) for name, body in _MESSAGES.items()},
