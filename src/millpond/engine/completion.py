@@ -114,6 +114,11 @@ class CompletionState:
                 raise
             _log.debug("no rest of the text of an answer that failed", exc_info=error)
 
+    @property
+    def cached(self) -> int:
+        """Tokens of its prompt that were not computed for it."""
+        return self.shared + self.reuse.restored_tokens + self.reuse.reused_tokens
+
     def count(self, figures: KVStats) -> None:
         """What its cache holds now, together with what its prompt has from elsewhere."""
         if self.shared or self.reuse != ReuseCounts():

@@ -131,6 +131,8 @@ class RequestOutput:
         prompt_logprobs: one per token of the prompt, None for the first, if requested.
         finished: all completions ended.
         error: cause of an early end.
+        read: tokens of the prompt that are in its cache. cached: of these, those that were taken from shared pages, a
+            stored turn or a chunk store.
     """
 
     request_id: str
@@ -141,6 +143,8 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finished: bool = field(default=False)
     error: MillpondError | None = None
+    read: int = 0
+    cached: int = 0
 
     @property
     def outputs(self) -> tuple[Completion, ...]:

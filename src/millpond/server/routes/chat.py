@@ -21,7 +21,15 @@ from millpond.server.fair_shares import FAIR, share_of_chat, with_shares
 from millpond.server.forget import FORGET, enclosed_forgets
 from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.prompt_breakpoints import refuse_breakpoints
-from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.request_mapping import (
+    cache_options,
+    check_room,
+    most_tokens,
+    requests,
+    sampling,
+    schema_of,
+    wants_progress,
+)
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
@@ -78,7 +86,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
         name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.messages,
-        chat.breakpoints, chat.keep, chat.forget, chat.fair,
+        chat.breakpoints, chat.keep, chat.forget, chat.fair, wants_progress(body),
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
