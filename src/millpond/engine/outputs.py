@@ -74,12 +74,14 @@ class Forgotten:
         begin, end: the span, in tokens of the prompt, `end` not included.
         share: of its tokens that no head of any layer holds.
         fewer_than_half: share that fewer than half of all heads hold, those of `share` included.
+        held: of the entries that it had, one for each token, layer and KV head, the share that is held.
     """
 
     begin: int
     end: int
     share: float
     fewer_than_half: float
+    held: float
 
 
 @dataclass(frozen=True, slots=True)
