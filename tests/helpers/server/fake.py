@@ -40,7 +40,7 @@ class FakeLLM:
     Attributes:
         open: set: tokens come as fast as they can; clear: all but the first `free` wait.
         asked: requests in the order of arrival.
-        reads: tokens of a prompt that are read at a time; those that wait for `open` stop before the first.
+        reads: tokens of a prompt that are read at a time, where that is told; `reading`: clear: no more are.
         ended: request id -> how its stream ended: "finished", "cancelled" or "closed". fails: raised after a token.
     """
 
@@ -61,6 +61,8 @@ class FakeLLM:
         self.closed = False
         self.hangs: str | None = None
         self.reads = 4
+        self.reading = asyncio.Event()
+        self.reading.set()
         self._cancelled: set[str] = set()
 
     sessions: Any = None
@@ -77,7 +79,7 @@ class FakeLLM:
         try:
             for read in range(self.reads, len(request.prompt), self.reads) if request.tell_read else ():
                 yield self.output(request, 0, None, arrived, read)
-                await asyncio.sleep(0)
+                await self.reading.wait()
             for length in range(1, (request.params.max_tokens or 8) + 1):
                 reason = await self._wait(request, arrived, length)
                 if self.fails is not None and length > 1:

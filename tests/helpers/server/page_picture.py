@@ -38,7 +38,7 @@ def take(to: Path, model: str = "pond-text", beginning: str = BEGINNING) -> None
         window.run("document.getElementById('send').click()")
         window.wait("document.querySelector('.assistant') !== null && !document.getElementById('send').disabled", 60)
         window.wait("document.querySelectorAll('#text .t').length > 40")
-        held = "[...document.querySelectorAll('#log > div')].every((p) => p.scrollHeight <= p.clientHeight)"
+        held = "[...document.querySelectorAll('#log > .turn > *')].every((p) => p.scrollHeight <= p.clientHeight)"
         assert window.run(held), "a text is longer than its box"
         looks = "[...document.querySelectorAll('#text .t')].map((t) => t.className).join()"
         before = window.run(looks)
