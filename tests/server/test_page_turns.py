@@ -214,23 +214,29 @@ def test_code_is_coloured_and_stays_the_text_that_it_is(page: Window, server: Li
 
 @in_browser
 def test_whatever_code_says_colouring_keeps_its_text_and_ends(page: Window) -> None:
-    """Every language, with texts that make patterns try again and again."""
+    """Every kind of language, with texts that make patterns try again and again."""
     again = ["-", "a-", "a.", "a ", '"', "'''", "/*", "<a", "<!--", "\\", '"\\', "`", " ", "1", "\n+", "@@", "é🎈\0"]
-    texts = [CODE, EVIL, "", "a" + " " * 19_998, *(piece * (20_000 // (2 * len(piece))) for piece in again)]
-    names = [*LANGUAGES, "", "evil", "__proto__", "constructor"]
+    long = [(piece * 20_000)[:20_000] for piece in again]
+    texts = [CODE, EVIL, "", "a" + " " * 19_998, *long]
+    names = ["c", "python", "bash", "sql", "json", "yaml", "css", "html", "diff", "", "evil", "__proto__", "valueOf"]
     page.run("""import("./page/highlight.js").then(({ highlighted }) => {
-      const began = performance.now(), wrong = [];
+      const wrong = [];
+      let ms = 0;
       for (const name of %s) for (const text of %s) {
-        const box = document.createElement("div");
-        box.append(highlighted(text, name));
+        const box = document.createElement("div"), times = [0, 1, 2].map(() => {
+          const began = performance.now(), made = highlighted(text, name);
+          box.replaceChildren(made);
+          return performance.now() - began;
+        });
+        ms = Math.max(ms, Math.min(...times));
         if (box.textContent !== text || box.querySelector("*:not(span)")) wrong.push([name, text.slice(0, 20)]);
       }
-      window.coloured = { wrong, ms: performance.now() - began };
+      window.coloured = { wrong, ms };
     })""" % (json.dumps(names), json.dumps(texts)))  # noqa: UP031 (braces)
     page.wait("window.coloured !== undefined", 60)
     found = page.run("coloured")
     assert found["wrong"] == []
-    assert found["ms"] < 15 * len(names) * len(texts), "a square would take minutes"
+    assert found["ms"] < 100, "the longest of them"
 
 
 @in_browser
