@@ -323,7 +323,7 @@ def test_a_server_with_keys_asks_for_one(window: Window) -> None:
 @in_browser
 def test_the_picture_in_the_docs_can_be_taken(tmp_path: Path) -> None:
     taken, shown = tmp_path / "page.png", Path(__file__).parents[2] / "docs" / "images" / "page.png"
-    take(taken)
+    take(taken, "pond-text")  # which every checkout has
     for picture in (taken, shown):
         content = picture.read_bytes()
         assert content.startswith(b"\x89PNG")
