@@ -35,6 +35,7 @@ from millpond.cli.options import (
 )
 from millpond.cli.typed_messages import typed
 from millpond.errors import MillpondError, OptionError
+from millpond.models.installed import OWN
 
 if TYPE_CHECKING:
     from millpond.cli.chat_session import ChatSession
@@ -128,6 +129,8 @@ def chat(
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:
         _note(f"{partner.name}; /help lists the commands")
+        if url is None and partner.name in OWN:
+            _note(f"{partner.name} is {OWN[partner.name]}; `millpond models get smollm2-135m` gets a real one")
         converse(partner, typed(), system, kept_session)
 
 
