@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from millpond.cli.app import app
 from millpond.models.installed import OWN, SEPARATE
 from tests.cli.test_cli import right, wrong
 from tests.helpers.gguf.files import write_gguf
+from tests.helpers.models import needs_real_model
 
 
 def test_a_text_is_read_under_every_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +50,17 @@ def test_models_of_our_own_say_what_they_are(tmp_path: Path) -> None:
     shown = right("demo", "--length", "128", "--questions", "2", "--methods", "full", "--out", str(tmp_path)).output
     assert "pond-recall is a tiny model of our own making" in " ".join(shown.split())
     assert sorted(OWN) == sorted({"pond-recall", *SEPARATE})
+
+
+@pytest.mark.slow
+@needs_real_model
+def test_the_readme_shows_what_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of `make demo-real`, and its answers."""
+    monkeypatch.setenv("COLUMNS", "400")
+    root = Path(__file__).parents[2]
+    command = re.search(r"millpond (demo --model smollm2-135m .*)", (root / "Makefile").read_text(encoding="utf-8"))
+    shown = re.search(r"```text\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert command is not None
+    assert shown is not None
+    monkeypatch.chdir(root)
+    assert shown[1] in right(*shlex.split(command[1])).output
