@@ -52,7 +52,7 @@ def _message(at_terminal: bool) -> str:
 
 
 def _more_there() -> bool:
-    """Whether another line is there already: nobody types that fast."""
+    """Whether the next line has arrived already, as the lines of a paste have."""
     return bool(select.select([sys.stdin], [], [], PASTE_S)[0])
 
 

@@ -26,7 +26,7 @@ class TextAnswer:
     """An answer about a text, and what was held of the text when the question came.
 
     Attributes:
-        question: as it was asked.
+        question: its text.
         text: of the answer, without special tokens.
         token_ids: of the answer, those that end it included.
         held: the cache of the text, before the question.
@@ -103,7 +103,7 @@ def ask(
 
     Raises:
         OptionError: an empty text or question, a chat template is wanted and there is none, or no tokenizer is found.
-        Also what `compress` and `load_model` raise.
+        MillpondError: what `compress` and `load_model` raise.
 
     Example:
         >>> text = "anna kettle " + "quiet rain past meadow and old stone on river " * 40

@@ -60,7 +60,7 @@ class Chunks:
         self._read: dict[int, int] = {}
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """A chunk for each choice that has something new; before, how far the prompt is read, if that was asked for."""
+        """A chunk for each choice that has something new; before that the progress of the prompt, where requested."""
         self._last[place] = output
         if self._job.requests[place].tell_read:
             if output.read != self._read.get(place):
