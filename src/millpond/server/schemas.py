@@ -133,6 +133,7 @@ class SamplingFields(TokenFields):
     max_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=128)
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
 
 
 class CompletionBody(SamplingFields):

@@ -22,7 +22,15 @@ from millpond.server.fair_shares import FAIR, share_of_chat, with_shares
 from millpond.server.forget import FORGET, enclosed_forgets
 from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.prompt_breakpoints import refuse_breakpoints
-from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.request_mapping import (
+    cache_options,
+    check_room,
+    most_tokens,
+    requests,
+    sampling,
+    schema_of,
+    wants_progress,
+)
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
@@ -110,7 +118,7 @@ async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound
     )  # fmt: skip
     made = requests(
         name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.messages,
-        chat.breakpoints, chat.keep, chat.forget, chat.fair,
+        chat.breakpoints, chat.keep, chat.forget, chat.fair, wants_progress(body),
     )  # fmt: skip
     return AskedChat(made, tools, held=tag is not None)
 

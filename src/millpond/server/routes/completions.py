@@ -21,7 +21,7 @@ from millpond.server.fill_in import FillIn, needed
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import KEEP, Span, refuse_forgotten
 from millpond.server.prompt_breakpoints import prompt_breakpoints
-from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
+from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, wants_progress
 from millpond.server.response_format import CompletionVoice
 from millpond.server.schemas import CompletionBody
 from millpond.server.service import Service
@@ -85,7 +85,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     name = f"cmpl-{uuid.uuid4().hex}"
     made = requests(
         name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep,
-        breakpoints=breakpoints, fair_shares=fair,
+        breakpoints=breakpoints, fair_shares=fair, tell_read=wants_progress(body),
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
