@@ -48,6 +48,8 @@ def test_it_answers_and_says_what_was_held(model: Any, task: DemoTask, text: str
         assert answer.held.seen == [task.length], "before the question"
         assert 0.35 < answer.share < 0.55
     assert mp.ask(model, text, questions[1], method="kvzip", budget="40%", max_new_tokens=NEW) == answers[1]
+    assert mp.ask(model, text, questions, budget="40%", max_new_tokens=NEW) == answers, "a budget alone is kvzip's"
+    assert mp.ask(model, text, questions[1], max_new_tokens=NEW).held.evicted == 0
     assert "millpond" not in model.config._attn_implementation, "the model has its own attention again"
 
 

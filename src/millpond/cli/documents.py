@@ -16,9 +16,6 @@ from millpond.cli.options import DeviceName, NewTokens, TrustRemoteCode, optiona
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
 
-#: Questions come later, so the method must not need to know them.
-_USUAL = CacheChoice(method="kvzip")
-
 
 @expand_groups
 def remember(
@@ -26,7 +23,7 @@ def remember(
     out: Annotated[str, typer.Argument(help="The file to write.")],
     source: PromptSource,
     model: ModelOptions,
-    cache: CacheChoice = _USUAL,
+    cache: CacheChoice,
     chunk: Annotated[
         int | None, optional(min=1, help="Read the text in chunks of N tokens, and evict behind each.")
     ] = None,
@@ -38,9 +35,12 @@ def remember(
         ),
     ] = None,
 ) -> None:
-    """Read a text, compress its KV cache, and write that to a file for `millpond ask`."""
+    """Read a text, compress its KV cache, and write that to a file for `millpond ask`.
+
+    A budget without a method is kvzip's, which does not need to know the questions.
+    """
     text, chosen = source.read(), cache.for_compress()
-    from millpond.hf.ask import beginning
+    from millpond.hf.ask import beginning, for_later_questions
     from millpond.hf.compress import compress
     from millpond.hf.document import read_document, save_document
 
@@ -48,7 +48,7 @@ def remember(
         loaded, tokenizer = model.load()
     in_chat = wants_template(tokenizer, chat)
     ids = beginning(tokenizer, text, in_chat).to(loaded.device)
-    with notes(), compress(loaded, tokenizer=tokenizer, **chosen) as held:
+    with notes(), compress(loaded, tokenizer=tokenizer, **for_later_questions(chosen)) as held:
         with working(f"reading {ids.shape[1]:,} tokens"):
             read_document(loaded, held, ids, chunk)
             note = json.dumps({"model": model.model, "dtype": model.dtype, "chat": in_chat})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -19,6 +19,9 @@ from millpond.hf.stats import CacheStats
 from millpond.models.cache_argument import cache_argument
 from millpond.models.chat_template import around_user, end_ids, has_template
 from millpond.models.load import load_model, load_tokenizer
+
+#: Method of a budget that is given alone: questions come later, so it must not need to know them.
+LATER = "kvzip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def ask(
         chat: text and question are one message of a user in the model's chat template; None: if there is one.
         chunk: tokens that are read at a time, with a plan behind each; None: as `generate` reads.
         max_new_tokens: of an answer, at most.
-        **options: of `compress`, such as `method`, `budget`, `codec` and `preset`; left out, nothing is evicted.
+        **options: of `compress`, such as `method`, `budget`, `codec` and `preset`; left out, nothing is evicted. A
+            budget without a method is that of `LATER`.
 
     Raises:
         OptionError: an empty text or question, a chat template is wanted and there is none, or no tokenizer is found.
@@ -123,7 +127,7 @@ def ask(
     if in_chat and not has_template(tokenizer):
         raise OptionError("chat=True: this tokenizer has no chat template; leave chat out")
     ids = beginning(tokenizer, text, in_chat).to(loaded.device)
-    with compress(loaded, tokenizer=tokenizer, **options) as cache:
+    with compress(loaded, tokenizer=tokenizer, **for_later_questions(options)) as cache:
         read_document(loaded, cache, ids, chunk)
         held, answers = cache.stats(), []
         for one in questions:
@@ -132,6 +136,12 @@ def ask(
             said = str(tokenizer.decode(new, skip_special_tokens=True)).strip()
             answers.append(TextAnswer(one, said, tuple(new), held))
     return answers[0] if isinstance(question, str) else answers
+
+
+def for_later_questions(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `compress` for a text whose questions come later: with a budget alone the method is `LATER`."""
+    alone = options.get("budget") is not None and options.get("method") is None and options.get("preset") is None
+    return {**options, "method": LATER} if alone else dict(options)
 
 
 def answer(
