@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import Tensor
 from millpond.errors import DataError
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight
 from millpond.models.gguf.header import GGUFHeader, GGUFTensor, read_header
+from millpond.models.gguf.source import source_of
 from millpond.models.weights.headers import TensorPlace
 from millpond.models.weights.tensor_source import TensorSource
 from millpond.optional import require
@@ -23,8 +22,6 @@ from millpond.optional import require
 TAKEN = {"Q4_0": (4, 18), "Q4_1": (4, 20), "Q8_0": (8, 34)}
 #: Bits of a number, its scales among them, above which blocks of another type are packed in 8 bits.
 MOST_IN_4 = 5.0
-#: Of a converted folder, which file it is of.
-SOURCE = "millpond-gguf-source.json"
 #: Where rows are compared with those of the converted folder, as shares of all.
 _COMPARED = (0.0, 0.31, 0.5, 0.77, 1.0)
 
@@ -59,26 +56,6 @@ class GGUFBlocks:
             return found
         order = _order(len(found), self.heads)
         return QuantizedWeight(found.codes[order], found.scales[order], dtype)
-
-
-def note_source(folder: Path, path: Path) -> None:
-    """Write down in a converted folder where its file is, if that can be written."""
-    status = path.stat()
-    text = json.dumps({"path": str(path.resolve()), "size": status.st_size, "modified": status.st_mtime_ns}) + "\n"
-    note = folder / SOURCE
-    with suppress(OSError):
-        if not note.is_file() or note.read_text(encoding="utf-8") != text:
-            note.write_text(text, encoding="utf-8")
-
-
-def source_of(folder: Path) -> Path | None:
-    """The GGUF file that a folder was converted from, as it was then; None where there is none, or another one now."""
-    try:
-        note = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
-        path, status = Path(note["path"]), Path(note["path"]).stat()
-        return path if (status.st_size, status.st_mtime_ns) == (note["size"], note["modified"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def blocks_of(folder: Path, tensors: Mapping[str, TensorPlace], config: Any) -> dict[str, GGUFBlocks]:

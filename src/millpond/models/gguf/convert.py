@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from glob import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,9 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
-from millpond.models.gguf.blocks import note_source
 from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.gguf.rope import RopeTensors, take_rope
+from millpond.models.gguf.source import FileIdentity, note_source, own_dtype
 from millpond.models.gguf.unread import unplaced, unread_metadata, unread_tensors
 from millpond.models.progress import progress
 from millpond.models.untrusted.config import check_config
@@ -74,20 +75,45 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
         OptionError: its architecture is not one that transformers reads, it is a part of a split file, a package is
             missing, or there is no room.
     """
+    before = converted_before(path, dtype)
+    if before is not None:
+        return before
     for library in ("gguf", "accelerate"):
         require(library, "gguf", "a GGUF file")
+    identity = FileIdentity.of(path)
     header = read_header(path)
     _check_whole(path, header)
     with progress(f"Reading {path.name}"):
         digest = _digest(path)
     folder = cache_folder() / "gguf" / f"{path.stem[:64]}-{digest[:16]}"
-    made = [known for known in DTYPES if dtype is None and (folder / known / NOTE).exists()]
+    made = [known for known in DTYPES if dtype is None and is_made(folder / known)]
     stored = made[0] if made else header.dtype if dtype in (None, "auto") else str(dtype)
     with _CONVERTING:
-        if not (folder / stored / NOTE).exists():
+        if not is_made(folder / stored):
             _convert(path, header, stored, digest, folder / stored)
-    note_source(folder / stored, path)
+    note_source(folder / stored, path, identity, header.dtype)
     return folder / stored
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a folder holds a whole conversion."""
+    return (folder / NOTE).exists()
+
+
+def converted_before(path: Path, dtype: str | None) -> Path | None:
+    """The folder that the same file was converted to, as far as the system tells: nobody has written to it since.
+
+    A file is not read for it: of one of 500 MB its header and checksum take a second.
+
+    Args:
+        dtype: as for `converted_folder`.
+    """
+    for folder in sorted((cache_folder() / "gguf").glob(f"{escape(path.stem[:64])}-*/*")):
+        if folder.name in DTYPES and is_made(folder) and (own := own_dtype(folder, path)) is not None:
+            wanted = {None: folder.name, "auto": own}.get(dtype, dtype)
+            if folder.name == wanted:
+                return folder
+    return None
 
 
 def _check_whole(path: Path, header: GGUFHeader) -> None:
@@ -139,7 +165,7 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
             try:
                 made.rename(target)
             except OSError:
-                if not (target / NOTE).exists():  # else another process was faster
+                if not is_made(target):  # else another process was faster
                     raise
     except OSError as error:
         raise OptionError(
