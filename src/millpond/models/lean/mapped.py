@@ -15,7 +15,7 @@ from torch import Tensor
 
 _MAPS, _SMAPS = Path("/proc/self/maps"), Path("/proc/self/smaps")
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) ")
-_STRIDE = 2**24  #: Bytes that are copied at a time.
+_STRIDE = 2**22  #: Bytes that are copied at a time.
 _DONT_NEED = 4  #: MADV_DONTNEED of Linux: pages of a file that were not written to are read again on demand
 
 
