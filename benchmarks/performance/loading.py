@@ -3,7 +3,7 @@
     python benchmarks/performance/loading.py MODEL [--runs 3] [--tokens 20] [--most-s S] [--most-mb MB] [--json FILE]
 
 Of the cache and the engine, `imports` are those of Millpond, torch and transformers, the model's own classes among
-them, and `loading` is what follows until the first token could be asked for. Of the server `loading` is all that it
+them, and `loading` is what follows until the first token could be computed. Of the server `loading` is all that it
 took until it answered, imports too. CPU seconds are those of all threads; other jobs on the machine lengthen them.
 The peak is the highest resident memory of the process since it began, behind that many tokens. A GGUF file is
 converted before. Medians over the runs, which take turns. With --most-s and --most-mb the exit status is 1 where the
@@ -69,7 +69,7 @@ def in_this_process(way: str, model: str, tokens: int) -> dict[str, float]:
 
 
 def import_classes(folder: Path) -> None:
-    """Import the classes of a model that transformers imports when it is first asked for them."""
+    """Import the classes of a model that transformers imports at their first use."""
     config = transformers.AutoConfig.from_pretrained(folder)
     _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
@@ -78,7 +78,7 @@ def import_classes(folder: Path) -> None:
 
 
 def served(model: str, tokens: int) -> dict[str, float]:
-    """A server in a process of its own, asked once it answers."""
+    """A server in a process of its own, with one request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

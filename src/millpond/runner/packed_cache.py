@@ -182,8 +182,8 @@ class ShapeWatch:
         self._note(index, k, v, shape)
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
-    def told(self, rows: LayerAttend) -> LayerAttend:
-        """The same attention by rows, which tells the shapes here."""
+    def watching(self, rows: LayerAttend) -> LayerAttend:
+        """The same attention by rows, whose shapes are noted."""
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
             self._note(index, k, v, shape)

@@ -249,7 +249,7 @@ class PackedModel:
     def _make_lean(self, watch: ShapeWatch, runner: Runner, bits: int | None) -> NativeForward | None:
         """
         Args:
-            watch: told what the layers do with the tokens of the trial.
+            watch: learns what the layers do with the tokens of the trial.
 
         Raises:
             UnsupportedModelError: the model cannot run lean, and runner="lean" or its weights should be quantized.
@@ -259,7 +259,7 @@ class PackedModel:
 
         def run(ids: Tensor, positions: Tensor, attend: LayerAttend) -> Tensor:
             rows = torch.arange(len(ids), device=ids.device)
-            return self._run(ids, positions, FunctionAttention(watch.told(attend)), rows)
+            return self._run(ids, positions, FunctionAttention(watch.watching(attend)), rows)
 
         try:
             return NativeForward(self.model, watch.shapes, run, self._streamed, bits, self.deterministic)

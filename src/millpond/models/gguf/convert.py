@@ -101,7 +101,7 @@ def is_made(folder: Path) -> bool:
 
 
 def converted_before(path: Path, dtype: str | None) -> Path | None:
-    """The folder that the same file was converted to, as far as the system tells: nobody has written to it since.
+    """The folder that the same file was converted to, if times, size and inode say that it is unchanged.
 
     A file is not read for it: of one of 500 MB its header and checksum take a second.
 

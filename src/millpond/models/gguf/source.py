@@ -15,7 +15,7 @@ _TICK = 100_000_000
 
 
 class FileIdentity(NamedTuple):
-    """What tells that a file is the same and that nobody has written to it: times in ns since 1970, size in bytes."""
+    """A file as the system counts it, equal while it is unchanged: times in ns since 1970, size in bytes."""
 
     path: str
     size: int

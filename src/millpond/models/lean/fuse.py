@@ -24,7 +24,7 @@ _LINE = 64
 
 
 class Room:
-    """Memory for matrices that are read as a whole: huge pages where the system has them, asked for before it is used.
+    """Memory for matrices that are read as a whole: in huge pages from its first use where the system has them.
 
     Args:
         matrices: that may be moved into it. Those on another device, or that come to little, are allocated one by one.
