@@ -58,8 +58,10 @@ GATE = ROOT / "benchmarks" / "results" / "gate"
 CURVES = ("curves-aware", "curves-agnostic")  # on the pages of the methods, not on the leaderboard
 CODECS = ROOT / "benchmarks" / "results" / "codecs-text"
 PICTURES = ROOT / "docs" / "images" / "quality"
+CODEC_TEXTS = ROOT / "benchmarks" / "results" / "codec-texts.json"
 CHAT_FACTS = ROOT / "benchmarks" / "results" / "chat-facts.json"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
+CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
 GPU_ROWS = ROOT / "benchmarks" / "results" / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
@@ -79,6 +81,7 @@ def pages() -> dict[Path, str]:
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
+    texts[CODECS_PAGE] = fill(CODECS_PAGE.read_text(encoding="utf-8"), "codec-texts", codec_texts())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
@@ -131,6 +134,30 @@ def chat_facts() -> str:
         "`benchmarks/quality/chat_facts.py`; counted are the chats whose fact the full cache states.\n\n"
         f"{left(markdown_table(head, rows))}"
     )
+
+
+def codec_texts() -> str:
+    """KL of number formats on windows of several texts, by model and length."""
+    report, parts = json.loads(CODEC_TEXTS.read_text(encoding="utf-8")), []
+    for row in report["rows"]:
+        texts = list(next(iter(row["kl"].values())))
+        rows = [
+            (f"`{codec}`", f"{row['bytes'][codec]:.1%}", *(mean_and_error(kl[text]) for text in texts))
+            for codec, kl in row["kl"].items()
+        ]
+        parts.append(
+            f"{row['model']}, {row['windows']} windows of each text, {row['prompt']:,} tokens and {row['scored']} "
+            "more: KL from the full cache in nats a token, mean and standard error "
+            f"(`benchmarks/quality/codec_texts.py`, {report['machine']['cpu']}).\n\n"
+            f"{left(markdown_table(('format', 'bytes', *texts), rows))}"
+        )
+    return "\n".join(parts)
+
+
+def mean_and_error(numbers: Sequence[float]) -> str:
+    """The mean of numbers and its standard error."""
+    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else 0.0
+    return f"{statistics.mean(numbers):.4f} ± {error:.4f}"
 
 
 def fill(text: str, name: str, content: str) -> str:

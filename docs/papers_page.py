@@ -58,7 +58,7 @@ SERVING = (
         "Cache-Craft (Agarwal et al., SIGMOD 2025, arXiv:2502.15734)",
         ("src/millpond/engine/chunk_reuse.py", "src/millpond/policy/reuse.py"),
         ("tests/engine/chunks/test_recompute.py", "tests/engine/chunks/test_choice.py"),
-        "[chunk-reuse-smollm2.md](../../benchmarks/results/chunk-reuse-smollm2.md): `\"auto\"` computes 11.6 % and "
+        '[chunk-reuse-smollm2.md](../../benchmarks/results/chunk-reuse-smollm2.md): `"auto"` computes 11.6 % and '
         "leaves .28 [.24, .32] of the divergence of chunks stored alone",
         "Missing: second variants of a chunk under the default alpha (CFO stays below .17, and another is computed "
         "only at 1), early termination of chunks that the question does not look at, and preloading of layers.",

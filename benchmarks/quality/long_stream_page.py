@@ -1,6 +1,6 @@
 """Perplexity of a long text, per stretch, out of the files of long_stream.py: JSON, Markdown and a picture.
 
-    long_stream_page.py --windows WINDOWS.jsonl --out benchmarks/results/long-stream.json --svg FILE RUN.jsonl...
+long_stream_page.py --windows WINDOWS.jsonl --out benchmarks/results/long-stream.json --svg FILE RUN.jsonl...
 """
 
 from __future__ import annotations

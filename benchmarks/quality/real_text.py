@@ -79,9 +79,7 @@ def table(rows: list[dict[str, Any]], against: str = "full") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument(
-        "--windows", type=int, default=60, help="how many of the reference's a finished cell has"
-    )
+    parser.add_argument("--windows", type=int, default=60, help="how many of the reference's a finished cell has")
     parser.add_argument("--against", nargs=2, default=("full", ""), metavar=("METHOD", "BUDGET"))
     parser.add_argument("--out", type=Path, required=True, help="results, as .json; the table lies next to it, as .md")
     args = parser.parse_args()

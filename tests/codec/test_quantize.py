@@ -19,7 +19,7 @@ from tests.helpers.codec.layers import DIM, HEADS, KV, SHAPE, check, codes, deco
 
 CODECS = [name for name in list_codecs() if isinstance(resolve(name), Codec)]
 KEEPS_ALL = [name for name in CODECS if name != "mikv"]
-NO_TIERS = ["int4", "kivi2", "flexgen4", "fp8", "think", "rotated4", "bf16+int4"]
+NO_TIERS = ["int4", "kivi2", "flexgen4_paper", "fp8", "think", "rotated4", "bf16+int4"]
 
 
 def attention(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def test_sealed_codes_never_change(codec: str) -> None:
     assert torch.equal(cache.read(0).keys[:, :64], before)
 
 
-@pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4", "fp8", "think", "rotated2"])
+@pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4_paper", "fp8", "think", "rotated2"])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_codes_do_not_depend_on_chunks(codec: str, chunk: int) -> None:
     qkv = tokens(230)
@@ -104,7 +104,7 @@ def test_codes_do_not_depend_on_the_batch(codec: str) -> None:
             assert (together.read(s).positions[:, n:] == -1).all()
 
 
-@pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4", "fp8", "think"])
+@pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4_paper", "fp8", "think"])
 def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing leaves, whole plain pages become codes as they lie: the same codes, and the same entries beside."""
     qkv, mask = tokens(460, batch=2, seed=3), torch.ones(2, 200, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypa
     assert torch.equal(keys, keys_)
 
 
-@pytest.mark.parametrize(("codec", "method"), [("int4", "full"), ("flexgen4", "h2o"), ("kvquant3", "full")])
+@pytest.mark.parametrize(("codec", "method"), [("int4", "full"), ("flexgen4_paper", "h2o"), ("kvquant3", "full")])
 def test_no_page_falls_due_in_quiet_steps(codec: str, method: str) -> None:
     """While no step has to look, no region holds a page to seal, whatever was read, selected or taken back between."""
     cache, qkv = make(codec, method, 10**6 if method == "full" else 150), tokens(500, batch=3)
@@ -164,7 +164,7 @@ def test_a_swapped_axis_would_be_seen() -> None:
     assert 0.05 < error <= 0.45
 
 
-@pytest.mark.parametrize("codec", ["int4", "flexgen4"])
+@pytest.mark.parametrize("codec", ["int4", "flexgen4_paper"])
 @pytest.mark.parametrize("method", ["h2o", "random", "window", "tova"])
 def test_tombstones_are_bounded(codec: str, method: str) -> None:
     """However long a text is decoded, pages of codes hold at most twice what lives in them, and a page."""
@@ -183,7 +183,7 @@ def test_tombstones_are_bounded(codec: str, method: str) -> None:
 
 def test_a_dead_page_goes_back_and_a_living_one_stays() -> None:
     """A page goes when it is mostly dead and the next one is sealed; its survivors are encoded again, no others."""
-    cache, qkv = make("flexgen4", "window", 100, sinks=0), tokens(400)
+    cache, qkv = make("flexgen4_paper", "window", 100, sinks=0), tokens(400)
     feed(cache, qkv, 0, 100)
     sealed = parts(cache)[1]
     ids = [sealed.held_by(row).tolist() for row in range(KV)]
@@ -199,7 +199,7 @@ def test_a_dead_page_goes_back_and_a_living_one_stays() -> None:
 
 def test_heads_of_their_own_length_hold_pages_of_their_own() -> None:
     """Ada's short heads return pages of codes too: each head holds the pages that its share needs, and no more."""
-    cache, qkv = make("flexgen4", "ada", 160, score="h2o/recent=0.1", every=0, alpha=0.0), tokens(600)
+    cache, qkv = make("flexgen4_paper", "ada", 160, score="h2o/recent=0.1", every=0, alpha=0.0), tokens(600)
     q, k, v = qkv
     q[:, :2, :, 5], k[:, 0, :20, 5] = 10.0, 10.0  # one head looks at 20 entries
     feed(cache, (q, k, v), 0, 600)

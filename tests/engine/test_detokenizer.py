@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from millpond.engine.detokenizer import MOST_TOKENS, IncrementalDetokenizer, Writer
 from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.token_bytes import TokenBytes
 from millpond.models.load import load_tokenizer
 from tests.helpers.examples import examples
 
@@ -59,6 +60,7 @@ def tokenizer_of(kind: str) -> Any:
 
 
 def whole(tokenizer: Any, tokens: Sequence[int], skip: bool = True) -> str:
+    """As transformers decodes; it replaces all bytes beside a broken one, and keeps none of their characters."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
 
@@ -80,14 +82,77 @@ def test_any_unicode(kind: str, text: str) -> None:
         assert whole(tokenizer, tokens) == text
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece", "words"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
 def test_any_tokens(kind: str, skip: bool, data: st.DataObject) -> None:
     """Whatever the model says, special tokens and broken bytes among it."""
     tokenizer = tokenizer_of(kind)
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=80))
-    assert "".join(pieces(tokenizer, tokens, skip)) == whole(tokenizer, tokens, skip)
+    streamed = "".join(pieces(tokenizer, tokens, skip))
+    assert streamed == TokenBytes(tokenizer).text(tokens, skip)
+    if kind != "byte-fallback":
+        assert streamed == whole(tokenizer, tokens, skip)
+
+
+def mixed(tokenizer: Any) -> st.SearchStrategy[list[int]]:
+    """Characters in many tokens, halves of them, single bytes, blanks and whole tokens."""
+    spelled = [
+        tokenizer.encode(c, add_special_tokens=False) for c in ("é", "€", "🙂", "👍🏽", "\n", " ", "水", "a", " a")
+    ]
+    cut = [ids[:n] for ids in spelled for n in range(1, len(ids) + 1)]
+    byte = [tokenizer.encode(c, add_special_tokens=False)[-1:] for c in "ĀÿĿ߿"]
+    one = st.integers(0, len(tokenizer) - 1).map(lambda token: [token])
+    parts = st.lists(st.one_of(st.sampled_from(spelled), st.sampled_from(cut + byte), one), max_size=30)
+    return parts.map(lambda found: [token for part in found for token in part])
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@settings(max_examples=examples(150))
+@given(data=st.data())
+def test_streamed_whole_and_decoded_texts_agree(kind: str, data: st.DataObject) -> None:
+    """And each is what the tokens' own bytes are in UTF-8, a replacement character for each piece of a broken one."""
+    tokenizer = tokenizer_of(kind)
+    known = TokenBytes(tokenizer)
+    tokens = data.draw(mixed(tokenizer))
+    text = known.text(tokens, True)
+    assert "".join(pieces(tokenizer, tokens)) == text
+    own = b"".join(known.of(token) for token in tokens if token not in known.special)
+    if kind == "byte-level":
+        assert text == whole(tokenizer, tokens) == own.decode("utf-8", "replace")
+        return
+    wanted = own.decode("utf-8", "surrogateescape")  # each broken byte is one of these
+    wanted = "".join("\ufffd" if "\udc80" <= c <= "\udcff" else c for c in wanted)
+    assert text == wanted.removeprefix(" ")
+    runs_are_whole = "\ufffd" not in text
+    if runs_are_whole:
+        assert text == whole(tokenizer, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@settings(max_examples=examples(150))
+@given(data=st.data())
+def test_a_stop_text_ends_the_text_where_it_is_whole(kind: str, data: st.DataObject) -> None:
+    """Those that begin and end in characters of several tokens, and a replacement character, among them."""
+    tokenizer = tokenizer_of(kind)
+    tokens = data.draw(mixed(tokenizer))
+    text = TokenBytes(tokenizer).text(tokens, True)
+    drawn = data.draw(st.tuples(st.integers(0, len(text)), st.integers(1, 3)))
+    stops = tuple({text[drawn[0] : sum(drawn)] or "€", "\ufffd", "👍🏽"})
+    writer, n_read = Writer(tokenizer, SamplingParams(stop=stops)), 0
+    for token in tokens:
+        n_read += 1
+        if writer.add(token)[1] is not None:
+            break
+    writer.finish()
+    found = first_stop(text, stops)
+    if found is None:
+        assert (writer.stopped, writer.text) == (None, text)
+        return
+    end, stop = found
+    assert (writer.stopped, writer.text) == (stop, text[: end - len(stop)])
+    if "\ufffd" not in text[:end] and n_read < len(tokens):  # no token is read behind the one that completes it
+        assert stop not in TokenBytes(tokenizer).text(tokens[: n_read - 1], True)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece", "words"])
@@ -127,12 +192,42 @@ def test_broken_bytes_without_end_come_out(n: int, rest: list[int]) -> None:
     assert len(found[-1]) <= MOST_TOKENS + 1
 
 
-def test_broken_bytes_after_a_character_leave_it() -> None:
-    """The exception in TokenText's description: decode() would replace the euro sign, too."""
+def test_broken_bytes_leave_the_characters_beside_them() -> None:
+    """An end of a line among them, which transformers replaces, too; stop texts are found."""
     tokenizer = tokenizer_of("byte-fallback")
-    tokens = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>", "<0xFF>", "▁a"])
-    assert whole(tokenizer, tokens) == "\ufffd\ufffd\ufffd\ufffd a"
-    assert "".join(pieces(tokenizer, tokens)) == "€\ufffd a"
+    tokens = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>", "<0xFF>", "<0x0A>", "▁a"])
+    assert whole(tokenizer, tokens) == "\ufffd" * 5 + " a"
+    assert pieces(tokenizer, tokens) == ["", "", "€", "", "\ufffd\n", " a", ""]
+    writer = Writer(tokenizer, SamplingParams(stop=("\n",)))
+    assert [writer.add(token)[1] for token in tokens[:5]] == [None] * 4 + ["\n"]
+    assert writer.text == "€\ufffd"
+
+
+@pytest.mark.parametrize("first", [["<0x20>"], ["<0x20>", "<0x20>"], ["<0x20>", "▁a"], ["▁a"], ["<s>", "<0x20>"], []])
+@pytest.mark.parametrize("rest", [["<0xFF>", "▁a"], ["<0x41>", "<0xFF>"], ["▁a", "<0xFF>", "▁", "▁a"]])
+def test_a_blank_that_begins_a_text_is_dropped_once(first: list[str], rest: list[str]) -> None:
+    """As transformers drops it, also where a broken byte follows."""
+    tokenizer = tokenizer_of("byte-fallback")
+    known, tokens = TokenBytes(tokenizer), tokenizer.convert_tokens_to_ids(first + rest)
+    own = b"".join(known.of(token) for token in tokens if token not in known.special)
+    wanted = own.decode("utf-8", "replace").removeprefix(" ")
+    assert "".join(pieces(tokenizer, tokens)) == known.text(tokens, True) == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_tokens_have_bytes_of_their_own(kind: str) -> None:
+    """Of characters in several tokens their parts, of pieces their blank, of special tokens their text."""
+    tokenizer = tokenizer_of(kind)
+    known = TokenBytes(tokenizer)
+    for text in ("€", "🙂 é", "the mill 水車は", "a\n\nm"):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        blank = " " if kind == "byte-fallback" else ""  # the tokenizer's own, which the text is without
+        assert b"".join(map(known.of, tokens)).decode() == blank + text
+    assert known.of(tokenizer.eos_token_id) == b"</s>"
+    assert known.of(tokenizer.encode("Ā", add_special_tokens=False)[-1]) == b"\x80"
+    assert known.of(len(tokenizer) + 5) == b""
+    if kind == "byte-fallback":
+        assert [known.of(i) for i in tokenizer.convert_tokens_to_ids(["▁a", "▁", "él"])] == [b" a", b" ", "él".encode()]
 
 
 def test_characters_come_when_they_are_complete() -> None:

@@ -98,3 +98,24 @@ def test_every_flipped_byte_is_told(written: dict[str, Any], tmp_path: Path) -> 
         other.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         with pytest.raises(DataError):
             restore_document(model, other)
+
+
+@pytest.mark.parametrize("codec", ["rotated4", "flexgen4"])
+def test_a_file_from_before_pages_held_means_goes_on_in_its_own_layout(codec: str, tmp_path: Path) -> None:
+    """Then `rotated4` was what `rotated4_paper` is now."""
+    model, question = wide(), torch.tensor([[5, 9, 11]])
+    with torch.no_grad(), mp.compress(model, "full", codec=f"{codec}_paper") as cache:
+        read_document(model, cache, IDS)
+        save_document(cache, IDS, tmp_path / "text")
+        expected = model(question, cache=cache).logits
+    with safe_open(tmp_path / "text", "pt") as file:
+        about = dict(file.metadata() or {})
+    about |= {"format": "millpond-document-2", "settings": about["settings"].replace("_paper", "")}
+    tensors = load_file(tmp_path / "text")
+    about["checksum"] = checksum(about, tensors)
+    save_file(tensors, tmp_path / "old", about)
+    cache, _ = restore_document(model, tmp_path / "old")
+    with torch.no_grad(), cache:
+        assert cache.settings is not None
+        assert cache.settings["codec"] == f"{codec}_paper"
+        assert torch.equal(model(question, cache=cache).logits, expected)

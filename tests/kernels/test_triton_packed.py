@@ -55,7 +55,8 @@ def cases(draw: st.DrawFn) -> PackedCase:
     key_extra, value_extra = (draw(st.sampled_from([0, 0, 7, 70])) for _ in "kv")
     if by_channel and fixed and key.format.grouped:
         key = side(key.format, True, fixed=True)
-    key = side_with(key, key_extra)
+    less_mean = key.format.grouped and not key.per_channel and draw(st.booleans())
+    key = replace(side_with(key, key_extra), less_mean=less_mean)
     value = side(draw(st.sampled_from(Format)), False, draw(st.sampled_from([0, 16])), symmetric)
     value = side_with(value, value_extra)
     grain = PackedCase(Case([0], 1, 1, 1, dim, value_dim), [0], key, value, SLOTS).build().layout.grain
@@ -142,6 +143,13 @@ def test_a_packed_victim_leaves_a_tombstone_and_the_new_entry_is_appended() -> N
     assert evicted.tolist() == [0]  # the packed positions come first
     assert (int(call.plain.lens[0]), int(call.packed.dead[0])) == (6, 1)
     assert int((call.contents()[2][0] == -1).sum()) == 1
+
+
+@pytest.mark.parametrize("format", [Format.INT4, Format.NUQ3])
+def test_keys_less_the_mean_of_their_page(format: Format) -> None:
+    case = one(format)
+    case.key, case.shift = replace(side(format, False, 32), less_mean=True), 20.0
+    assert_same(case)
 
 
 @pytest.mark.parametrize("format", [Format.INT4, Format.NUQ2, Format.NUQ3, Format.NUQ4])

@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LENGTH, NEW, DOCUMENT = 230, 6, 200
 #: Codecs that take heads of 64.
-WIDE = ("flexgen4", "think", "think_kivi2")
+WIDE = ("flexgen4", "flexgen4_paper", "think", "think_kivi2")
 #: Prompts that run beside the one that is looked at.
 BESIDE = (190, 45)
 #: An id that no model says, so that no answer ends early.

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.models.downloads import downloaded_gguf
-from millpond.models.gguf import convert, source
+from millpond.models.gguf import convert, converted
 from millpond.models.gguf.convert import find_gguf
 from millpond.models.load import find_tokenizer, load_model, load_tokenizer, resolve
 
@@ -105,7 +105,7 @@ def test_it_is_converted_once(tmp_path: Path, cache: Path, monkeypatch: pytest.M
 
 
 def test_a_file_that_nobody_wrote_to_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_TICK", -1)
+    monkeypatch.setattr(converted, "_TICK", -1)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, kind="Q8_0")
     folder, other = resolve(path), resolve(path, "f32")
@@ -128,8 +128,8 @@ def test_a_file_that_was_written_just_now_is_read_again(tmp_path: Path) -> None:
     write_gguf(path, kind="Q8_0")
     folder = Path(resolve(path))
     path.touch()
-    source.note_source(folder, path, source.FileIdentity.of(path), "bf16")
-    assert source.own_dtype(folder, path) is None
+    converted.note_source(folder, path, converted.FileIdentity.of(path), "bf16")
+    assert converted.own_dtype(folder, path) is None
 
 
 def test_two_at_once_make_one(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from millpond.models.downloads import downloaded_gguf
-from millpond.models.gguf import convert, source
+from millpond.models.gguf import convert, converted
 from millpond.models.gguf.convert import find_gguf
 
 def wait(path, dtype, config):

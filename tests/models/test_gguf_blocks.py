@@ -14,9 +14,8 @@ from gguf.quants import dequantize
 from tests.helpers.gguf.files import HEAD, HEADS, write_gguf
 
 from millpond.errors import DataError
-from millpond.models.gguf import blocks
+from millpond.models.gguf import blocks, converted
 from millpond.models.gguf.convert import converted_folder
-from millpond.models.gguf.source import SOURCE, FileIdentity, note_source, source_of
 from millpond.models.weights.packing import MemoryPacker, coded_parts
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
@@ -144,12 +143,12 @@ def test_rows_in_another_order_are_not_taken_over(tmp_path: Path, monkeypatch: p
 def test_a_note_that_is_damaged_counts_as_none(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", kind="Q8_0", tokenizer=False)
     folder = converted_folder(tmp_path / "tiny.gguf")
-    assert source_of(folder) == tmp_path / "tiny.gguf"
+    assert converted.source_of(folder) == tmp_path / "tiny.gguf"
     for text in ("", "[]", "{}", json.dumps({"path": 3, "size": 1, "modified": 1})):
-        (folder / SOURCE).write_text(text)
-        assert source_of(folder) is None
+        (folder / converted.SOURCE).write_text(text)
+        assert converted.source_of(folder) is None
     converted_folder(tmp_path / "tiny.gguf")
-    assert source_of(folder) == tmp_path / "tiny.gguf"
+    assert converted.source_of(folder) == tmp_path / "tiny.gguf"
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
@@ -176,11 +175,11 @@ def test_scales_that_are_no_numbers_are_found(kind: str, scale: float, tmp_path:
     write_gguf(path, kind=kind, tokenizer=False)
     folder = converted_folder(path)
     place: Any = next(found for found in Skeleton.of(folder).blocks.values() if "ffn_down" in found.raw.name).raw  # type: ignore[union-attr]
-    note = (folder / SOURCE).read_text()
+    note = (folder / converted.SOURCE).read_text()
     with path.open("r+b") as file:
         file.seek(place.offset + 5 * place.nbytes // place.shape[0])
         file.write(np.float16(scale).tobytes())
-    note_source(folder, path, FileIdentity.of(path), "bf16")
-    assert (folder / SOURCE).read_text() != note
+    converted.note_source(folder, path, converted.FileIdentity.of(path), "bf16")
+    assert (folder / converted.SOURCE).read_text() != note
     with pytest.raises(DataError, match=r"tiny.gguf: scales of 'blk.0.ffn_down.weight' are not finite"):
         packed(folder, "int4")

@@ -17,8 +17,17 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 #: A part imports only what stands to its left.
 ORDER = [
     {
-        "errors", "scalar", "budget", "cpu_limit", "install_command", "markdown", "optional", "option_files",
-        "option_ranges", "peer_process", "registry",
+        "errors",
+        "scalar",
+        "budget",
+        "cpu_limit",
+        "install_command",
+        "markdown",
+        "optional",
+        "option_files",
+        "option_ranges",
+        "peer_process",
+        "registry",
     },
     {"kernels"},
     {"tiers"},

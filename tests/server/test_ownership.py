@@ -152,9 +152,7 @@ ROWS: dict[Place, Owned | OperatorOnly | Public | NeverLookedUp | SaltOfTurns] =
 
 
 def _rows(*kinds: type) -> list[Any]:
-    return [
-        pytest.param(place, row, id=" ".join(place)) for place, row in ROWS.items() if type(row) in kinds
-    ]
+    return [pytest.param(place, row, id=" ".join(place)) for place, row in ROWS.items() if type(row) in kinds]
 
 
 def _with(llm: Any, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:

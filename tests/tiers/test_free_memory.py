@@ -25,7 +25,9 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
 """
-HOLES = BEGIN + """
+HOLES = (
+    BEGIN
+    + """
 before = held()
 blocks = [libc.malloc(100_000) for _ in range(640)]
 for block in blocks:
@@ -36,6 +38,7 @@ kept = held() - before
 give_back()
 print(kept, held() - before)
 """
+)
 
 
 def test_it_is_given_back_at_most_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,9 @@ def test_holes_of_a_heap_leave_memory() -> None:
     assert after < kept / 2
 
 
-LARGE = BEGIN + """
+LARGE = (
+    BEGIN
+    + """
 libc.free(libc.malloc(30 << 20))  # from now on glibc takes blocks of up to 30 MiB from its heap
 if sys.argv[1] == "mapped":
     map_large_blocks()
@@ -78,6 +83,7 @@ for block in blocks[:-1]:  # the last one stays, so the heap cannot shrink from 
     libc.free(block)
 print(held() - before)
 """
+)
 
 
 @pytest.mark.skipif(free_memory._function("mallopt") is None, reason="the C library has no mallopt")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,24 +51,12 @@ LINE_EVERY_S = 10.0
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show that something long continues: on a terminal a spinner, elsewhere a line now and one every ten seconds."""
-    console, done, began = errors(), threading.Event(), time.monotonic()
+    from millpond.models.progress import progress, tell
 
-    def told() -> None:
-        while not done.wait(LINE_EVERY_S):
-            console.print(f"{escape(what)}: {time.monotonic() - began:.0f} s", soft_wrap=True, highlight=False)
-
-    if console.is_terminal:
-        with console.status(escape(what)):
-            yield
-        return
-    console.print(f"{escape(what)} ...", soft_wrap=True, highlight=False)
-    teller = threading.Thread(target=told, daemon=True)
-    teller.start()
-    try:
+    if not errors().is_terminal:
+        tell(f"{what} ...")
+    with progress(what, every_s=LINE_EVERY_S):
         yield
-    finally:
-        done.set()
-        teller.join()
 
 
 def size(n_bytes: float) -> str:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
 from millpond.bench.common.stopwatch import Stopwatch
+from millpond.engine.detokenizer import IncrementalDetokenizer
 
 
 class TextStopwatch(Stopwatch):
-    """A stopwatch that also writes the new text to standard output, word by word."""
+    """A stopwatch that also writes the new text to standard output, character by character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._writer: Any = _Writer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._pieces = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
         super().__init__()
 
     def put(self, value: Any) -> None:
+        new = value.reshape(-1).tolist() if self._saw_prompt else []
         super().put(value)
-        self._writer.put(value)
+        for token in new:
+            self._write(self._pieces.add(token))
 
     def end(self) -> None:
-        self._writer.end()
+        self._write(self._pieces.finish() + "\n")
 
-
-class _Writer(TextStreamer):
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        sys.stdout.write(text + ("\n" if stream_end else ""))
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
         sys.stdout.flush()

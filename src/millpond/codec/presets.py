@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from millpond.codec.gaussian import TABLE3
 from millpond.codec.groups import E4M3, ROWS, TABLES, integers
 from millpond.codec.spec import Codec, joined
@@ -10,6 +13,10 @@ from millpond.kernels.packed.layout import Side
 
 #: Slots per group of keys, and so per page, where the paper names none.
 GROUP = 64
+#: Entries that stay as they are beside keys less their mean: the first of a text, and the newest.
+SINKS, RESIDUAL = 4, 32
+#: Ends the names of formats as their papers have them, with one range for all channels of a key, biases among them.
+PAPER = "_paper"
 KIVI, FLEXGEN, KVQUANT, MIKV = "arXiv:2402.02750", "arXiv:2303.06865", "arXiv:2401.18079", "arXiv:2402.18096"
 THINK, QUAROT = "arXiv:2407.21018", "arXiv:2404.00456"
 
@@ -34,20 +41,44 @@ def _rotated(bits: int) -> Codec:
     return Codec(f"rotated{bits}", integers(bits), integers(bits), rotated=True, paper=QUAROT)
 
 
+def _less_mean(codec: Codec) -> Codec:
+    """The same with keys less the mean of their page, and the first and the newest entries as they are.
+
+    Key projections with biases make channels that are large in every key: with one range for all channels of a key
+    these leave no codes to the others. The first entry, to which much attention goes, is unlike the rest, and would
+    move the mean of its page.
+    """
+    return replace(codec, key=replace(codec.key, less_mean=True), sinks=SINKS, residual=RESIDUAL)
+
+
+def _paper(codec: Codec) -> Codec:
+    return replace(codec, name=f"{codec.name}{PAPER}")
+
+
+_FLEXGEN = Codec("flexgen4", integers(4, 64), integers(4, 64), paper=FLEXGEN)
+_ROTATED = (_rotated(4), _rotated(2), Codec("rotated3", TABLE3, TABLE3, rotated=True, paper=QUAROT))
 _ALL = [
     Codec("bf16", ROWS, ROWS),
     *(_plain(bits) for bits in (8, 4, 3, 2)),
     Codec("fp8", E4M3, E4M3, residual=32),
-    Codec("flexgen4", integers(4, 64), integers(4, 64), paper=FLEXGEN),
+    *(form(_FLEXGEN) for form in (_less_mean, _paper)),
     *(_kivi(bits) for bits in (2, 4)),
     *(_kvquant(bits) for bits in (2, 3, 4)),
     Codec("mikv", integers(2), integers(2), balanced=True, tiered=True, paper=MIKV),
     Codec("think", ROWS, ROWS, residual=32, prune=0.4, paper=THINK),
     Codec("think_kivi2", integers(2, 32, by_channel=True), integers(2, 32), residual=128, prune=0.4, paper=THINK),
-    *(_rotated(bits) for bits in (4, 2)),
-    Codec("rotated3", TABLE3, TABLE3, rotated=True, paper=QUAROT),
+    *(form(codec) for codec in _ROTATED for form in (_less_mean, _paper)),
 ]
 PRESETS = {codec.name: codec for codec in _ALL}
+_WITH_PAPER = [name.removesuffix(PAPER) for name in PRESETS if name.endswith(PAPER)]
+
+
+def before_means(codec: str) -> str:
+    """The format that a text had before pages held means of keys, in today's names, as "0-1=bf16,*=rotated4_paper".
+
+    Files that were written then name the formats of the papers without `PAPER`.
+    """
+    return re.sub(rf"\b({'|'.join(_WITH_PAPER)})\b", rf"\1{PAPER}", codec)
 
 
 def codec_named(name: str | tuple[str, str]) -> Codec:

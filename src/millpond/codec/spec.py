@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from millpond.codec.basis import KeyScales
 from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 
@@ -62,6 +63,7 @@ class Codec:
         calibrated: needs a calibration file of the same model.
         key_outliers, value_outliers: share of the numbers of a page that are stored as outliers.
         calibration: the result of calibration, where `calibrated` and given.
+        key_scales: of the keys of a model with large biases, for sides that are `less_mean`; None: 1.
         paper: where it comes from.
         ages: the tiers that entries pass through as they grow old, the first of which has the sides of this codec; ()
             where there is one. See `by_age`.
@@ -82,6 +84,7 @@ class Codec:
     key_outliers: float = 0.0
     value_outliers: float = 0.0
     calibration: Calibrated | None = None
+    key_scales: KeyScales | None = None
     paper: str = ""
     share: int = 0
     ages: tuple[Codec, ...] = ()
@@ -94,6 +97,10 @@ class Codec:
     def newest(self, held: int) -> int:
         """How many of the newest of `held` entries stay in the tiers before this one."""
         return self.residual + held * self.share // WHOLE
+
+    def with_key_scales(self, scales: KeyScales | None) -> Codec:
+        """The same on a model whose keys are divided by `scales` before they are stored."""
+        return replace(self, key_scales=scales)
 
     def layout(
         self, key_dim: int, value_dim: int, slots: int | None = None, tables: Tables | None = None

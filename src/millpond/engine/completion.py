@@ -11,6 +11,7 @@ from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import Completion, FinishReason, Forgotten, KVStats, TokenLogprob
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampled
+from millpond.engine.token_bytes import TokenBytes
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class CompletionState:
             self.end("length")
 
     def end(self, reason: FinishReason) -> None:
-        """End the completion, and return text that was held back."""
+        """End the completion, with the text that was held back; a stop text in it is why it ended."""
         self.finish_reason = reason
         if self._writer is None:
             return
@@ -113,6 +114,9 @@ class CompletionState:
             if reason != "error":
                 raise
             _log.debug("no rest of the text of an answer that failed", exc_info=error)
+        if self._writer.stopped is not None and reason in ("stop", "length"):
+            self.finish_reason = "stop"
+            self._stop_reason = self._stop_reason if self._stop_reason is not None else self._writer.stopped
 
     def count(self, figures: KVStats) -> None:
         """What its cache holds now, together with what its prompt has from elsewhere."""
@@ -137,9 +141,9 @@ class CompletionState:
 
 
 def with_texts(tokenizer: Any, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-    """A log probability with the texts of its tokens; empty ones without a tokenizer."""
-
-    def text(one: int) -> str:
-        return "" if tokenizer is None else str(tokenizer.decode([one]))
-
-    return TokenLogprob(token, logprob, text(token), tuple((one, value, text(one)) for one, value in top))
+    """A log probability with the bytes and texts of its tokens; empty ones without a tokenizer."""
+    known = None if tokenizer is None else TokenBytes(tokenizer)
+    own, *others = (b"" if known is None else known.of(one) for one in (token, *(one for one, _ in top)))
+    texts = [spelled.decode("utf-8", "replace") for spelled in others]
+    likeliest = tuple((one, value, text) for (one, value), text in zip(top, texts, strict=True))
+    return TokenLogprob(token, logprob, own.decode("utf-8", "replace"), likeliest, own, tuple(others))

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.stop_strings import StopStringMatcher
+from millpond.engine.token_bytes import REPLACEMENT, TokenBytes
 
-#: What a tokenizer writes for bytes that are no character, or none yet.
-REPLACEMENT = "\ufffd"
 #: This many tokens after the last whole character they will not become one any more, but for the last few of them.
 MOST_TOKENS, MOST_MISSING = 32, 6
 
@@ -27,15 +26,12 @@ class TokenDecoder(Protocol):
 class IncrementalDetokenizer:
     """Text of a growing list of tokens, piece by piece.
 
-    All pieces together are `tokenizer.decode` of all tokens (without its clean-up of spaces, which would take back
-    text). One exception: where a tokenizer spells bytes as tokens of their own and some of them are no UTF-8, what was
-    a character before them stays one, while `decode` would replace all bytes up to the next whole token.
+    All pieces together are the text of all tokens by `TokenBytes.text`, whatever the tokens are.
     """
 
     def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool, kept: Collection[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens and not kept  # the tokenizer would skip those that are kept, too
-        self._special = _special_ids(tokenizer).difference(kept) if skip_special_tokens else frozenset()
+        self._bytes = TokenBytes(tokenizer)
+        self._special = self._bytes.special.difference(kept) if skip_special_tokens else frozenset[int]()
         self._tokens: list[int] = []  # the last ones: those of the last whole piece, and those after them
         self._n_whole = 0  # tokens whose text is complete and was returned
         self._shown = ""  # the text of self._tokens that is out
@@ -78,9 +74,7 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
-        )  # fmt: skip
+        return self._bytes.text(tokens, False)  # those that are skipped are not among them
 
 
 class Writer:
@@ -111,6 +105,11 @@ class Writer:
         return self._put(self._stops.add(self._pieces.finish(), end=not self._missing) + self._stops.finish())
 
     @property
+    def stopped(self) -> str | None:
+        """The stop text that ended it."""
+        return self._stops.found
+
+    @property
     def text(self) -> str:
         """All text that was returned."""
         if len(self._parts) > 1:
@@ -121,9 +120,3 @@ class Writer:
         if text:
             self._parts.append(text)
         return text
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokens that `skip_special_tokens` leaves out."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {token for token, about in added.items() if about.special}

@@ -57,8 +57,8 @@ from millpond.engine.trunks import Trunks
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
+from millpond.hf.key_biases import loses_by_bias, warn_of_bias
 from millpond.hf.model_support import unwrapped
-from millpond.hf.preset_format import loses_by_bias, suited, warn_of_bias
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -138,8 +138,6 @@ class Engine:
                 config.prompt_block or 1, self._prefixes,
             )  # fmt: skip
             choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in self._model.layers])
-            if config.preset is not None:
-                choice = choice._replace(codec=suited(choice.codec, self._model.model))
             defaults = CacheOptions(
                 method=choice.method, options=config.options, budget=choice.budget, codec=choice.codec,
                 max_kl=config.max_kl,

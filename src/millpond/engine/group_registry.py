@@ -21,7 +21,6 @@ from millpond.hf.calibration.load import CalibrationSource, needs_calibration, r
 from millpond.hf.compress import policy_of
 from millpond.hf.fit import Fit, FitRow, FitSource, check_given, chosen, default_path, is_auto, load_fit
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.preset_format import suited
 from millpond.methods import METHODS
 from millpond.option_files import OptionFile, only_listed
 from millpond.presets import choose
@@ -132,8 +131,7 @@ class GroupRegistry:
         usual = self.defaults
         if asked.preset is not None:
             picked = choose(asked.method, asked.budget, asked.codec, asked.preset)
-            own = suited(picked.codec, self._model.model)
-            asked = replace(asked, method=picked.method, budget=picked.budget, codec=own, preset=None)
+            asked = replace(asked, method=picked.method, budget=picked.budget, codec=picked.codec, preset=None)
         if not self._named and (asked.method is not None or asked.budget is not None or asked.options):
             picked = choose(asked.method, asked.budget, asked.codec, evicting=bool(asked.options))
             usual = CacheOptions(method=picked.method, budget=picked.budget, codec=picked.codec, max_kl=usual.max_kl)

@@ -21,14 +21,19 @@ class TokenLogprob:
     Attributes:
         token_id: id of the token.
         logprob: natural logarithm of its probability.
-        text: of the token alone.
+        text: of the token alone, with the blank before it; a replacement character for a part of a character.
         top: (token id, log probability, text), the likeliest first.
+        spelled: the token's own bytes; those of the tokens of a text, one after the other, are the text in UTF-8, but
+            for special tokens and a blank at its beginning.
+        top_spelled: those of the tokens of `top`.
     """
 
     token_id: int
     logprob: float
     text: str
     top: tuple[tuple[int, float, str], ...] = ()
+    spelled: bytes = b""
+    top_spelled: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

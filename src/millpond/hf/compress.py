@@ -21,11 +21,11 @@ from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
 from millpond.hf.fit import FitSource, check_given
 from millpond.hf.fit import chosen as chosen_row
 from millpond.hf.generation import use_generate
+from millpond.hf.key_biases import loses_by_bias, warn_of_bias, with_key_scales
 from millpond.hf.layer_budgets import within
-from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_profile import ModelProfile, entry_dims
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.enable import use_native_layers
-from millpond.hf.preset_format import entry_dims, loses_by_bias, suited, warn_of_bias
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
@@ -112,8 +112,6 @@ def compress(
     if picked.usual:
         picked = picked.on(entry_dims(profile))
     method, budget, codec = picked.method, picked.budget, picked.codec
-    if preset is not None:
-        codec = suited(codec, model)
     if check_given(budget, max_kl, fit):
         row = chosen_row(model, method, options, codec, max_kl, fit)
         budget, codec = row.budget, row.codec
@@ -137,7 +135,7 @@ def compress(
             f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
             "it; use prefill='once'"
         )
-    stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
+    stored = with_key_scales(calibrated(resolve(codec), calibration, model, profile.n_layers), profile, model)
     for one in codecs_of(stored):
         if loses_by_bias(one):
             warn_of_bias(one, model)

@@ -20,6 +20,7 @@ from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
 from millpond.cache.state.fair_shares import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
+from millpond.codec.presets import before_means
 from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
@@ -28,7 +29,9 @@ from millpond.hf.state_tensors import restore_states, state_tensors
 from millpond.models.cache_argument import cache_argument
 
 #: First bytes of a file, so that another file is refused at once.
-FORMAT = "millpond-document-2"
+FORMAT = "millpond-document-3"
+#: Files from before pages held means of keys, which are read as formats of that time.
+BEFORE_MEANS = "millpond-document-2"
 #: Numbers of each parameter that tell one model from another.
 LOOKED_AT = 64
 
@@ -123,6 +126,8 @@ def restore_document(
         )
     settings: dict[str, Any] = json.loads(about["settings"])
     options, codec, budget = (settings.pop(name) for name in ("options", "codec", "budget"))
+    if about["format"] == BEFORE_MEANS:
+        codec = before_means(codec) if isinstance(codec, str) else [before_means(name) for name in codec]
     cache = compress(
         model, budget=None if budget is None else Budget(*budget),
         codec=tuple(codec) if isinstance(codec, list) else codec, memory_limit=memory_limit, tokenizer=tokenizer,
@@ -191,7 +196,7 @@ def _read(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[dict[s
     try:
         with safe_open(name, "pt") as file:
             about = file.metadata() or {}
-            if about.get("format") != FORMAT:
+            if about.get("format") not in (FORMAT, BEFORE_MEANS):
                 raise DataError(f"{name!r} is no document of this Millpond: its format is {about.get('format')!r}")
             return about, {key: file.get_tensor(key) for key in file.keys() if tensors}  # noqa: SIM118 (no dictionary)
     except (OSError, SafetensorError) as error:

@@ -247,3 +247,14 @@ def _ids(found: Any) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def entry_dims(profile: ModelProfile) -> list[tuple[int, int]] | None:
+    """Channels of a key and of a value in the layers, as the configuration says; None: it does not, or latents."""
+    config = profile.config
+    hidden = named(config, "hidden_size")
+    key = named(config, "head_dim") or (hidden // profile.n_heads if hidden and profile.n_heads else None)
+    if not isinstance(key, int) or profile.latent is not None:
+        return None
+    value = named(config, "v_head_dim") or key
+    return [(key, int(value))]

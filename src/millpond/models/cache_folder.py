@@ -20,11 +20,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millpond"
 
 
-def make_room(folder: Path, n_bytes: int, purpose: str) -> None:
+def make_room(folder: Path, n_bytes: int, purpose: str) -> int:
     """Create `folder`, and check that its disk has room for `n_bytes`.
 
     Args:
         purpose: what needs the room, as the subject of the error's sentence.
+
+    Returns:
+        Bytes that are free.
 
     Raises:
         OptionError: the folder cannot be written, or the disk has too little room.
@@ -39,6 +42,7 @@ def make_room(folder: Path, n_bytes: int, purpose: str) -> None:
             f"{purpose} needs {n_bytes / 1e6:,.0f} MB, and {folder} has {free / 1e6:,.0f} MB free; make room, or set "
             "MILLPOND_CACHE to a folder on another disk"
         )
+    return free
 
 
 def check_folder(folder: Path, n_bytes: int = 0) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
@@ -32,6 +33,7 @@ from millpond.errors import MillpondError, OptionError, unknown
 from millpond.models.downloads import downloadable_models, downloaded_gguf
 from millpond.models.dtype_name import dtype_name
 from millpond.models.gguf.convert import converted_folder, find_gguf
+from millpond.models.gguf.converted import NOTE
 from millpond.models.installed import installed_folder, installed_models
 from millpond.models.untrusted.config import check_config, check_parameters
 from millpond.models.untrusted.folder import check_model_folder
@@ -120,7 +122,9 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     """
 
     def load(path: str) -> PreTrainedTokenizerBase:
-        made = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        # the class that transformers chooses for some types of model replaces the rules of the file by its own
+        kind: Any = PreTrainedTokenizerFast if (Path(path) / NOTE).exists() else AutoTokenizer
+        made = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
         if not isinstance(made, PreTrainedTokenizerBase):
             raise OptionError(f"{path}: what is saved there as a tokenizer is a {type(made).__name__}")
         if not _is_installed(path):

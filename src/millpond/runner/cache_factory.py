@@ -25,6 +25,7 @@ from millpond.codec import Codec, CodecSpec, LayerCodecs, codecs_of, resolve
 from millpond.errors import OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, check_bytes_by_layer, policy_of
+from millpond.hf.key_biases import with_key_scales
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.retaining_heads import gates_finder, heads_finder
 from millpond.hf.shared_keys import check_shared
@@ -91,6 +92,7 @@ class CacheFactory(CacheLayout):
                 "'h2o' or 'snapkv'"
             )
         stored = calibrated(resolve(codec), calibration, model.model, profile.n_layers)
+        stored = with_key_scales(stored, profile, model.model)
         rotations: list[ModelRotation | None] = []
         if reach is not None:
             stored, rotations = formats_before_rope(stored), rolling_rotations(profile)
@@ -164,8 +166,9 @@ def described(
     calibration = next((one.calibration for one in codecs_of(stored) if one.calibration is not None), None)
     name = str(stored).removeprefix("torch.") if isinstance(stored, torch.dtype) else stored.name
     tables = "" if calibration is None else f" calibrated {calibration.digest()}"
+    means = " less means" if any(tier.key.less_mean for one in codecs_of(stored) for tier in one.tiers) else ""
     rolls = "" if reach is None else f" rolling at {reach}"
-    return f"{method}({chosen}) budget {budget} {name}{tables}{rolls}"
+    return f"{method}({chosen}) budget {budget} {name}{means}{tables}{rolls}"
 
 
 def _shown(value: object) -> str:

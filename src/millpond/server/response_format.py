@@ -119,10 +119,13 @@ class CompletionVoice:
         found = list((completion.logprobs or ())[sent.tokens :][: len(ids)])
         texts = [entry.text for entry in found]
         if not echoes:
-            return for_completions(ids, found, texts, prompt + sent.characters)
+            text = "" if sent.tokens else completion.text
+            return for_completions(ids, found, texts, prompt + sent.characters, text)
         before = output.prompt_logprobs or ()
         known = [self.echo[place][1] if entry is None else entry.text for entry in before]
-        return for_completions([*output.prompt_token_ids, *ids], [*before, *found], known + texts, 0)
+        return for_completions(
+            [*output.prompt_token_ids, *ids], [*before, *found], known + texts, 0, self.echo[place][0]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from millpond.cache.state.spans import united
 from millpond.engine.chunked_prompt import Prompt, with_ids
+from millpond.engine.token_bytes import TokenBytes
 from millpond.errors import OptionError
 from millpond.models.untrusted.whole_chat import write_whole
 from millpond.server.chunk_parts import MarkedChunks
@@ -88,13 +89,13 @@ class TokenizerWorker:
         """
         self.need("the text of tokens", "tokens")
         self.check(ids, "tokens")
-        return await self._run(lambda own: str(own.decode(list(ids), skip_special_tokens=False)), len(ids))
+        return await self._run(lambda own: TokenBytes(own).text(ids, False), len(ids))
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of every id alone; `token_id:N` where there is no tokenizer."""
         if self._tokenizer is None:
             return [f"token_id:{i}" for i in ids]
-        return await self._run(lambda own: [str(own.decode([i], skip_special_tokens=False)) for i in ids], len(ids))
+        return await self._run(lambda own: [TokenBytes(own).of(i).decode("utf-8", "replace") for i in ids], len(ids))
 
     def check(self, ids: Sequence[int], param: str) -> None:
         """Raises:

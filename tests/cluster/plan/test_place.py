@@ -57,9 +57,7 @@ def test_the_end_of_the_search_is_no_goodput(levels: ServiceLevels, at_least: bo
     verdict = judge(rows, CACHE, Link(), demand)
     assert [row["at_least"] for row in to_plan(rows, verdict)["rows"]] == [row.at_least for row in rows]
     assert any("at least" in reason for reason in verdict.reasons) is at_least
-    assert [cell.startswith("at least ") for cell in (_cells(row)[2] for row in rows)] == [
-        row.at_least for row in rows
-    ]
+    assert [cell.startswith("at least ") for cell in (_cells(row)[2] for row in rows)] == [row.at_least for row in rows]
 
 
 def test_nothing_is_ahead_of_a_figure_that_is_not_known() -> None:

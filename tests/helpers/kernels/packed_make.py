@@ -53,7 +53,8 @@ def rope_for(dim: int, positions: int, rotated: int, *, interleaved: bool = Fals
 class PackedCase:
     """`plain` says what lies in plain pages and everything about the call; `lens`: packed slots per region.
 
-    rope: of keys that are stored before it. in_order: packed positions ascend, page after page.
+    rope: of keys that are stored before it. shift: added to a few channels of every key.
+    in_order: packed positions ascend, page after page.
     """
 
     plain: Case
@@ -65,6 +66,7 @@ class PackedCase:
     keep: int = 0  # stored key channels, 0: all
     balanced: bool = False
     rope: Rope | None = None
+    shift: float = 0.0
     in_order: bool = False
 
     def build(self) -> PackedCall:
@@ -102,7 +104,8 @@ class PackedCall:
             torch.full((heads, dim), lowest) if fixed else None,
             case.rope,
         )  # fmt: skip
-        self.keys = torch.randn(n_regions, width, plain.key_dim, generator=gen).to(plain.dtype)
+        shift = case.shift * (torch.arange(plain.key_dim) % 8 == 3)  # few channels are far from 0
+        self.keys = (torch.randn(n_regions, width, plain.key_dim, generator=gen) + shift).to(plain.dtype)
         self.values = torch.randn(n_regions, width, plain.value_dim, generator=gen).to(plain.dtype)
         # positions of their own: below the plain ones, which are moved up
         self.positions = torch.stack([torch.randperm(width, generator=gen) for _ in range(n_regions)]).int()

@@ -133,7 +133,9 @@ class FakeLLM:
         others = [(token + 1 + i) % VOCAB for i in range(top)]
         likeliest = ([token, *others] if token % 2 == 0 else others)[:top]
         shown = tuple((i, -0.5 - rank, f" {WORDS[i]}") for rank, i in enumerate(likeliest))
-        return TokenLogprob(token, -0.5 if token % 2 == 0 else -9.0, f" {WORDS[token]}", shown)
+        spelled = tuple(text.encode() for _, _, text in shown)
+        logprob, text = -0.5 if token % 2 == 0 else -9.0, f" {WORDS[token]}"
+        return TokenLogprob(token, logprob, text, shown, text.encode(), spelled)
 
     async def cancel(self, request_id: str) -> None:
         self._cancelled.add(request_id)

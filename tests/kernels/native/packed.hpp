@@ -10,6 +10,7 @@ struct Coding {
   int64_t format, group;  // group: 0 for all channels of a slot
   bool by_channel, symmetric, fixed;
   int64_t n_extra;
+  bool less_mean = false;
 };
 
 inline int64_t bits_of(int64_t format) { return format == mp::FP8 ? 8 : format >= mp::NUQ2 ? format - 16 : format; }
@@ -28,7 +29,7 @@ struct PackedSide {
       : coding(c), slots(page_slots), dim(channels), is_key(keys) {
     const bool rows = c.format == mp::ROWS, e4m3 = c.format == mp::FP8;
     int64_t at = begin;
-    a.format = c.format, a.codes = at, a.top = a.scales = a.zeros = a.extra = -1;
+    a.format = c.format, a.codes = at, a.top = a.scales = a.zeros = a.means = a.extra = -1;
     a.by_channel = c.by_channel || c.fixed || e4m3;
     a.group = c.fixed || e4m3 ? slots : c.group > 0 ? c.group : dim;
     if (rows) {
@@ -45,6 +46,7 @@ struct PackedSide {
       a.scales = at, at += 2 * n;
       if (!c.symmetric) a.zeros = at, at += 2 * n;
     }
+    if (c.less_mean) a.means = at, at += 2 * dim;
     a.n_extra = c.n_extra;
     if (c.n_extra > 0) a.extra = at, at += 4 * c.n_extra;
     a.factor_bytes = a.scales >= 0 ? at - a.scales : 0, end = at;
@@ -81,6 +83,7 @@ struct PackedSide {
     if (coding.fixed) return double(zeros[size_t(head * dim + channel)]);
     return a.zeros >= 0 ? get(page + a.zeros, mp::F16, factor(slot, channel)) : 0;
   }
+  double mean(const char* page, int64_t channel) const { return a.means >= 0 ? get(page + a.means, mp::F16, channel) : 0; }
   int64_t factor(int64_t slot, int64_t channel) const {
     return a.by_channel ? slot / a.group * dim + channel : channel / a.group * slots + slot;
   }
@@ -98,7 +101,7 @@ struct PackedSide {
     } else if (coding.symmetric) {
       x -= double(int64_t(1) << (bits_of(coding.format) - 1));
     }
-    x = x * scale(page, head, slot, channel) + zero(page, head, slot, channel);
+    x = x * scale(page, head, slot, channel) + zero(page, head, slot, channel) + mean(page, channel);
     for (int64_t i = 0; i < a.n_extra; ++i) {
       uint16_t where;
       std::memcpy(&where, page + a.extra + 2 * i, 2);
@@ -245,6 +248,8 @@ inline void packed(const Kernels& kernels, Report& report) {
       {{INT4, 32, true, false, false, 0}, {ROWS, 0, false, false, false, 0}, false, true, false},
       {{NUQ4, 64, true, false, false, 13}, {NUQ3, 0, false, false, false, 5}, false, false, false},
       {{NUQ4, 0, false, false, true, 7}, {INT2, 0, false, true, false, 9}, true, false, true},
+      {{INT4, 0, false, false, false, 0, true}, {INT4, 0, false, false, false, 0}, false, true, true},
+      {{NUQ3, 32, false, false, false, 3, true}, {INT2, 0, false, false, false, 0}, false, false, false},
       {{INT4, 0, false, false, true, 0}, {NUQ2, 32, false, false, false, 0}, false, false, false},
   };
   for (const int64_t dtype : DTYPES) {

@@ -182,7 +182,10 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     cap = Cap(folder, settings.memory)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate",
+        folder,
+        dtype=torch.bfloat16,
+        device_map=where,
+        offload_folder=folder / "accelerate",
         trust_remote_code=False,
     )
     return {**time_batch(model, batch, settings), **cap.end()}

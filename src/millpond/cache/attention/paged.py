@@ -14,7 +14,6 @@ from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk
-from millpond.codec.rotate import rotate
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, PrefillArgs, StepRegions, WindowSignalArgs
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce
@@ -105,5 +104,7 @@ class PagedAttention:
 
     def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
         """(H, N, dim): the keys or the values of candidates of a table, for a score that reads them."""
-        stored = found.keys if part == "keys" else found.values
-        return rotate(stored) if table.is_hadamard_rotated else stored
+        basis, stored = table.basis, found.keys if part == "keys" else found.values
+        if basis is None:
+            return stored
+        return basis.keys_back(stored) if part == "keys" else basis.values(stored)

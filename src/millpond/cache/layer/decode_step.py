@@ -106,7 +106,7 @@ class DecodeStep:
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
         besides = (self._companions.rolling, self._companions.focus)
-        if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.is_hadamard_rotated:
+        if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.basis is not None:
             return False
         if table.aged is not None:
             return False

@@ -27,7 +27,6 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
-from millpond.codec.rotate import rotate
 from millpond.kernels.args import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.scores.query_moments import QueryMoments
@@ -140,9 +139,9 @@ class LayerCache(LayerStorage):
         table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
         self.attention.shape = shape
         scores = self._entry_scores(q, k, v, span)
-        turned = table.is_hadamard_rotated
-        if turned:
-            q, k, v = rotate(q), rotate(k), rotate(v)
+        basis = table.basis
+        if basis is not None:
+            q, k, v = basis.stored(q, k, v)
         if self.shared is not None:
             table = self._show(self.shared, table, k, v, span)
         if self._decodes(span):
@@ -155,7 +154,7 @@ class LayerCache(LayerStorage):
         else:
             out = self._prefill(table, q, k, v, span, scores)
         self.columns += span.length
-        return rotate(out) if turned else out
+        return out if basis is None else basis.values(out)
 
     def attend_partial(self, q: Tensor, k: Tensor, v: Tensor, part: PartialSpan, shape: AttentionShape) -> Tensor:
         """Take in the tokens of a span of which only some are computed; returns the attention of these.
@@ -175,13 +174,13 @@ class LayerCache(LayerStorage):
         k, v = part.complete(self.index, k, v)
         table = self._table if self._table is not None and self._opened else self.allocate(k[None], v[None], shape)
         self.attention.shape = shape
-        turned = table.is_hadamard_rotated
-        if turned:
-            q, k, v = rotate(q), rotate(k), rotate(v)
+        basis = table.basis
+        if basis is not None:
+            q, k, v = basis.stored(q, k, v)
         table = self._table = self._prompt.begin(table, k.dtype)
         out = self._passes.read_partial(table, q, k, v, span, part)
         self.columns += span.length
-        return rotate(out) if turned else out
+        return out if basis is None else basis.values(out)
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """`attend` for one new token of every sequence, none a pad.
@@ -193,7 +192,7 @@ class LayerCache(LayerStorage):
             (S, Hq, value_dim).
         """
         span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
-        plain = self._table is not None and self._opened and not self._table.is_hadamard_rotated
+        plain = self._table is not None and self._opened and self._table.basis is None
         if self._table is None or not plain or self.shared is not None or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
         self.attention.shape = shape

@@ -19,7 +19,6 @@ from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.renumbering import consecutive, least_end, positions_of, renumber
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.cache.state.spans import Span
-from millpond.codec.rotate import rotate
 from millpond.errors import CacheMismatchError, DataError
 from millpond.kernels.args import PaddedEntries
 from millpond.kernels.eviction import in_spans
@@ -72,8 +71,8 @@ class LayerStorage:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
         table = self._require_table()
         found = read_write.in_order(read_write.read(table, sequence))
-        if table.is_hadamard_rotated:
-            found = found._replace(keys=rotate(found.keys), values=rotate(found.values))
+        if (basis := table.basis) is not None:
+            found = found._replace(keys=basis.keys_back(found.keys), values=basis.values(found.values))
         return found
 
     def _require_table(self) -> PageTable:

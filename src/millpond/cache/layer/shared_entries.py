@@ -11,7 +11,7 @@ from millpond.cache.entries import read_write
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.types import Entries
-from millpond.codec.rotate import rotate
+from millpond.codec.basis import Basis
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
 
@@ -21,7 +21,7 @@ class _Part(NamedTuple):
 
     span: ForwardSpan
     met: list[Entries]
-    is_rotated: bool
+    basis: Basis | None
 
 
 class SharedEntries:
@@ -49,7 +49,7 @@ class SharedEntries:
             own = span.columns(sequence)
             k_own, v_own = k[sequence, :, own], v[sequence, :, own]
             met.append(read_write.join(read_write.read(table, sequence), k_own, v_own, span.positions(sequence)))
-        self._parts.append(_Part(span, met, table.is_hadamard_rotated))
+        self._parts.append(_Part(span, met, table.basis))
 
     def attend(self, q: Tensor, shape: AttentionShape) -> Tensor:
         """Attention of another layer's queries in the same pass.
@@ -74,8 +74,8 @@ class SharedEntries:
 
 def _attend(part: _Part, q: Tensor, skip: int, shape: AttentionShape) -> Tensor:
     """Attention of the tokens of a part but for its first `skip` columns. q: (S, Hq, n, D) -> (S, Hq, n, value_dim)."""
-    if part.is_rotated:
-        q = rotate(q)
+    if part.basis is not None:
+        q = part.basis.queries(q)
     out = q.new_zeros(*q.shape[:3], part.met[0].values.shape[-1])
     for sequence, found in enumerate(part.met):
         columns = torch.arange(part.span.length, device=q.device)[part.span.columns(sequence)]
@@ -87,4 +87,4 @@ def _attend(part: _Part, q: Tensor, skip: int, shape: AttentionShape) -> Tensor:
         past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
         args = PrefillArgs(q[sequence, :, here], found.keys, found.values, positions, shape, past, masses)
         out[sequence, :, here] = ops.prefill(args).out
-    return rotate(out) if part.is_rotated else out
+    return out if part.basis is None else part.basis.values(out)

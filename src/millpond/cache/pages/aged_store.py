@@ -25,11 +25,13 @@ class AgedStore:
 
     Attributes:
         codec: all tiers. parts: where the entries of each lie, in the order of `codec.ages`.
+        basis: none: formats by age hold numbers as the model makes them.
         steps_until_check: 0: how many entries are due depends on how many a head holds, so each step asks.
     """
 
     def __init__(self, codec: Codec, parts: Sequence[QuantizedStore]) -> None:
         self.codec, self.parts = codec, tuple(parts)
+        self.basis = None
         self.steps_until_check = 0
 
     # ------------------------------------------------------------------ views

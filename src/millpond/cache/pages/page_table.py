@@ -18,6 +18,7 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.pages.region_budgets import RegionBudgets
 from millpond.cache.pages.region_lengths import RegionLengths
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns
+from millpond.codec.basis import Basis
 from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import DecodeRule
@@ -73,9 +74,9 @@ class PageTable:
         return len(self._rows.owned)
 
     @property
-    def is_hadamard_rotated(self) -> bool:
-        """Whether keys and values are stored after a Hadamard rotation."""
-        return self.sealed is not None and self.sealed.codec.rotated
+    def basis(self) -> Basis | None:
+        """In which both parts hold numbers; None: as the model makes them."""
+        return None if self.sealed is None else self.sealed.basis
 
     @property
     def packed_parts(self) -> tuple[QuantizedStore, ...]:

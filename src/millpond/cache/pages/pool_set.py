@@ -110,12 +110,13 @@ class PoolSet:
             OptionError: see `packed`.
         """
         assert self.codec is not None, "only a codec has packed pages"
-        known = self.codec.calibration
+        known, scales = self.codec.calibration, self.codec.key_scales
         parts = [
             QuantizedStore(
                 tier, pool, n_seq, n_kv_heads, key_dim,
                 fixed=None if known is None else known.key_range(layer),
                 rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
+                key_scales=None if scales is None else scales.of(layer, device),
             )
             for tier, pool in zip(self.codec.tiers, self.packed(layer, key_dim, value_dim, device), strict=True)
         ]  # fmt: skip

@@ -19,6 +19,7 @@ from millpond.cache.pages.page_lists import PageLists, Rows
 from millpond.cache.pages.quantized_pool import QuantizedPool
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.pages.rope_tables import GrowingRope
+from millpond.codec.basis import Basis
 from millpond.codec.spec import Codec
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
@@ -36,12 +37,14 @@ class QuantizedStore:
 
     Attributes:
         codec: the number format. pool: its pages. head_dim: channels of a key before any are dropped.
+        basis: in which numbers come, here and in plain pages; None: as the model makes them.
         lens: (R,) slots in use, tombstones included.
         steps_until_check: decoding steps in which no page falls due to be quantized; 0: check at the next step. Any
             change of the unquantized lengths other than a decoding step sets it to 0.
 
     Args:
         fixed: scales and zeros (Hkv, D) of calibrated keys. rope: how keys turn that are stored before RoPE.
+            key_scales: of `basis`.
     """
 
     def __init__(
@@ -54,11 +57,14 @@ class QuantizedStore:
         *,
         fixed: tuple[Tensor, Tensor] | None = None,
         rope: GrowingRope | None = None,
+        key_scales: Tensor | None = None,
     ) -> None:
         self.codec, self.pool, self.head_dim = codec, pool, head_dim
         device = pool.arrays.device
         self._fixed = None if fixed is None else (fixed[0].to(device), fixed[1].to(device))
         self._rope, self._device = rope, device
+        turned = codec.rotated or key_scales is not None
+        self.basis = Basis(codec.rotated, key_scales) if turned else None
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
         n = n_seq * n_kv_heads
         self.lens: Ints = np.zeros(n, dtype=np.int32)
@@ -318,8 +324,9 @@ class QuantizedStore:
     def fork(self) -> QuantizedStore:
         """The same entries once more: pages are shared until one of the two writes."""
         other = QuantizedStore(
-            self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope
-        )
+            self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope,
+            key_scales=None if self.basis is None else self.basis.scales,
+        )  # fmt: skip
         other._pages = self._pages.fork()
         other.lens, other._dead = self.lens.copy(), self.n_evicted.copy()
         other._keys = self._keys.copy()

@@ -20,7 +20,6 @@ from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, by_position
-from millpond.codec.rotate import rotate
 from millpond.errors import BudgetError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.policy.merging.protocol import Merged
@@ -306,7 +305,9 @@ class Planner:
     ) -> None:  # fmt: skip
         """Hold what a plan has merged, in fresh pages, and the entries (H, N) `aside` as they were `before`."""
         masses = merged.log_masses if self._policy.mass_bias else None
-        keys, values = (rotate(t) if table.is_hadamard_rotated else t for t in (merged.keys, merged.values))
+        keys, values, basis = merged.keys, merged.values, table.basis
+        if basis is not None:
+            keys, values = basis.keys(keys), basis.values(values)
         found = Entries(keys, values, positions, merged.scores, masses)
         if aside is not None:
             found, kept = _behind(found, before, aside)

@@ -24,7 +24,7 @@ def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, 
         f"{prefix}_FORMAT": int(side.format), f"{prefix}_BITS": side.format.bits, f"{prefix}_CODES": at.codes,
         f"{prefix}_TOP": at.top, f"{prefix}_SCALES": at.scales, f"{prefix}_ZEROS": at.zeros,
         f"{prefix}_GROUP": side.group or dim, f"{prefix}_BY_CHANNEL": side.by_channel, f"{prefix}_FIXED": side.fixed,
-        f"{prefix}_EXTRA": at.extra, f"{prefix}_N_EXTRA": side.n_extra,
+        f"{prefix}_MEANS": at.means, f"{prefix}_EXTRA": at.extra, f"{prefix}_N_EXTRA": side.n_extra,
     }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def numbers_at(
     page, tile, lane, depth, slot, channel, ok, numbers, fixed_scales, fixed_zeros,
     FORMAT: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, TOP: tl.constexpr, SCALES: tl.constexpr,
     ZEROS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, FIXED: tl.constexpr, DIM: tl.constexpr,
-    SLOTS: tl.constexpr, DEPTH: tl.constexpr,
+    SLOTS: tl.constexpr, DEPTH: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """The numbers (float32) in slots x channels of a page, 0 where not `ok`.
 
@@ -101,6 +101,9 @@ def numbers_at(
                 if ZEROS >= 0:
                     zeros = (page + ZEROS).to(tl.pointer_type(tl.float16)) + factor
                     x += tl.load(zeros, mask=ok, other=0.0).to(tl.float32)
+            if MEANS >= 0:
+                means = (page + MEANS).to(tl.pointer_type(tl.float16)) + channel
+                x += tl.load(means, mask=ok, other=0.0).to(tl.float32)
             return tl.where(ok, x, 0.0)
 
 

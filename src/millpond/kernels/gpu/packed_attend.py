@@ -20,10 +20,10 @@ def attend_packed(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     K_FORMAT: tl.constexpr, K_BITS: tl.constexpr, K_CODES: tl.constexpr, K_TOP: tl.constexpr, K_SCALES: tl.constexpr,
     K_ZEROS: tl.constexpr, K_GROUP: tl.constexpr, K_BY_CHANNEL: tl.constexpr, K_FIXED: tl.constexpr,
-    K_EXTRA: tl.constexpr, K_N_EXTRA: tl.constexpr,
+    K_MEANS: tl.constexpr, K_EXTRA: tl.constexpr, K_N_EXTRA: tl.constexpr,
     V_FORMAT: tl.constexpr, V_BITS: tl.constexpr, V_CODES: tl.constexpr, V_TOP: tl.constexpr, V_SCALES: tl.constexpr,
     V_ZEROS: tl.constexpr, V_GROUP: tl.constexpr, V_BY_CHANNEL: tl.constexpr, V_FIXED: tl.constexpr,
-    V_EXTRA: tl.constexpr, V_N_EXTRA: tl.constexpr,
+    V_MEANS: tl.constexpr, V_EXTRA: tl.constexpr, V_N_EXTRA: tl.constexpr,
     PAGE_BYTES: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, DOT: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_CHANNELS: tl.constexpr, HAS_BALANCE: tl.constexpr,
     HAS_ROPE: tl.constexpr,
@@ -106,6 +106,7 @@ def attend_packed(
             KEY_DIM,
             SLOTS,
             KEY_DIM,
+            K_MEANS,
         )  # (BLOCK, K)
         v = numbers_at(
             page,
@@ -130,6 +131,7 @@ def attend_packed(
             VALUE_DIM,
             SLOTS,
             SLOTS,
+            V_MEANS,
         )  # (BLOCK, V)
         if K_N_EXTRA > 0:
             k += beside_at(page, slot & (SLOTS - 1), d, K_EXTRA, K_N_EXTRA, KEY_BLOCK, BLOCK)

@@ -19,7 +19,7 @@ from millpond.kernels.thread_count import thread_count
 #: the order of fields is that of csrc/quantized/packed_args.hpp
 #: what mp_write_packed reports
 NOT_FINITE, TOO_LARGE = 2, 3
-_PACKED = Struct("=50q")
+_PACKED = Struct("=52q")
 PACKED, PACKED_BYTES = _PACKED.pack, _PACKED.size
 WRITE = Struct("=25q").pack
 INT32 = torch.int32
@@ -46,7 +46,7 @@ def _side(
     group = slots if side.fixed or side.format is Format.FP8 else side.group or dim
     return [
         int(side.format), int(by_channel), group, at.codes, at.top, at.scales, at.zeros, at.factor_bytes,
-        at.extra, side.n_extra, *(t.data_ptr() for t in table), scales, zeros,
+        at.means, at.extra, side.n_extra, *(t.data_ptr() for t in table), scales, zeros,
     ]  # fmt: skip
 
 

@@ -60,6 +60,8 @@ class Side:
         group: numbers that share a scale and a zero; 0: all channels of a slot.
         symmetric: no zero is stored: codes stand around 0.
         fixed: keys only: scales and zeros per channel come from calibration and lie outside the page.
+        less_mean: keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
+            what the keys are less it, so that channels far from 0 do not widen the range of all.
         n_extra: outliers per page, 4 bytes each, for the numbers with the largest error.
         table: of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
         cuts: of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
@@ -71,6 +73,7 @@ class Side:
     group: int = 0
     symmetric: bool = False
     fixed: bool = False
+    less_mean: bool = False
     n_extra: int = 0
     table: tuple[float, ...] = ()
     cuts: tuple[float, ...] = ()
@@ -89,6 +92,7 @@ class Offsets:
     top: int  #: third bits of a three-bit code
     scales: int
     zeros: int
+    means: int
     extra: int
     size: int
     begin: int = 0
@@ -151,7 +155,7 @@ class PackedLayout:
     def grain(self) -> int:
         """Entries that must be written together, beginning at a multiple of it: 1 where no group spans slots."""
         spans = self.key.format is Format.FP8 or self.value.format is Format.FP8
-        if spans or self.key.n_extra or self.value.n_extra:
+        if spans or self.key.n_extra or self.value.n_extra or self.key.less_mean:
             return self.slots
         return self.key.group if self.key.by_channel and self.key.format.grouped and not self.key.fixed else 1
 
@@ -185,6 +189,8 @@ def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
         raise OptionError(f"{what}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
     if what == "values" and (side.fixed or side.by_channel):
         raise OptionError("values are grouped along the channels of a slot; only keys can be by channel")
+    if side.less_mean and (what == "values" or side.per_channel or not side.format.grouped):
+        raise OptionError(f"{what}: only keys with scales per slot are stored less the mean of their page")
     if not side.format.grouped or side.fixed:
         return
     if side.by_channel:
@@ -203,9 +209,9 @@ def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
 
 def _offsets(side: Side, slots: int, dim: int, tiles: int, depth: int, begin: int) -> Offsets:
     at = begin
-    codes, top, scales, zeros, extra = at, -1, -1, -1, -1
+    codes, top, scales, zeros, means, extra = at, -1, -1, -1, -1, -1
     if side.format is Format.ROWS:
-        return Offsets(codes, top, scales, zeros, extra, 2 * slots * dim)
+        return Offsets(codes, top, scales, zeros, means, extra, 2 * slots * dim)
     low_bits = 2 if side.format.bits == 3 else side.format.bits
     at += tiles * (depth * low_bits // 32) * 4 * LANES
     if side.format.bits == 3:
@@ -218,6 +224,8 @@ def _offsets(side: Side, slots: int, dim: int, tiles: int, depth: int, begin: in
         scales, at = at, at + 2 * n
         if not side.symmetric:
             zeros, at = at, at + 2 * n
+    if side.less_mean:
+        means, at = at, at + 2 * dim
     if side.n_extra:
         extra, at = at, at + 4 * side.n_extra
-    return Offsets(codes, top, scales, zeros, extra, at - begin, begin)
+    return Offsets(codes, top, scales, zeros, means, extra, at - begin, begin)

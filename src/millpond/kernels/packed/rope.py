@@ -43,7 +43,7 @@ class Rope:
     @classmethod
     def of(cls, turn: Turn, dim: int, positions: int, device: torch.device = HOST) -> Rope:
         """The tables of a rotation of keys of `dim` channels on a device, for at least `positions` positions."""
-        pairs = _pairs(turn, dim, device)
+        pairs = pairs_of(turn, dim, device)
         a, b = pairs.long().unbind(1)
         first = torch.zeros(1, 1, 1, dim, device=device).index_fill(3, a, 1.0)
         at = torch.arange(max(positions, RUN), device=device)[None]
@@ -79,8 +79,8 @@ class Rope:
         return out
 
 
-def _pairs(turn: Turn, dim: int, device: torch.device) -> Tensor:
-    """Which channels turn together, found by turning each alone; the first of a pair is the lower one."""
+def pairs_of(turn: Turn, dim: int, device: torch.device) -> Tensor:
+    """Which channels turn together, (n, 2) int32, found by turning each alone; the first of a pair is the lower one."""
     alone = torch.eye(dim, device=device)[None, None]
     turned = turn(alone, torch.ones(1, dim, dtype=torch.int64, device=device))[0, 0].float().cpu()
     mixed = turned.fill_diagonal_(0.0).abs()

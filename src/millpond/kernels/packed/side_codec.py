@@ -22,12 +22,14 @@ class Parts:
     Attributes:
         codes: (P, slots, dim) int64, or (P, slots, dim) bfloat16 where the format is `Format.ROWS`.
         scales, zeros: by channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
+        means: (P, dim) float16 of the numbers in each channel, where codes stand for what is less them; or None.
         where, what: (P, n_extra) the outliers: slot * 256 + channel, and the remainder in float16.
     """
 
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    means: Tensor | None = None
     where: Tensor | None = None
     what: Tensor | None = None
 
@@ -56,9 +58,13 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
     if side.format is Format.ROWS:
         return Parts(x.bfloat16())
     x = x.float() + 0.0  # zeros lose their signs: equal numbers have equal codes
-    inlier = None
-    if side.n_extra:
+    inlier = means = None
+    if side.n_extra or side.less_mean:
         groups.check_finite(x)
+    if side.less_mean:
+        means = groups.to_half(_means(x))
+        x = x - means.float()[:, None]
+    if side.n_extra:
         inlier = outliers.inliers(x, side, fixed)
     if fixed is not None:
         groups.check_finite(x)
@@ -71,7 +77,16 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
         parts = Parts(_ungrouped(found.codes, side, x.shape[-1]), found.scales, found.zeros)
     if inlier is not None:
         parts.where, parts.what = outliers.beside(x - decode(parts, side, fixed), inlier, side.n_extra)
+    parts.means = means
     return parts
+
+
+def _means(x: Tensor) -> Tensor:
+    """Means (P, dim) over the slots of x (P, slots, dim), added slot after slot as in every implementation."""
+    total = x[:, 0]
+    for slot in range(1, x.shape[1]):
+        total = total + x[:, slot]
+    return total * (1.0 / x.shape[1])
 
 
 def _whole(y: Tensor, bits: int) -> Tensor:
@@ -98,6 +113,8 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
         assert parts.scales is not None
         found = Groups(_grouped(parts.codes, side), parts.scales, parts.zeros)
         x = _ungrouped(_decode_groups(found, side), side, parts.codes.shape[-1])
+    if parts.means is not None:
+        x = x + parts.means.float()[:, None]
     if parts.where is not None and parts.what is not None:
         x = outliers.add(x, parts.where, parts.what)
     return x
@@ -125,6 +142,8 @@ def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
         if t is not None:
             slotwise = not side.by_channel and side.format is not Format.FP8
             pieces.append(_bytes(t.transpose(1, 2) if slotwise else t))
+    if parts.means is not None:
+        pieces.append(_bytes(parts.means))
     if parts.where is not None and parts.what is not None:
         pieces += [_bytes(parts.where.to(torch.int32).to(torch.int16)), _bytes(parts.what)]
     return torch.cat(pieces, 1)
@@ -154,6 +173,8 @@ def from_bytes(page: Tensor, side: Side, at: Offsets, slots: int, dim: int, is_k
         if not side.by_channel:
             scales, zeros = (t if t is None else t.transpose(1, 2) for t in (scales, zeros))
         parts.scales, parts.zeros = scales, zeros
+    if at.means >= 0:
+        parts.means = take(at.means, (dim,), torch.float16)
     if side.n_extra:
         parts.where = take(at.extra, (side.n_extra,), torch.int16).long() & 0xFFFF
         parts.what = take(at.extra + 2 * side.n_extra, (side.n_extra,), torch.float16)
@@ -169,7 +190,7 @@ def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
     n = new.codes.shape[1]
     codes = old.codes.clone()
     codes[:, first : first + n] = new.codes
-    out = Parts(codes, where=new.where, what=new.what)
+    out = Parts(codes, means=new.means, where=new.where, what=new.what)
     per = side.group if side.by_channel else 1
     for name in ("scales", "zeros"):
         before, after = getattr(old, name), getattr(new, name)

@@ -6,9 +6,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from glob import escape
 from importlib import import_module
 from pathlib import Path
@@ -16,25 +15,25 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
+from millpond.models.gguf.converted import NOTE, FileIdentity, note_source, own_dtype, read_note
 from millpond.models.gguf.header import GGUFHeader, read_header
+from millpond.models.gguf.quick_reader import quick_reading
 from millpond.models.gguf.rope import RopeTensors, take_rope
-from millpond.models.gguf.source import FileIdentity, note_source, own_dtype
+from millpond.models.gguf.tokenizer import TOKENIZER_VERSION, check_tokenizer, gguf_tokenizer
 from millpond.models.gguf.unread import unplaced, unread_metadata, unread_tensors
-from millpond.models.progress import progress
+from millpond.models.progress import progress, tell
 from millpond.models.untrusted.config import check_config
 from millpond.models.workplace import remove_left, workplace
 from millpond.optional import require
 
 #: transformers types these too loosely for a checker.
 _AUTO: Any = AutoModelForCausalLM
-#: Written into each converted folder.
-NOTE = "millpond-gguf.json"
 _UNDER_WAY = ".converting-"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 #: What transformers makes otherwise than the model is, and no check of sizes and names finds.
@@ -86,18 +85,15 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
     with progress(f"Reading {path.name}"):
         digest = _digest(path)
     folder = cache_folder() / "gguf" / f"{path.stem[:64]}-{digest[:16]}"
-    made = [known for known in DTYPES if dtype is None and is_made(folder / known)]
+    made = [known for known in DTYPES if dtype is None and (folder / known / NOTE).exists()]
     stored = made[0] if made else header.dtype if dtype in (None, "auto") else str(dtype)
     with _CONVERTING:
-        if not is_made(folder / stored):
+        if not (folder / stored / NOTE).exists():
             _convert(path, header, stored, digest, folder / stored)
+        elif header.has_tokenizer and read_note(folder / stored / NOTE).get("tokenizer") != TOKENIZER_VERSION:
+            _renew_tokenizer(path, folder / stored)
     note_source(folder / stored, path, identity, header.dtype)
     return folder / stored
-
-
-def is_made(folder: Path) -> bool:
-    """Whether a folder holds a whole conversion."""
-    return (folder / NOTE).exists()
 
 
 def converted_before(path: Path, dtype: str | None) -> Path | None:
@@ -109,10 +105,10 @@ def converted_before(path: Path, dtype: str | None) -> Path | None:
         dtype: as for `converted_folder`.
     """
     for folder in sorted((cache_folder() / "gguf").glob(f"{escape(path.stem[:64])}-*/*")):
-        if folder.name in DTYPES and is_made(folder) and (own := own_dtype(folder, path)) is not None:
-            wanted = {None: folder.name, "auto": own}.get(dtype, dtype)
-            if folder.name == wanted:
-                return folder
+        current = folder.name in DTYPES and read_note(folder / NOTE).get("tokenizer") == TOKENIZER_VERSION
+        own = own_dtype(folder, path) if current else None
+        if own is not None and folder.name == {None: folder.name, "auto": own}.get(dtype, dtype):
+            return folder
     return None
 
 
@@ -133,6 +129,7 @@ def _check_whole(path: Path, header: GGUFHeader) -> None:
         )
     if header.architecture in _WRONG:
         _refuse_unread(path, [_WRONG[header.architecture]])
+    check_tokenizer(path, header)
     blocks = header.metadata.get(f"{header.architecture}.block_count", 0)
     if not isinstance(blocks, int) or blocks > len(header.tensors):
         _contradicts(path, f"it names {blocks} layers and holds {len(header.tensors)} tensors")
@@ -156,7 +153,12 @@ def _digest(path: Path) -> str:
 
 
 def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Path) -> None:
-    make_room(target.parent, header.size * _BYTES[dtype] + 2**26, f"converting {path.name} to {dtype}")
+    what, needed = f"converting {path.name} to {dtype}", header.size * _BYTES[dtype]
+    free = make_room(target.parent, needed + 2**26, what)
+    tell(
+        f"{what}, once: {needed / 1e6:,.0f} MB in {target.parent}, of {free / 1e6:,.0f} MB that are free there; "
+        "'millpond models list' says what was converted"
+    )
     for folder in target.parent.parent.iterdir():
         remove_left(folder, _UNDER_WAY)
     try:
@@ -165,7 +167,7 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
             try:
                 made.rename(target)
             except OSError:
-                if not is_made(target):  # else another process was faster
+                if not (target / NOTE).exists():  # else another process was faster
                     raise
     except OSError as error:
         raise OptionError(
@@ -177,16 +179,21 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
 def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
     described = {name: value for name, value in header.metadata.items() if not name.startswith("tokenizer.")}
     check_config(described, path.name)
-    with _quiet():
+    if header.has_tokenizer:
+        gguf_tokenizer(path).save_pretrained(made)
+    with _quiet() as read, quick_reading():
         config = _config(path)
         _check_described(path, header, config, take_rope(path, header, config))
-        with progress(f"Converting {path.name} to {dtype}: reading {header.size / 1e6:,.0f} million numbers"):
+        n_tensors = len(header.tensors)
+        with progress(
+            f"converting {path.name} to {dtype}, reading {header.size / 1e6:,.0f} million numbers",
+            lambda: f"{len(read)} of {n_tensors} tensors" if read else "",
+        ):
             model = _load(path, dtype, config)
-        with progress(f"Converting {path.name} to {dtype}: writing safetensors"):
-            model.save_pretrained(made)
-        if header.has_tokenizer:
-            _tokenizer(path).save_pretrained(made)
-    note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture}
+    with progress(f"converting {path.name} to {dtype}, writing safetensors", lambda: _written(made)), _quiet():
+        model.save_pretrained(made)
+    note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture,
+            "tokenizer": TOKENIZER_VERSION}  # fmt: skip
     (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     made.chmod(0o755)
 
@@ -260,14 +267,28 @@ def _dequantized() -> dict[str, Any]:
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-def _tokenizer(path: Path) -> Any:
+def _renew_tokenizer(path: Path, folder: Path) -> None:
+    """Write the tokenizer of a folder that an earlier version converted, in place of its own; weights stay."""
+    note = read_note(folder / NOTE) | {"tokenizer": TOKENIZER_VERSION}
     try:
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
-    except Exception as error:
+        with workplace(folder.parent, _UNDER_WAY) as made:
+            gguf_tokenizer(path).save_pretrained(made)
+            (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+            for file in sorted(made.iterdir(), key=lambda file: file.name == NOTE):  # the note is the last
+                file.replace(folder / file.name)
+    except OSError as error:
         raise OptionError(
-            f"{path.name}: transformers cannot convert its tokenizer ({_first_line(error)}); use the model's "
-            "safetensors and tokenizer files instead"
+            f"{folder} was converted by an earlier version, which cut some texts wrongly, and its tokenizer cannot be "
+            f"replaced ({error}); remove the folder, or make it one that can be written"
         ) from error
+
+
+def _written(folder: Path) -> str:
+    """Bytes of the files of a folder, in words; none where one goes meanwhile."""
+    try:
+        return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
+    except OSError:
+        return ""
 
 
 def _contradicts(path: Path, why: str) -> NoReturn:
@@ -279,16 +300,27 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and warnings of transformers; its settings come back."""
+def _quiet() -> Iterator[list[None]]:
+    """No bars and warnings of transformers; its settings come back.
+
+    Yields:
+        A list that grows by an entry with each tensor that it reads one after the other.
+    """
     legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     tools: Any = transformers.utils.logging
     shown, level, bar = tools.is_progress_bar_enabled(), tools.get_verbosity(), legacy.tqdm
     tools.disable_progress_bar()
     tools.set_verbosity_error()
-    legacy.tqdm = partial(bar, disable=True)
+    read: list[None] = []
+
+    def counted(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
+        for tensor in tensors:
+            read.append(None)
+            yield tensor
+
+    legacy.tqdm = counted
     try:
-        yield
+        yield read
     finally:
         legacy.tqdm = bar
         tools.set_verbosity(level)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ class GGUFHeader:
     """What a GGUF file says of itself.
 
     Attributes:
-        metadata: numbers and strings; of an array, its length.
+        metadata: numbers and strings; of an array, its length, or its values where `read_header` was given its key.
     """
 
     metadata: dict[str, Any]
@@ -73,8 +74,11 @@ class GGUFHeader:
         return bool(self.metadata.get("tokenizer.ggml.tokens"))
 
 
-def read_header(path: Path) -> GGUFHeader:
+def read_header(path: Path, arrays: Collection[str] = ()) -> GGUFHeader:
     """The header of a GGUF file.
+
+    Args:
+        arrays: keys of arrays that are read in full, as lists.
 
     Raises:
         DataError: it is no GGUF file, one of another version, cut off, or one whose numbers contradict each other.
@@ -83,7 +87,7 @@ def read_header(path: Path) -> GGUFHeader:
     sizes = _type_sizes()
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data).header(sizes)
+            return _Reader(path, data).header(sizes, arrays)
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise DataError(f"{path} cannot be read as a GGUF file: {error}") from error
 
@@ -113,7 +117,7 @@ class _Reader:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
 
-    def header(self, sizes: dict[int, tuple[str, int, int]]) -> GGUFHeader:
+    def header(self, sizes: dict[int, tuple[str, int, int]], arrays: Collection[str]) -> GGUFHeader:
         if self._take(4) != MAGIC:
             self._refuse("it does not begin with 'GGUF'")
         version = self._number("I")
@@ -125,7 +129,7 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(n_keys):
             key = self._name("a key")
-            metadata[key] = self._value(self._number("I"))
+            metadata[key] = self._value(self._number("I"), key in arrays)
         described = [self._tensor(sizes) for _ in range(n_tensors)]
         if len({tensor.name for tensor, _, _ in described}) < n_tensors:
             self._refuse("two tensors have one name")
@@ -157,7 +161,7 @@ class _Reader:
             self._refuse(f"tensor {name!r} has rows of {shape[0]} numbers, and {label} blocks of {block}")
         return GGUFTensor(name, shape, label, offset), offset, math.prod(shape) // block * n_bytes
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, whole: bool) -> Any:
         if kind == _STRING:
             return self._take(self._number("Q")).decode("utf-8", "replace")
         if kind in _NUMBERS:
@@ -167,11 +171,17 @@ class _Reader:
         inner = self._number("I")
         if inner == _STRING:
             length = self._count(8, "strings")
-            for _ in range(length):
-                self._take(self._number("Q"))
+            taken = (self._take(self._number("Q")) for _ in range(length))
+            if whole:
+                return [string.decode("utf-8", "replace") for string in taken]
+            for _ in taken:  # each has a length of its own to be checked
+                pass
         elif inner in _NUMBERS:
-            length = self._count(struct.calcsize(_NUMBERS[inner]), "numbers")
-            self._take(length * struct.calcsize(_NUMBERS[inner]))
+            size = struct.calcsize(_NUMBERS[inner])
+            length = self._count(size, "numbers")
+            numbers = self._take(length * size)
+            if whole:
+                return list(struct.unpack(f"<{length}{_NUMBERS[inner]}", numbers))
         else:
             self._refuse(f"an array has values of the type {inner}; numbers and strings are possible")
         return length

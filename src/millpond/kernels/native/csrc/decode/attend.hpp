@@ -31,7 +31,7 @@ struct Scratch {
     return round_up(4 * (query + int64_t(c.group) * (CHUNK + 1) + CHUNK + rows + packed + 16 * W), 4096);
   }
   // The queries as packed keys meet them; as weights, which the weights of a run of values replace; per head and group
-  // of channels what the zeros add.
+  // of channels what the zeros add, and per head what the mean of a page adds.
   static int64_t packed_query_floats(const Call& c) {
     return c.packed != nullptr ? c.group * round_up(c.packed->pool.key_dim, QUERY_PAD) : 0;
   }
@@ -40,7 +40,7 @@ struct Scratch {
   }
   static int64_t packed_bias_floats(const Call& c) {
     if (c.packed == nullptr) return 0;
-    return c.group * std::max<int64_t>(2 * (c.packed->pool.key_dim / LANES), W * (c.packed->pool.value_dim / LANES));
+    return c.group * (std::max<int64_t>(2 * (c.packed->pool.key_dim / LANES), W * (c.packed->pool.value_dim / LANES)) + 1);
   }
   // 32 keys as numbers, the scales and zeros of their group, their cosines and sines, and the queries of a run.
   static int64_t turned_floats(const Call& c) {

@@ -193,6 +193,20 @@ inline void encode_e4m3(const SideArgs& a, const Sheet& s, char* page) {
     s.codes[i] = to_e4m3(std::min(448.0f, std::max(-448.0f, s.x[i] * inverse)));
 }
 
+// Store the means of a page's channels, and take them away from its numbers. Returns whether one is too large.
+inline bool subtract_means(const Sheet& s, char* to) {
+  f16* means = reinterpret_cast<f16*>(to);
+  bool large = false;
+  for (int d = 0; d < s.dim; d += W) {
+    vf total = load(s.x + d), mean;
+    for (int64_t t = 1; t < s.n; ++t) total += load(s.x + t * s.dim + d);
+    total *= 1.0f / float(s.n);
+    for (int i = 0; i < W; ++i) mean[i] = half_of_float(total[i], means + d + i, large);
+    for (int64_t at = d; at < int64_t(s.n) * s.dim; at += s.dim) store(s.x + at, load(s.x + at) - mean);
+  }
+  return large;
+}
+
 // Whether all are finite; zeros lose their signs, so that equal numbers have equal codes.
 inline bool settle(const Sheet& s) {
   vi bad{};

@@ -14,6 +14,7 @@ struct SideArgs {
   int64_t group;
   int64_t codes, top, scales, zeros;  // top: third bits
   int64_t factor_bytes;               // of scales and zeros and what follows them
+  int64_t means;                      // (dim,) f16: the mean of a page's keys, which codes stand beside
   int64_t extra, n_extra;             // entries beside the codes: (slot * 256 + channel) u16 each, then f16 remainders
   const float *table, *cuts;          // (2^b,), (2^b - 1,): the numbers of a table format, and what lies between codes
   const float *fixed_scales, *fixed_zeros;  // (Hkv, dim): per channel, in place of those of the page; or null

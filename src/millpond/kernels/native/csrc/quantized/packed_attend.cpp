@@ -30,6 +30,7 @@ void packed_logits(const Call& c, int r, const Part& part, int at, int n, const 
   const int groups = a.by_channel ? 1 : int(dim / a.group);
   const Folded q{scratch.packed_query, reinterpret_cast<Weight*>(scratch.folded), scratch.packed_bias,
                  scratch.packed_bias + 2 * group * groups, int(round_up(dim, QUERY_PAD)), largest_weight(dim)};
+  float* by_mean = q.units + group * groups;  // (group,) of the page at hand
   const Table table = Table::of<F>(a.table);
   const float offset = offset_of(F);
   if (!a.by_channel) fold_slotwise<F>(offset + half_of(a), dim, int(a.group), groups, group, q);
@@ -53,6 +54,11 @@ void packed_logits(const Call& c, int r, const Part& part, int at, int n, const 
         slotwise_logits<F, heads>(run, q, h, h == 0 ? later : Later{}, scales, zeros, slots, int(a.group), groups, table, s, CHUNK);
       };
       for_heads(group, go);
+      if (a.means >= 0) {
+        if (i == 0 || slot == 0) mean_logits(a, page, dim, q, group, by_mean);
+        for (int h = 0; h < group; ++h)
+          for (int k = 0; k < RUN; k += W) store(s + h * CHUNK + k, load(s + h * CHUNK + k) + by_mean[h]);
+      }
     } else {
       if (!fixed && (i == 0 || (at + i) % a.group == 0)) {
         const char* scales = page + a.scales + (F == FP8 ? 0 : slot / a.group * dim * 2);

@@ -49,6 +49,7 @@ int encode(const SideArgs& a, Sheet s, int first, int slots, int head, char* pag
     return FINE;
   }
   if (!settle(s)) return NOT_FINITE;
+  if (a.means >= 0 && subtract_means(s, page + a.means)) return TOO_LARGE;
   if (a.n_extra == 0) s.far = nullptr;
   int trouble = FINE;
   with_format(a.format, [&](auto f) { trouble = encode_as<f>(a, s, first, slots, head, page, is_key); });

@@ -194,6 +194,16 @@ inline void fold_slotwise(float offset, int dim, int group, int groups, int head
     }
 }
 
+// What the mean (dim,) of the keys of a page adds to every logit of it: (heads,).
+inline void mean_logits(const SideArgs& a, const char* page, int dim, const Folded& q, int heads, float* to) {
+  const f16* means = halves(page, a.means);
+  for (int h = 0; h < heads; ++h) {
+    vf total{};
+    for (int d = 0; d < dim; d += W) total += load(q.query + h * q.stride + d) * load(means + d);
+    to[h] = sum(total);
+  }
+}
+
 // Entries beside the codes of a page: what they add to the logits of its slots first .. first + n.
 inline void extra_logits(const SideArgs& a, const char* page, int first, int n, const Folded& q, int heads, float* s,
                          int s_stride) {

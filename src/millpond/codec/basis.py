@@ -1,0 +1,89 @@
+"""Basis in which a layer stores queries, keys and values: key channels scaled down, then a Hadamard rotation.
+
+Attention does not change: (q s H) . (k / s H) = q . k. Key projections with biases make a few channels large in every
+key, so that RoPE swings them far within one page; divided by s they take no more range than the others, and their
+errors, times s, meet queries that are small there. Scales are powers of two, which lose no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millpond.codec.rotate import rotate
+
+#: Size of a bias that a channel is scaled down to.
+LEVEL = 8.0
+
+
+@dataclass(frozen=True, eq=False)
+class KeyScales:
+    """What the layers of a model divide their keys by.
+
+    Attributes:
+        layers: of each (Hkv, D) float32, powers of two of at least 1; None: 1.
+    """
+
+    layers: Sequence[Tensor | None]
+
+    def of(self, layer: int, device: torch.device) -> Tensor | None:
+        """The scales of one layer on a device."""
+        found = self.layers[layer]
+        return None if found is None else found.to(device)
+
+
+def scales_for(bias: Tensor, partner: Tensor | None = None) -> Tensor | None:
+    """Scales (Hkv, D) float32 for keys with a bias (Hkv, D); None where all are 1.
+
+    Args:
+        partner: (D,) the channel that each turns with, -1 for one that does not turn. Both get the larger scale, for
+            RoPE carries the bias of one into the other.
+    """
+    size = bias.detach().float().abs()
+    if partner is not None:
+        with_partner = torch.hypot(size, size[:, partner.long().clamp(min=0)])
+        size = torch.where(partner >= 0, with_partner, size)
+    scales = torch.exp2(torch.ceil(torch.log2((size / LEVEL).clamp(min=1.0))))
+    return scales if bool((scales > 1).any()) else None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Basis:
+    """How one layer turns numbers before it stores them, and back. Heads are the third dimension from the end.
+
+    Attributes:
+        hadamard: queries, keys and values are rotated. scales: (Hkv, D) what keys are divided by; None: 1.
+    """
+
+    hadamard: bool
+    scales: Tensor | None
+
+    def stored(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (..., Hq, n, D), keys (..., Hkv, n, D) and values (..., Hkv, n, value_dim) as they are stored."""
+        return self.queries(q), self.keys(k), self.values(v)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries (..., Hq, n, D) as they meet stored keys."""
+        if self.scales is not None:
+            q = q * self._scales(q.dtype).repeat_interleave(q.shape[-3] // len(self.scales), 0)
+        return self.values(q)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Keys (..., Hkv, n, D) as they are stored."""
+        return self.values(k if self.scales is None else k / self._scales(k.dtype))
+
+    def values(self, v: Tensor) -> Tensor:
+        """Values (..., n, value_dim) as they are stored; the same turns stored ones, and outputs, back."""
+        return rotate(v) if self.hadamard else v
+
+    def keys_back(self, k: Tensor) -> Tensor:
+        """Stored keys (..., Hkv, n, D) as the model made them."""
+        k = self.values(k)
+        return k if self.scales is None else k * self._scales(k.dtype)
+
+    def _scales(self, dtype: torch.dtype) -> Tensor:
+        assert self.scales is not None
+        return self.scales.to(dtype)[:, None]
