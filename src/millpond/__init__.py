@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WouldForgetError,
     )
     from millpond.evals.fit import fit
+    from millpond.hf.ask import TextAnswer, ask
     from millpond.hf.cache import MillpondCache
     from millpond.hf.compress import compress
     from millpond.hf.document import restore_document, save_document
@@ -69,8 +70,10 @@ _HOME = {
     "PoolFullError": "millpond.errors",
     "Prompt": "millpond.engine.chunked_prompt",
     "SamplingParams": "millpond.engine.sampling.params",
+    "TextAnswer": "millpond.hf.ask",
     "UnsupportedModelError": "millpond.errors",
     "WouldForgetError": "millpond.errors",
+    "ask": "millpond.hf.ask",
     "compress": "millpond.hf.compress",
     "fit": "millpond.evals.fit",
     "list_codecs": "millpond.codec",
@@ -105,8 +108,10 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "PoolFullError",
     "Prompt",
     "SamplingParams",
+    "TextAnswer",
     "UnsupportedModelError",
     "WouldForgetError",
+    "ask",
     "compress",
     "fit",
     "list_codecs",

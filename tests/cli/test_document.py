@@ -14,7 +14,7 @@ from safetensors import safe_open
 from helpers.models import needs_pond_text
 from millpond.cli import console
 from millpond.cli.demo.task import DemoTask
-from millpond.cli.documents import beginning, ending
+from millpond.hf.ask import beginning, ending
 from millpond.hf.document import document_note
 from millpond.models.chat_template import turn_ends
 from millpond.models.load import load_tokenizer, resolve

@@ -11,10 +11,11 @@ import pytest
 
 from millpond.cluster.async_llm import AsyncClusterLLM
 from millpond.cluster.batched_calls import BatchedCalls
+from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.loop_thread import LoopThread
-from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.messages import Reported, RequestStart, WorkerReport
 from millpond.engine import async_llm
-from millpond.engine.outputs import RequestOutput
+from millpond.engine.outputs import RequestOutput, Times
 from millpond.engine.request import Request
 from millpond.errors import OptionError
 from tests.cluster.test_dispatch import PROMPTS, answers, expected, params
@@ -152,3 +153,16 @@ def test_calls_of_one_pass_are_made_together() -> None:
         assert not calls._waiting
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_how_far_a_prompt_is_read_reaches_the_client_that_asked(asked: bool) -> None:
+    """Over reports, which say what is new only; one that says nothing new is not passed on."""
+    wanted = Request(request_id="one", prompt=(1,) * 40, params=params(), tell_read=asked)
+    entry, reported = LedgerEntry(wanted, lambda _: None), Reported()
+    heard = []
+    for read in (16, 32, 32, 40):
+        output = RequestOutput("one#0", None, wanted.prompt, (), Times(1.0, 1.5), read=read, cached=8)
+        if entry.add(reported.update(output, 2.0), 3.0):
+            heard.append((entry.output().read, entry.output().cached, entry.output().times.started))
+    assert heard == ([(16, 8, 2.5), (32, 8, 2.5), (40, 8, 2.5)] if asked else [])

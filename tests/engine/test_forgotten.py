@@ -39,7 +39,8 @@ def expected(method: str, codec: str = "auto", new: int = NEW, model: Any = None
     for begin, end in SPANS:
         own = [holders[position] for position in range(begin, end)]
         n = max(len(own), 1)
-        found.append(Forgotten(begin, end, own.count(0) / n, sum(2 * of < heads for of in own) / n))
+        part = sum(own) / (n * heads) if own else 1.0
+        found.append(Forgotten(begin, end, own.count(0) / n, sum(2 * of < heads for of in own) / n, part))
     return found
 
 

@@ -28,7 +28,8 @@ def expected(engine: Engine, name: str, spans: tuple[tuple[int, int], ...]) -> l
     found = []
     for begin, end in spans:
         own, n = held[begin:end], max(end - begin, 1)
-        found.append(Forgotten(begin, end, own.count(0) / n, sum(2 * one < heads for one in own) / n))
+        part = sum(own) / (n * heads) if own else 1.0
+        found.append(Forgotten(begin, end, own.count(0) / n, sum(2 * one < heads for one in own) / n, part))
     return found
 
 

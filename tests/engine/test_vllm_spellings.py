@@ -107,6 +107,25 @@ def test_what_is_no_conversation(llm: mp.LLM, messages: Any, said: str) -> None:
         llm.chat(messages, SHORT, chat_template=TEMPLATE)
 
 
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+WITH_CALLS = WITH_TOOLS.replace("{% endfor %}{% if", "{{ m.tool_calls or '' }}{% endfor %}{% if")
+TOOLS = [{"type": "function", "function": {"name": "kettle", "parameters": {"type": "object"}}}]
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"} | TOOLS[0]]}
+
+
+def test_tools_and_calls_that_a_template_leaves_out_are_refused(llm: mp.LLM) -> None:
+    said = [{"role": "user", "content": "kettle"}]
+    with pytest.raises(OptionError, match=r"leaves tools out, .*chat_template="):
+        llm.chat(said, SHORT, tools=TOOLS, chat_template=TEMPLATE)
+    with pytest.raises(OptionError, match="leaves tools out"):
+        llm.chat([said, said], SHORT, chat_template=TEMPLATE, chat_template_kwargs={"tools": TOOLS})
+    with pytest.raises(OptionError, match="leaves calls of tools out"):
+        llm.chat([*said, CALLING], SHORT, chat_template=WITH_TOOLS)
+    (shown,) = llm.chat([*said, CALLING], SHORT, tools=TOOLS, chat_template=WITH_CALLS)
+    assert llm.get_tokenizer().decode(shown.prompt_token_ids).startswith("kettle")
+    llm.chat([*said, CALLING | {"tool_calls": [], "content": "x"}], SHORT, tools=[], chat_template=TEMPLATE)
+
+
 def test_a_model_without_a_template_has_no_chat() -> None:
     tokenizer: Any = mp.load_tokenizer("pond-recall")
     tokenizer.chat_template = None

@@ -20,7 +20,9 @@ from tests.helpers.server.fake import FakeLLM, client_of
     [
         ("**yes**, *so*\nit is", "<p><strong>yes</strong>, <em>so</em><br>\nit is</p>\n"),
         ("1. a\n2. b", "<ol>\n<li>a</li>\n<li>b</li>\n</ol>\n"),
-        ("```py\nx < 1\n```", "<pre><code>x &lt; 1\n</code></pre>\n"),
+        ("```py\nx < 1\n```", '<pre><code class="language-py">x &lt; 1\n</code></pre>\n'),
+        ("```Python x=1\na\n```", '<pre><code class="language-python">a\n</code></pre>\n'),
+        ("```evil\na\n```", "<pre><code>a\n</code></pre>\n"),
         ("| a |\n|---|\n| b |", "<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>b</td></tr></tbody></table>"),
         ("[a](https://b.c)", '<p><a href="https://b.c" rel="noopener noreferrer nofollow">a</a></p>\n'),
     ],

@@ -28,9 +28,13 @@ ROUTES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "/v1/completions": ("post", "/v1/completions", {"prompt": "w5", "max_tokens": 4}),
     "/v1/chat/completions": ("post", "/v1/chat/completions", CHAT),
     "/v1/responses": ("post", "/v1/responses", {"input": "w5", "max_output_tokens": 4}),
+    "/v1/messages": ("post", "/v1/messages", CHAT),
+    "/v1/messages/count_tokens": ("post", "/v1/messages/count_tokens", {"messages": CHAT["messages"]}),
+    "/infill": ("post", "/infill", {"input_prefix": "w5", "input_suffix": "w7", "n_predict": 4}),
     "/v1/models": ("get", "/v1/models", None),
     "/v1/models/{name}": ("get", "/v1/models/fake/counter", None),
     "/health": ("get", "/health", None),
+    "/version": ("get", "/version", None),
     "/metrics": ("get", "/metrics", None),
     "/tokenize": ("post", "/tokenize", {"prompt": "w5"}),
     "/detokenize": ("post", "/detokenize", {"tokens": [5]}),
@@ -39,7 +43,7 @@ ROUTES: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "remove /v1/millpond/sessions": ("delete", "/v1/millpond/sessions", None),
     "/v1/millpond/sessions/{session_id}": ("delete", f"/v1/millpond/sessions/{'a' * 32}", None),
 }
-ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill")
 SESSIONS = tuple(route for route in ROUTES if "sessions" in route)
 KEYED = ServerSettings(api_keys=("one",), max_body_bytes=2_000, max_bytes_under_way=3_000, body_timeout_s=0.1)
 
@@ -134,6 +138,7 @@ async def ask(case: Case, app: Any, key: str = "one") -> httpx.Response:
 
 def run(case: Case, **settings: Any) -> httpx.Response:
     llm = templated()
+    llm.tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
     if "memory" in case.route:
         llm.running.add("one")
     if "sessions" in case.route:
@@ -187,6 +192,8 @@ def test_the_served_document_is_this_one() -> None:
     Case("/v1/chat/completions", 200, {"n": 2, "logprobs": True, "top_logprobs": 2}),
     Case("/v1/responses", 200, {"top_logprobs": 2, "metadata": {"a": "b"}, "instructions": None}),
     Case("/v1/responses", 200, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}),
+    Case("/v1/responses", 200, {"tools": [{"type": "function", "name": "w5"}], "parallel_tool_calls": False}),
+    Case("/infill", 200, {"response_fields": ["content", "timings/prompt_n"], "n_predict": 0}),
     Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
     Case("/v1/millpond/memory/{request_id}", 204, prepare=lambda app, llm: (
         llm.running.clear(), app.state.service.gate.under_way.update(one=app.state.service.clients._hash("one")))),
@@ -204,9 +211,11 @@ def test_streams_are_as_described(route: str, fails: bool, more: dict[str, Any])
 
     scores = {
         "/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2},
-        "/v1/responses": {"top_logprobs": 2},
+        "/v1/responses": {"top_logprobs": 2}, "/v1/messages": {"temperature": 0.5},
+        "/infill": {"n_indent": 2},
     }  # fmt: skip
-    body = {"stream": True} | (scores[route] if more.get("scores") else more)
+    usual = {} if route in ("/v1/messages", "/infill") else more
+    body = {"stream": True} | (scores[route] if more.get("scores") else usual)
     found = run(Case(route, 200, body, prepare=prepare))
     assert found.headers["content-type"].startswith("text/event-stream")
     assert ("the model broke" in found.text) == fails
@@ -252,7 +261,7 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
     *(Case(route, 503, prepare=drained) for route in (*ANSWERS, "/health")),
     Case("/health", 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")),
     *(Case(route, 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")) for route in ANSWERS),
-    *(Case(route, 500, prepare=broken(RuntimeError("a mistake of ours"))) for route in ROUTES),
+    *(Case(route, 500, prepare=broken(RuntimeError("a mistake of ours"))) for route in ROUTES if route != "/version"),
     *(Case(route, 411, headers={"Transfer-Encoding": "chunked"}) for route in ROUTES),
     *(Case(route, 413, headers={"Content-Length": "9999"}) for route in ROUTES),
     *(Case(route, 401, headers={"Authorization": "Bearer two"}) for route in ROUTES if route != "/health"),
@@ -315,6 +324,7 @@ def test_every_status_that_is_described_is_seen() -> None:
         (mark,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
         seen |= {(path_of(case.route), str(case.status)) for case in mark.args[1]}
     seen |= {(path_of(route), status) for route in ROUTES for status in ("408", "421", "503")}
+    seen.add(("/version", "500"))  # a constant, with nothing in it that could fail
     described = {
         (path, status)
         for path, operations in DOCUMENT["paths"].items()

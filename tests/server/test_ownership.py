@@ -116,7 +116,9 @@ def _called(value: str) -> dict[str, Any]:
 def _said(path: str) -> dict[str, Any]:
     return {
         "/v1/completions": {"prompt": "w5"}, "/v1/chat/completions": _chat({"role": "user", "content": "w5"}),
-        "/v1/responses": {"input": "w5"},
+        "/v1/responses": {"input": "w5"}, "/v1/messages": _chat({"role": "user", "content": "w5"}),
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "w5"}]},
+        "/infill": {"input_prefix": "w5", "input_suffix": "w6", "n_predict": 2, "response_fields": ["content"]},
     }[path]  # fmt: skip
 
 
@@ -124,7 +126,17 @@ def _field(path: str, name: str) -> Callable[[str], dict[str, Any]]:
     return lambda value: _said(path) | {name: value}
 
 
-_ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+def _blocks(path: str, block: str, role: str, name: str) -> Callable[[str], dict[str, Any]]:
+    """A message of Anthropic's with a block that has an id."""
+    more: dict[str, Any] = {"name": "look", "input": {}} if block == "tool_use" else {}
+    last = {"role": "user", "content": "w6"}
+    return lambda value: _said(path) | {
+        "messages": [{"role": role, "content": [{"type": block, name: value} | more]}, last]
+    }
+
+
+_ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill")
+_ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 _MESSAGES: dict[str, Callable[[str], dict[str, Any]]] = {
     "messages.tool_call_id": lambda value: _chat({"role": "tool", "content": "w5", "tool_call_id": value}),
     "messages.tool_calls.id": _called,
@@ -137,6 +149,9 @@ ROWS: dict[Place, Owned | OperatorOnly | Public | NeverLookedUp | SaltOfTurns] =
     ("post", "/v1/responses", "input.id"): NeverLookedUp(
         lambda value: {"input": [{"role": "user", "content": "w5", "id": value}]}
     ),
+    ("post", "/v1/responses", "input.call_id"): NeverLookedUp(lambda value: {"input": [
+        {"type": "function_call", "call_id": value, "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": value, "output": "w5"}]}),
     ("post", "/v1/responses", "previous_response_id"): NeverLookedUp(_field("/v1/responses", "previous_response_id")),
     ("post", "/v1/responses", "conversation"): NeverLookedUp(_field("/v1/responses", "conversation")),
     **{("post", "/v1/chat/completions", name): NeverLookedUp(body) for name, body in _MESSAGES.items()},
@@ -144,6 +159,15 @@ ROWS: dict[Place, Owned | OperatorOnly | Public | NeverLookedUp | SaltOfTurns] =
     **{
         ("post", path, name): NeverLookedUp(_field(path, name))
         for path in _ANSWERS for name in ("prompt_cache_key", "safety_identifier")
+    },
+    **{
+        ("post", path, f"messages.content.{name}"): NeverLookedUp(_blocks(path, block, role, name))
+        for path in _ANTHROPIC
+        for block, role, name in (("tool_use", "assistant", "id"), ("tool_result", "user", "tool_use_id"))
+    },
+    **{
+        ("post", path, name): NeverLookedUp(_field(path, name))
+        for path in _ANTHROPIC for name in ("user_profile_id", "workspace_id")
     },
     **{("post", path, "cache_salt"): Salted(_field(path, "cache_salt")) for path in _ANSWERS},
     **{(method, "/v1/millpond/sessions", SALT): SaltOfTurns() for method in ("get", "delete")},
@@ -244,6 +268,7 @@ def test_fields_choose_nothing_of_another_key(place: Place, row: NeverLookedUp) 
     """Key "one" sends a value, then key "two" that value and a new one: the engine is asked for the same by both."""
     method, path, _ = place
     llm = templated()
+    llm.tokenizer.add_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
 
     async def work(client: httpx.AsyncClient) -> None:
         async def told(key: str, value: str) -> tuple[int, str]:

@@ -4,62 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from millpond.engine.outputs import Forgotten
 from millpond.evals.inspector import palette
 from millpond.server.routes.ui import PATHS
-from tests.helpers.evals.browser import CHROMIUM, Browser
 from tests.helpers.server.fake import FakeLLM, client_of
 from tests.helpers.server.live import Live, live, until
 from tests.helpers.server.page_picture import HEIGHT, WIDTH, take
+from tests.helpers.server.window import Window, in_browser
+from tests.helpers.server.window import server as server  # fixtures
+from tests.helpers.server.window import window as window
 
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
+BEGUN = "document.querySelector('.assistant:not(:has(.reading))')?.textContent.length > 3"
 LOOKS = """(() => [...document.querySelectorAll("#text .t")].map((t) => [t.textContent, t.className]))()"""
-
-
-class Window(Browser):
-    """A browser that may speak with one server and nobody else."""
-
-    allowed = ""
-
-    def _note(self, message: dict[str, Any]) -> None:
-        url = message.get("params", {}).get("request", {}).get("url", "")
-        if not (self.allowed and url.startswith((self.allowed, "data:"))):
-            super()._note(message)
-
-    def visit(self, url: str) -> None:
-        self.allowed = url
-        self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && document.getElementById('model').textContent !== 'Millpond'")
-
-    def type(self, text: str) -> None:
-        for letter in text:
-            self.press(letter)
-
-    def enter(self) -> None:
-        shared = {"key": "Enter", "windowsVirtualKeyCode": 13}
-        self.call("Input.dispatchKeyEvent", type="keyDown", text="\r", **shared)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(FakeLLM) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
-    with Window(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-        assert opened.problems == []  # no exception, nothing refused, nobody else asked
 
 
 def test_the_page_asks_nobody_else() -> None:
@@ -109,7 +69,9 @@ def test_a_chat_and_what_is_remembered(window: Window, server: Live) -> None:
     levels = [int(found[1]) for _, look in shown if (found := re.search(r"c(\d+)", look))]
     assert levels == [9, 0, 11]  # logarithms of the scores 2, 1/3 and pi
     assert window.run("document.getElementById('fill').style.width") == "50%"
-    assert "200 B held of 400 B" in window.run("document.getElementById('bytes').textContent")
+    assert window.run("document.getElementById('held').textContent") == "50 % held"
+    shown = window.run("document.getElementById('bytes').textContent")
+    assert shown == "200 B in memory, of 400 B for all 4 tokens in the model's own numbers"
     assert "tokens/s" in window.run("document.getElementById('pace').textContent")
 
 
@@ -118,42 +80,44 @@ def answered(turns: int) -> str:
 
 
 @in_browser
-def test_each_message_shows_what_is_gone_of_it(window: Window, server: Live) -> None:
+def test_one_figure_tells_what_is_held(window: Window, server: Live) -> None:
+    """Of each message and of all, by one definition; there is no other share."""
     window.visit(f"{server.url}/")
-    assert not window.run("document.getElementById('gone-legend').checkVisibility()")
+    definition = window.run("document.getElementById('definition').textContent.replace(/\\s+/g, ' ')")
+    assert definition.startswith("Held: of all entries that the text would have in the cache")
+    assert not window.run("document.getElementById('definition').checkVisibility()")
     for turn in (1, 2):
-        window.type("w5 w6")
-        window.enter()
-        window.wait(answered(turn))
-    marks = window.run("[...document.querySelectorAll('#log > *')].map((box) => box.dataset.gone ?? '')")
-    assert marks == ["25 % forgotten", "25 % forgotten", "25 % forgotten", ""], "nothing is known of the last answer"
-    first = "document.querySelector('.user')"
-    assert window.run(f"{first}.title").startswith("25 % of this message is held by no head, 50 % by fewer than half")
-    widths = window.run(f"getComputedStyle({first}).backgroundSize")
-    assert re.findall(r"\d+%", widths) == ["25%", "50%"]
-    assert window.run("document.getElementById('gone-legend').checkVisibility()")
+        window.ask("w5 w6")
+        assert window.texts(".held-of") == ["60 % held"] * (2 * turn - 1) + [""], "nothing is known of the last answer"
+    titles = window.run("[...document.querySelectorAll('.held-of')].map((e) => e.title)")
+    assert titles == [definition] * 3 + [""]
+    width = window.run("getComputedStyle(document.querySelector('.held-of')).backgroundSize")
+    assert width.startswith(("calc(60%", "60%"))
+    shares = re.findall(r"[\d.]+ %[^·;,\n]*", window.run("document.body.innerText"))
+    assert len(shares) == 4
+    assert all(re.fullmatch(r"\d+ % held", share) for share in shares), shares
+    window.click(".what")
+    assert window.run("document.getElementById('definition').checkVisibility()")
+    window.press("Escape")
+    window.wait("!document.getElementById('definition').checkVisibility()")
     usual, server.llm.forgotten = (
         server.llm.forgotten,
-        lambda request: tuple(Forgotten(begin, end, 0.0, 0.0) for begin, end in request.tell_forgotten),
+        lambda request: tuple(Forgotten(begin, end, 0.0, 0.1, 0.997) for begin, end in request.tell_forgotten),
     )
     try:
-        window.type("w7")
-        window.enter()
-        window.wait(answered(3))
-        assert window.run(f"{first}.dataset.gone") == "nothing forgotten"
+        window.ask("w7")
+        assert window.texts(".held-of")[0] == "99.7 % held", "what lacks a little is not all"
     finally:
         server.llm.forgotten = usual
-    window.run("document.getElementById('fresh').click()")
-    assert not window.run("document.getElementById('gone-legend').checkVisibility()")
 
 
 @in_browser
 def test_a_server_that_cannot_tell_answers_without(window: Window, server: Live) -> None:
     window.visit(f"{server.url}/")
-    window.run("""const sent = window.sent = [], send = window.fetch; window.fetch = (path, options) => {
+    window.run("""const told = window.told = [], send = window.fetch; window.fetch = (path, options) => {
       if (!String(path).endsWith("chat/completions")) return send(path, options);
       const body = JSON.parse(options.body);
-      sent.push(body.millpond.forgotten ?? false);
+      told.push(body.millpond.forgotten ?? false);
       if (!body.millpond.forgotten) return send(path, options);
       const error = { message: "no", param: "millpond.forgotten" };
       return Promise.resolve(new Response(JSON.stringify({ error }), { status: 400 }));
@@ -162,7 +126,7 @@ def test_a_server_that_cannot_tell_answers_without(window: Window, server: Live)
         window.type("w5")
         window.enter()
         window.wait(answered(turn))
-    assert window.run("sent") == [True, False, False]
+    assert window.run("told") == [True, False, False]
     assert window.run("document.querySelectorAll('.error').length") == 0
 
 
@@ -176,7 +140,7 @@ def test_answers_are_shown_as_markdown_and_nothing_in_them_runs(window: Window, 
         window.enter()
         window.wait("document.querySelector('.assistant li') && !document.getElementById('send').disabled")
         shape = "[...document.querySelector('.assistant').children].map((e) => e.tagName).join()"
-        assert window.run(shape) == "P,UL,PRE,P"
+        assert window.run(shape) == "P,UL,FIGURE,P"
         assert window.run("document.querySelector('.assistant strong').textContent") == "bold"
         assert "<img src=x" in window.run("document.querySelector('.assistant p').textContent")
         assert window.run("document.querySelectorAll('.assistant :is(img, a)').length") == 0
@@ -209,9 +173,8 @@ def test_header_and_placeholders_follow_the_chats_own_settings(window: Window, s
     assert window.run("document.getElementById('method').disabled")
     window.type("w5")
     window.enter()
-    window.wait("document.querySelector('.assistant')?.textContent.length > 3")
-    cache = server.llm.asked[-1].cache
-    assert (cache.method, cache.budget, cache.codec) == ("ada", "20%, at least 512", "rotated4")
+    window.wait(BEGUN)
+    assert server.llm.asked[-1].cache.preset == "tiny"
     window.wait(answered(1))
 
 
@@ -267,7 +230,7 @@ def test_a_request_that_waits_is_no_failed_one(window: Window, server: Live) -> 
     usual = server.llm.memory
     looks: list[str] = []
 
-    async def nothing(request_id: str, layer: int) -> None:
+    async def nothing(request_id: str, layer: int, client: str | None = None) -> None:
         looks.append(request_id)
 
     server.llm.memory = nothing
@@ -316,7 +279,7 @@ def test_escape_stops_and_frees(window: Window, server: Live) -> None:
         window.visit(f"{server.url}/")
         window.type("w5")
         window.enter()
-        window.wait("document.querySelector('.assistant')?.textContent.length > 3")
+        window.wait(BEGUN)
         window.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}))")
         window.wait("!document.getElementById('send').disabled")
         assert window.run("document.querySelectorAll('.error').length") == 0
@@ -338,7 +301,7 @@ def test_what_is_chosen_is_sent_and_refusals_are_shown(window: Window, server: L
     window.run("document.getElementById('method').value = 'snapkv'; document.getElementById('budget').value = '64'")
     window.type("w5")
     window.enter()
-    window.wait("document.querySelector('.assistant')?.textContent.length > 3")
+    window.wait(BEGUN)
     cache = server.llm.asked[-1].cache
     assert (cache.method, cache.budget) == ("snapkv", "64")
     assert window.run("[...document.querySelectorAll('.user')].map((m) => m.textContent)") == ["w5", "w5"]
@@ -360,7 +323,7 @@ def test_a_server_with_keys_asks_for_one(window: Window) -> None:
 @in_browser
 def test_the_picture_in_the_docs_can_be_taken(tmp_path: Path) -> None:
     taken, shown = tmp_path / "page.png", Path(__file__).parents[2] / "docs" / "images" / "page.png"
-    take(taken)
+    take(taken, "pond-text")  # which every checkout has
     for picture in (taken, shown):
         content = picture.read_bytes()
         assert content.startswith(b"\x89PNG")

@@ -53,7 +53,7 @@ def send(content: bytes, llm: FakeLLM | None = None, headers: dict[str, str] | N
     ({"prompt": "w5", "n": 129}, 400, "invalid_value", "n: "),
     ({"prompt": "w5", "best_of": 3}, 400, "unsupported_parameter", "best_of=3"),
     ({"prompt": "w5", "best_of": 1, "n": 2}, 400, "unsupported_parameter", "n=2"),
-    ({"prompt": "w5", "suffix": "x"}, 400, "unknown_parameter", "only ever continued at its end"),
+    ({"prompt": "w5", "suffix": "x"}, 400, "unsupported_parameter", "needs a model with tokens for text in the middle"),
     ({"prompt": "w5", "temprature": 1}, 400, "unknown_parameter", "did you mean 'temperature'?"),
     ({"prompt": "w5", "temperature": -0.1}, 400, "invalid_value", "temperature"),
     ({"prompt": "w5", "temperature": HUGE}, 400, "invalid_value", "temperature"),

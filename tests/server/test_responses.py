@@ -18,6 +18,14 @@ from server.test_guided import bytes_llm
 from tests.helpers.evals.small import tiny_model, tiny_tokenizer
 from tests.helpers.server.fake import TOKEN_BYTES, FakeLLM
 from tests.helpers.server.live import live
+from tests.helpers.server.scripted import ScriptedLLM
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: dict[str, Any] = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": CITY}
+NOW: dict[str, Any] = {"type": "function", "name": "now"}
+CALLED: dict[str, Any] = {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": "{}"}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+BROKEN = '<tool_call>{"name": "now", "arguments": {"a": x}}</tool_call>'
 
 
 def respond(body: dict[str, Any], llm: FakeLLM | None = None, **settings: Any) -> Any:
@@ -141,11 +149,91 @@ def test_formats_become_schemas() -> None:
         assert found.json()["text"] == {"format": wanted}
 
 
+def said_of(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Items without their ids."""
+    return [
+        (item["status"], item["content"][0]["text"]) if item["type"] == "message"
+        else (item["status"], item["name"], item["arguments"]) for item in items
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("Hello <b>", [("completed", "Hello <b>")]), ("", [("completed", "")]),
+    (CALL, [("completed", "get_weather", '{"city": "Bern"}')]),
+    (CALL[12:-13], [("completed", "get_weather", '{"city": "Bern"}')]),
+    (f"```json\n{CALL[12:-13]}\n```", [("completed", "get_weather", '{"city": "Bern"}')]),
+    (f"Wait.\n{CALL}{CALL}\nDone.", [
+        ("completed", "Wait."), *[("completed", "get_weather", '{"city": "Bern"}')] * 2, ("completed", "\n\nDone.")]),
+])  # fmt: skip
+@pytest.mark.parametrize("step", [1, 5, 1_000])
+def test_calls_are_items_whole_and_streamed(text: str, expected: list[tuple[str, ...]], step: int) -> None:
+    body = {"tools": [WEATHER, NOW]}
+    whole = respond(body, ScriptedLLM(text)).json()
+    assert (whole["status"], said_of(whole["output"])) == ("completed", expected)
+    found = events(respond(body | {"stream": True}, ScriptedLLM(text, step=step)).text)
+    assert said_of(found[-1]["response"]["output"]) == expected
+    assert [event["item"] for event in found if event["type"] == "response.output_item.done"] == (
+        found[-1]["response"]["output"]
+    )
+    for place, item in enumerate(found[-1]["response"]["output"]):
+        own = [event for event in found if event.get("output_index") == place and event["type"].endswith("delta")]
+        written = item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
+        assert "".join(event["delta"] for event in own) == written
+        assert {event["item_id"] for event in own} <= {item["id"]}
+
+
+def test_a_call_that_breaks_off_is_text_and_incomplete_in_a_stream() -> None:
+    assert said_of(respond({"tools": [NOW]}, ScriptedLLM(BROKEN)).json()["output"]) == [("completed", BROKEN)]
+    last = events(respond({"tools": [NOW], "stream": True}, ScriptedLLM(BROKEN)).text)[-1]["response"]
+    assert [item[0] for item in said_of(last["output"])] == ["incomplete", "completed"]
+
+
+def test_what_was_called_and_answered_becomes_a_chat() -> None:
+    """As the client holds it; calls belong to what was said before them, and no item vanishes."""
+    llm = ScriptedLLM(f"Wait. {CALL}\n{CALL}", "Sunny.")
+    said: list[Any] = [{"role": "user", "content": "mark1"}]
+    first = respond({"input": said, "tools": [WEATHER]}, llm).json()["output"]
+    results = [
+        {"type": "function_call_output", "call_id": one["call_id"], "output": output}
+        for one, output in zip(first[1:], ["mark2", [{"type": "input_text", "text": "mark3"}]], strict=True)
+    ]
+    said += [*first, *results, CALLED, {"type": "function_call_output", "call_id": "call_1", "output": "mark4"}]
+    assert respond({"input": said, "tools": [WEATHER, NOW]}, llm).status_code == 200
+    prompt = llm.prompt()
+    assert f"user: mark1assistant: Wait.{CALL}{CALL}tool: mark2tool: mark3assistant: <tool_call>" in prompt
+    assert '{"name": "now", "arguments": {}}' in prompt
+    assert "tool: mark4" in prompt
+    assert "The weather." in prompt
+
+
+def test_choices_of_tools() -> None:
+    llm = ScriptedLLM(CALL)
+    chosen = {"type": "function", "name": "now"}
+    found = respond({"tools": [WEATHER, NOW], "tool_choice": chosen, "parallel_tool_calls": False}, llm).json()
+    assert (found["tool_choice"], [tool["name"] for tool in found["tools"]]) == (chosen, ["get_weather", "now"])
+    assert "get_weather" not in str(llm.asked[0].params.structural_tag)
+    none = respond({"tools": [WEATHER], "tool_choice": "none"}, llm).json()
+    assert said_of(none["output"]) == [("completed", CALL)]
+    assert "The weather." not in llm.prompt()
+    text = {"format": {"type": "json_schema", "name": "x", "schema": CITY}}
+    respond({"tools": [WEATHER | {"strict": True}], "text": text}, llm)
+    assert "json_schema" in str(llm.asked[2].params.structural_tag)
+    assert llm.asked[2].params.json_schema is None
+    assert "leave out tools" in respond({"tools": [NOW], "top_logprobs": 2}, llm).json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("body", "words"), [
     ({"previous_response_id": "resp_1"}, "nothing is stored; send the conversation so far, answers included, as input"),
     ({"conversation": "c"}, "nothing is stored"), ({"background": True}, "nothing is stored"),
-    ({"tools": [{"type": "web_search"}]}, "tools are called in chats: POST /v1/chat/completions"),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "tools are called in chats"),
+    ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not run here"),
+    ({"tools": [5]}, "tools.0"), ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+    ({"tool_choice": "required"}, "at least one"),
+    ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "'x' is not in tools"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "call_id"),
+    ({"input": [CALLED | {"arguments": "{"}]}, "must be JSON"), ({"input": [CALLED | {"arguments": "[1]"}]}, "object"),
+    ({"input": [CALLED | {"arguments": '{"a":' * 5_000}]}, "must be JSON"),
+    ({"input": [CALLED | {"arguments": '{"a":"' + "x" * 200_000 + '"}'}]}, "characters of JSON"),
+    ({"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]}, "output"),
     ({"input": [{"type": "reasoning"}]}, "'message'"), ({"input": []}, "input"), ({"input": 5}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
     ({"input": [{"role": "tool", "content": "w5"}]}, "role"),
@@ -216,6 +304,29 @@ class TestOpenAI:
         with client.responses.stream(**asked) as stream:
             kinds = {event.type: event for event in stream}
         assert kinds["response.incomplete"].response.output_text == whole.output_text
+
+    def test_tools(self) -> None:
+        """A call, its result, and the answer, whole and streamed; the items go back as the client holds them."""
+        with live(lambda: ScriptedLLM("")) as server:
+            asks = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            for streamed in (False, True):
+                server.llm.says(f"Wait. {CALL}", "Sunny.")
+                said: list[Any] = [{"role": "user", "content": "How is it?"}]
+                for _ in range(2):
+                    tools = [WEATHER | {"strict": False}]
+                    fields: dict[str, Any] = {"model": "fake/counter", "input": said, "tools": tools}
+                    if streamed:
+                        with asks.responses.stream(**fields) as stream:
+                            kinds = [event.type for event in stream]
+                            found = stream.get_final_response()
+                    else:
+                        found = asks.responses.create(**fields)
+                    said += found.output
+                    calls = [item for item in found.output if item.type == "function_call"]
+                    said += [{"type": "function_call_output", "call_id": one.call_id, "output": "sun"} for one in calls]
+                assert found.output_text == "Sunny."
+                assert f"Wait.{CALL}tool: sun" in server.llm.prompt()
+            assert "response.output_text.done" in kinds
 
     def test_what_is_refused(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="nothing is stored"):

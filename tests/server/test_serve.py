@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,20 @@ from typer.testing import CliRunner
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
 from millpond.cli.serve_options import KEYS_VARIABLE
+from millpond.cli.serve_summary import summary
 from millpond.install_command import install_command
+from millpond.server.request_log import LOG
+from millpond.server.settings import ServerSettings
+from tests.helpers.server.fake import FakeLLM
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_behind_a_test() -> Iterator[None]:
+    """The command line has the log of requests written to its stderr, which is gone when it ends."""
+    before = LOG.handlers[:], LOG.level, LOG.propagate
+    yield
+    LOG.handlers[:], LOG.propagate = before[0], before[2]
+    LOG.setLevel(before[1])
 
 
 def test_it_serves_and_goes_down_with_nothing_lost() -> None:
@@ -31,7 +46,16 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
-            url = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            told = []
+            for line in process.stderr:
+                told.append(line)
+                if line.startswith("key"):
+                    break
+            said = "".join(told)
+            assert "model    pond-recall, 8.0 MiB of weights, context of 8,192 tokens" in said
+            assert "method h2o, budget 32, format auto; memory for keys and values: at most 64.0 MiB" in said
+            assert "key      one of 3 is needed" in said
+            url = re.findall(r"page     (http://127\.0\.0\.1:\d+)/", said)[0]
             found: list[httpx.Response] = []
             body = {"prompt": "berta melon saddle " * 20, "max_tokens": 200, "ignore_eos": True}
             with httpx.Client(base_url=url, headers={"Authorization": "Bearer three"}, timeout=60) as client:
@@ -48,6 +72,11 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
                 process.send_signal(signal.SIGTERM)
                 asked.join(60)
             assert found[0].json()["usage"]["completion_tokens"] == 200
+            lines = [line for line in process.stderr if line[9:].startswith(("GET", "POST"))]
+            assert [re.sub(r" (\d+),.*", r" \1", line[9:].strip()) for line in lines] == [
+                "GET (no route) 401", "GET /v1/models 200", "POST /v1/completions 200",  # refused before it has a route
+            ]  # fmt: skip
+            assert "prompt tokens (0 cached), 200 generated, first token after" in lines[-1]
             assert process.wait(60) == -signal.SIGTERM  # uvicorn hands the signal on when it is done
         finally:
             process.kill()
@@ -101,6 +130,24 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     assert (settings.api_keys, settings.max_queue, settings.max_tokens) == (("one", "two"), 3, 9)
     assert (settings.max_body_bytes, settings.timeout_s, settings.drain_s) == (2**20, 4.0, 2.0)
     assert "anyone" not in done.stderr
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_lines_of_requests_can_be_left_out(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    LOG.setLevel(logging.NOTSET)
+    monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
+    assert invoke(*(["--quiet"] if quiet else [])).exit_code == 0
+    assert LOG.isEnabledFor(logging.INFO) is not quiet
+
+
+@pytest.mark.parametrize(("host", "shown"), [
+    ("0.0.0.0", "http://127.0.0.1:81/v1, and at every other address"), ("::1", "http://[::1]:81/v1"),
+    ("pond.example.org", "http://pond.example.org:81/v1"),
+])  # fmt: skip
+def test_the_address_is_one_that_can_be_opened(host: str, shown: str) -> None:
+    lines = summary(FakeLLM(), ServerSettings(), host, 81)
+    assert any(shown in line for line in lines)
+    assert "at most 3.9 KiB" in lines[1]
 
 
 def test_workers_take_the_place_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,20 @@ WRITTEN: list[tuple[type[Reader], str, str, list[tuple[str, str]]]] = [
     (HermesReader, '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"get_weather",'
      '"arguments":{"city":"\\u00fc \\"A\\""}}', "", [("f", "{}"), ("get_weather", '{"city":"\\u00fc \\"A\\""}')]),
     (HermesReader, '<tool_call>{"name":"f","arguments":{"a":-1.5e3}}</tool_', "", [("f", '{"a":-1.5e3}')]),
+    (HermesReader, '{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    (HermesReader, ' \n{"arguments": {"a": 1}, "name": "f"}\n{"name":"get_weather","arguments":{}} ', "",
+     [("f", '{"a": 1}'), ("get_weather", "{}")]),
+    (HermesReader, '```json\n{\n  "name": "f",\n  "arguments": {"a": "`"}\n}\n```', "", [("f", '{"a": "`"}')]),
+    (HermesReader, '```\n[{"name":"f","arguments":{}},\n{"name":"f","arguments":{"a":2}}]\n```\n', "",
+     [("f", "{}"), ("f", '{"a":2}')]),
+    (HermesReader, '```json\n{"name":"f","arguments":{}}\n{"name":"f","arguments":{"a":2}}\n```\n\n'
+     '```json\n{"name":"get_weather","arguments":{}}\n```\nThat is all.', "That is all.",
+     [("f", "{}"), ("f", '{"a":2}'), ("get_weather", "{}")]),
+    (HermesReader, '{"name":"f","arguments":{}}\n<tool_call>{"name":"f","arguments":{"a":2}}</tool_call>', "",
+     [("f", "{}"), ("f", '{"a":2}')]),
+    (HermesReader, '```json\n{"name":"f","arguments":{}}', "", [("f", "{}")]),
+    (HermesReader, 'So: {"name":"f","arguments":{}}', 'So: {"name":"f","arguments":{}}', []),
+    (HermesReader, 'A\n```json\n{"name":"f","arguments":{}}\n```', 'A\n```json\n{"name":"f","arguments":{}}\n```', []),
     (Llama3Reader, '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
     (Llama3Reader, ' <|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
     (Llama3Reader, '{"name":"f","parameters":{}}; {"name":"get_weather","parameters":{"city":"Bern"}}', "",
@@ -49,6 +63,13 @@ WRITTEN: list[tuple[type[Reader], str, str, list[tuple[str, str]]]] = [
 
 #: What is no call, and stays in the content as it is.
 MALFORMED = [
+    (HermesReader, '```json\n{"name":"nobody","arguments":{}}\n```'),
+    (HermesReader, '{"name": "Ada", "age": 36}'),
+    (HermesReader, '[{"name": "nobody", "arguments": {}}]'),
+    (HermesReader, '["f", {"a": 1}]'),
+    (HermesReader, "```\n```"),
+    (HermesReader, '```python\n{"name":"f","arguments":{}}\n```'),
+    (HermesReader, '```json\n{"name":"f","arguments":{"a": x}}\n```'),
     (HermesReader, '<tool_call>{"name":"nobody","arguments":{}}</tool_call>'),
     (HermesReader, '<tool_call>{"name":"f","arguments":{"a": 01}}</tool_call>'),
     (HermesReader, '<tool_call>{"name":"f","arguments":{"a": 1,}}</tool_call>'),
@@ -72,7 +93,7 @@ MALFORMED = [
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f", "arguments": ', "{", "}",
     '{"name": "get_weather", "parameters": ', '{"a": 1}', '{"b": [1.5, "x\\n"]}', "[", "]", ", ", "; ", "f", " ", "\n",
-    "Hello ", '"', "\\", "<", "-1", "e", "null", ":", '{"arguments": {}, "name": "f"}', "nobody",
+    "Hello ", "```json\n", "```", '"', "\\", "<", "-1", "e", "null", ":", '{"arguments": {}, "name": "f"}', "nobody",
 ]  # fmt: skip
 
 
@@ -150,6 +171,19 @@ def test_text_is_passed_on_as_soon_as_it_can_be_none_of_a_call() -> None:
     assert reader.add("call>") == reader.finish() == []
 
 
+def test_a_call_without_a_mark_is_passed_on_as_it_comes() -> None:
+    reader = HermesReader(NAMES)
+    assert reader.add('```json\n{"name": "f", "arg') == []
+    assert reader.add('uments": {"a"') == [CallBegins("f"), Arguments('{"a"')]
+    assert reader.add(": 1}}\n``") == [Arguments(": 1}"), CallEnds()]
+    assert reader.add("`") == reader.finish() == []
+
+
+def test_where_answers_are_held_to_a_grammar_only_its_calls_are_read() -> None:
+    text = '{"name": "f", "arguments": {"a": 1}}'
+    assert found_in(read(HermesReader, [text], unmarked=False)).content == text
+
+
 def test_a_call_that_breaks_off_is_said_to_be_none() -> None:
     reader = HermesReader(NAMES)
     assert reader.add(' <tool_call>{"name": "f", "arguments": {"a"') == [CallBegins("f"), Arguments('{"a"')]
@@ -171,6 +205,7 @@ def test_beyond_the_last_call_that_is_taken_nothing_is(kind: type[Reader]) -> No
 @pytest.mark.parametrize("text", [
     "<" * 100_000, "<tool_call>" * 10_000, '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 100_000,
     '<tool_call>{"name":"f","arguments":{' * 3_000, "\n" * 100_000, '<tool_call>{"' * 10_000,
+    "```json\n" * 10_000, "[" * 100_000, '{"name":"f","arguments":' + '{"a":' * 20_000,
 ])  # fmt: skip
 def test_the_time_grows_with_the_length_alone(text: str) -> None:
     """Each of these would take minutes, were anything read again and again."""

@@ -63,6 +63,28 @@ def test_what_is_no_call_of_a_tool_is_content(text: str) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+BARE = '```json\n{\n  "name": "get_weather",\n  "arguments": {"city": "Bern"}\n}\n```'
+
+
+def test_a_call_without_marks_is_one_whole_and_streamed() -> None:
+    """As Qwen2.5-Coder writes them."""
+    for text in (BARE, BARE[8:-4], f"[{BARE[8:-4]}]"):
+        choice = answer(text)
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
+        made = together(events(chat(TOOLS | {"stream": True}, ScriptedLLM(text, step=5)).text))
+        assert (made["calls"], made["content"]) == ([call["function"]], None)
+
+
+@pytest.mark.parametrize("body", [
+    {}, TOOLS | {"tool_choice": "none"}, {"tools": [NOW]}, TOOLS | {"response_format": {"type": "json_object"}},
+])  # fmt: skip
+def test_json_that_nobody_offered_as_a_call_is_text(body: dict[str, Any]) -> None:
+    """Where an answer must follow a schema, its JSON is the answer."""
+    assert answer(BARE, body)["message"] == {"role": "assistant", "content": BARE, "refusal": None}
+
+
 def test_calls_that_are_not_asked_for_are_content() -> None:
     for body in ({}, TOOLS | {"tool_choice": "none"}):
         assert answer(CALL, body)["message"]["content"] == CALL

@@ -33,7 +33,9 @@ from millpond.cli.options import (
     Weights,
     optional,
 )
+from millpond.cli.typed_messages import typed
 from millpond.errors import MillpondError, OptionError
+from millpond.models.installed import OWN
 
 if TYPE_CHECKING:
     from millpond.cli.chat_session import ChatSession
@@ -84,7 +86,7 @@ def chat(
         str, typer.Option(help="Environment variable with the key for the server.")
     ] = "OPENAI_API_KEY",
 ) -> None:  # fmt: skip
-    """Talk to a model. /help lists the commands; Ctrl-C stops an answer."""
+    """Talk to a model. /help lists the commands; Ctrl-C stops an answer; a pasted text is one message."""
     if temperature < 0:
         raise OptionError(f"temperature={temperature} must not be negative; 0 is greedy")
     drawn: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
@@ -127,13 +129,15 @@ def chat(
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:
         _note(f"{partner.name}; /help lists the commands")
+        if url is None and partner.name in OWN:
+            _note(f"{partner.name} is {OWN[partner.name]}; `millpond models get smollm2-135m` gets a real one")
         converse(partner, typed(), system, kept_session)
 
 
 def converse(
     partner: ChatBackend, said: Iterator[str], system: str | None = None, session: ChatSession | None = None
 ) -> None:
-    """Answer line after line until there are no more; an error costs the turn in which it comes, and no more.
+    """Answer message after message until there are no more; an error costs the turn in which it comes, and no more.
 
     Args:
         session: whose messages come first, and which keeps those that are added.
@@ -151,8 +155,8 @@ def converse(
             except MillpondError as error:
                 errors().print(f"[red]{escape(str(error))}[/]", soft_wrap=True, highlight=False)
 
-    for line in said:
-        match line.strip():
+    for message in said:
+        match message.strip():
             case "":
                 continue
             case "/quit":
@@ -165,7 +169,7 @@ def converse(
                 _note(partner.last())
             case "/help":
                 _note("\n".join(f"{command:8} {what}" for command, what in HELP.items()))
-            case other if other.startswith("/"):
+            case other if other.startswith("/") and "\n" not in other:
                 _note(f"{other} is unknown; /help lists the commands")
             case text:
                 messages.append({"role": "user", "content": text})
@@ -177,22 +181,6 @@ def converse(
                     if lost := partner.forgotten():
                         _note(lost)
                     keep()
-
-
-def typed() -> Iterator[str]:
-    """The lines of the standard input; Ctrl-C begins the line again."""
-    prompt = ""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  # input() then knows arrow keys and what was typed before
-
-        prompt = "> "
-    while True:
-        try:
-            yield input(prompt)
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
 
 
 def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str], object]) -> str | None:

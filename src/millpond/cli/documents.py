@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -15,11 +15,6 @@ from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import DeviceName, NewTokens, TrustRemoteCode, optional
 from millpond.cli.prompt_options import PromptSource, wants_template
 from millpond.errors import DataError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
 
 #: Questions come later, so the method must not need to know them.
 _USUAL = CacheChoice(method="kvzip")
@@ -45,6 +40,7 @@ def remember(
 ) -> None:
     """Read a text, compress its KV cache, and write that to a file for `millpond ask`."""
     text, chosen = source.read(), cache.for_compress()
+    from millpond.hf.ask import beginning
     from millpond.hf.compress import compress
     from millpond.hf.document import read_document, save_document
 
@@ -76,52 +72,19 @@ def ask(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Ask questions about a text that `millpond remember` wrote, without reading it again. Answers are streamed."""
-    import torch
-
     from millpond.cli.text_streamer import TextStopwatch
+    from millpond.hf.ask import answer
     from millpond.hf.document import document_note, restore_document
-    from millpond.models.cache_argument import cache_argument
-    from millpond.models.chat_template import end_ids
 
     made = _made_with(document, document_note(document))
     name = model or made.model
     with working(f"loading {name}"):
         loaded, tokenizer = load_on(name, dtype or made.dtype, device, trust_remote_code)
-    ends = end_ids(loaded, tokenizer) if made.chat else None
-    ended: dict[str, Any] = {} if ends is None else {"eos_token_id": ends}
     for question in questions:
         cache, ids = restore_document(loaded, document, tokenizer=tokenizer)
         with notes(), cache:
             output().print(f"[bold]{escape(question)}[/]", soft_wrap=True, highlight=False)
-            whole = torch.cat([ids, ending(tokenizer, question, made.chat).to(ids)], 1)
-            loaded.generate(
-                whole, attention_mask=torch.ones_like(whole), **cache_argument(cache), max_new_tokens=max_new_tokens,
-                do_sample=False, streamer=TextStopwatch(tokenizer), **ended,
-            )  # fmt: skip
-
-
-def beginning(tokenizer: PreTrainedTokenizerBase, text: str, in_chat: bool) -> Tensor:
-    """(1, n) ids of a text that questions will follow: in a chat, the begin of the user's message."""
-    from millpond.models.chat_template import around_user
-
-    if not in_chat:
-        return _ids(tokenizer, text, special=True)
-    return _ids(tokenizer, around_user(tokenizer).before + text, special=False)
-
-
-def ending(tokenizer: PreTrainedTokenizerBase, question: str, in_chat: bool) -> Tensor:
-    """(1, n) ids of a question behind a text: no begin of text again; in a chat, the end of the user's message."""
-    from millpond.models.chat_template import around_user
-
-    if not in_chat:
-        return _ids(tokenizer, question, special=False)
-    return _ids(tokenizer, f"\n\n{question}{around_user(tokenizer).behind}", special=False)
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> Tensor:
-    inputs: Any = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)
-    ids: Tensor = inputs["input_ids"]
-    return ids
+            answer(loaded, tokenizer, cache, ids, question, made.chat, max_new_tokens, TextStopwatch(tokenizer))
 
 
 class _Made(NamedTuple):

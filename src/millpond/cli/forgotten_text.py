@@ -13,9 +13,9 @@ def forgotten_text(found: Forgotten, of: str = "the prompt") -> str:
 
     Example:
         >>> from millpond.engine.outputs import Forgotten
-        >>> forgotten_text(Forgotten(0, 400, 0.125, 0.5))
+        >>> forgotten_text(Forgotten(0, 400, 0.125, 0.5, 0.4))
         'of the prompt 12.5% held by no head, 50.0% by fewer than half'
-        >>> forgotten_text(Forgotten(0, 400, 0.0, 0.0))
+        >>> forgotten_text(Forgotten(0, 400, 0.0, 0.0, 1.0))
         'nothing of the prompt forgotten'
     """
     if not found.fewer_than_half:

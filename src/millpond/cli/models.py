@@ -63,7 +63,7 @@ def get(
 def _overview() -> Table:
     from millpond.models.downloads import DOWNLOADS
     from millpond.models.gguf.converted import converted_folders
-    from millpond.models.installed import SEPARATE, installed_folder, installed_models
+    from millpond.models.installed import OWN, SEPARATE, installed_folder, installed_models
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("name", no_wrap=True)
@@ -76,9 +76,7 @@ def _overview() -> Table:
     for name in installed:
         folder = installed_folder(name)
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder else 0
-        table.add_row(
-            f"[bold]{name}[/]", _megabytes(size), "yes", "", "Apache-2.0", "trained by this project, for tests"
-        )
+        table.add_row(f"[bold]{name}[/]", _megabytes(size), "yes", "", "Apache-2.0", OWN[name])
     for name in SEPARATE:
         if name not in installed:
             table.add_row(f"[bold]{name}[/]", "", "no", "", "Apache-2.0", escape(install_command("models")))

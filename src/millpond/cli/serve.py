@@ -14,6 +14,7 @@ from millpond.cli.model_options import device_of_engine
 from millpond.cli.option_groups import expand_groups
 from millpond.cli.options import DeviceMemory, DeviceName, Disk, DtypeName, Memory, ModelName, Threads, optional
 from millpond.cli.serve_options import Access, EngineChoice, RequestLimits, Workers
+from millpond.cli.serve_summary import show_requests, summary
 from millpond.errors import OptionError
 from millpond.install_command import install_command
 
@@ -43,6 +44,7 @@ def serve(
             "or none (calls stay in the text)."
         ),
     ] = "auto",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line per request.")] = False,
     workers: Workers,
     limits: RequestLimits,
     access: Access,
@@ -84,7 +86,14 @@ def serve(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "
             "of a key"
         )
-    run(llm, settings, host=host, port=port)
+    if not quiet:
+        show_requests()
+
+    def told(port: int) -> None:
+        for line in summary(llm, settings, host, port):
+            errors().print(escape(line), soft_wrap=True, highlight=False)
+
+    run(llm, settings, host=host, port=port, listens=told)
 
 
 def name_of(model: str) -> str:

@@ -292,6 +292,14 @@ class Access(OptionGroup):
         list[str] | None,
         optional(help="A name by which clients may call the server, in addition to localhost; may be repeated."),
     ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        optional(
+            metavar="ORIGIN",
+            help="An origin of web pages whose scripts may call the server (https://example.org), or '*'; may be "
+            "repeated. Default: none.",
+        ),
+    ] = None
     trusted_proxy: Annotated[
         list[str] | None,
         optional(
@@ -320,6 +328,7 @@ class Access(OptionGroup):
             "operator_key": self.operator_key or os.environ.get(OPERATOR_VARIABLE) or None,
             "option_files": parse_options(self.option_file or [], "heads=heads.json"),
             "allowed_hosts": tuple(self.allow_host or ()),
+            "cors_origins": tuple(self.cors_origin or ()),
             "trusted_proxies": tuple(self.trusted_proxy or ()),
             "priority_limits": limits_of(
                 [*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(self.priority_limit or ())]

@@ -87,6 +87,7 @@ class LedgerEntry:
         self._answers = [AnswerRecord() for _ in range(params.n)]
         self._prompt_ids: tuple[int, ...] = ()
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._read = self._cached = 0
 
     @property
     def name(self) -> str:
@@ -148,7 +149,10 @@ class LedgerEntry:
             times, started=started if times.started is None else times.started,
             first_token=first if times.first_token is None else times.first_token,
         )  # fmt: skip
-        return any(grown) or update.finished
+        further = update.read > self._read
+        if further:
+            self._read, self._cached = update.read, update.cached
+        return any(grown) or update.finished or (further and self.request.tell_read)
 
     def end(self, reason: FinishReason) -> None:
         """All answers that grow end as they are."""
@@ -169,7 +173,7 @@ class LedgerEntry:
                 for index, one in enumerate(self._answers)
             ),
             replace(self._times, finished=time.monotonic()) if finished else self._times, self._prompt_logprobs,
-            finished, error,
+            finished, error, self._read, self._cached,
         )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class RequestUpdate:
     Attributes:
         name: of the request in the worker's engine. answers: their new parts, in order.
         prompt_ids, prompt_logprobs: in the first update of a worker; else None.
+        read, cached: see `RequestOutput`.
         started_s, first_token_s: seconds since these moments; None: they have not come.
         offered: bytes that wait for another worker to take the request over; None: it runs here.
         dropped: it left the engine and its bytes could not be kept: it has to be begun again.
@@ -67,6 +68,8 @@ class RequestUpdate:
     dropped: bool = False
     finished: bool = False
     error: tuple[str, str] | None = None
+    read: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class Reported:
             output.prompt_token_ids if first else None, output.prompt_logprobs if first else None,
             None if times.started is None else now - times.started,
             None if times.first_token is None else now - times.first_token, finished=output.finished,
+            read=output.read, cached=output.cached,
         )  # fmt: skip
 
     def _answer(self, answer: Completion) -> AnswerUpdate:

@@ -118,6 +118,11 @@ class CompletionState:
             self.finish_reason = "stop"
             self._stop_reason = self._stop_reason if self._stop_reason is not None else self._writer.stopped
 
+    @property
+    def cached(self) -> int:
+        """Tokens of its prompt that were not computed for it."""
+        return self.shared + self.reuse.restored_tokens + self.reuse.reused_tokens
+
     def count(self, figures: KVStats) -> None:
         """What its cache holds now, together with what its prompt has from elsewhere."""
         if self.shared or self.reuse != ReuseCounts():

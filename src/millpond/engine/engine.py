@@ -495,6 +495,7 @@ class Engine:
                 self.in_step = _names(groups, reading)
                 new = self._turn.run(groups, reading)
                 changed += [live for live in new if live.failed and live.answers]
+                changed += [live for live, _ in reading if live.request.tell_read]
                 self._ends.forget(new)
                 if free and alone is not None:
                     self._faults.passed(alone)

@@ -43,8 +43,9 @@ def forgotten(
     holders, heads = _holders(layers, timeline, sequence)
     lost, rare = holders == 0, 2 * holders < heads
     return tuple(
-        Forgotten(begin, end, _share(lost[begin:end]), _share(rare[begin:end])) if end > begin
-        else Forgotten(begin, end, 0.0, 0.0)
+        Forgotten(
+            begin, end, _share(lost[begin:end]), _share(rare[begin:end]), _share(holders[begin:end]) / max(heads, 1)
+        ) if end > begin else Forgotten(begin, end, 0.0, 0.0, 1.0)
         for begin, end in spans
     )  # fmt: skip
 

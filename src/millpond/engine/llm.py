@@ -211,7 +211,8 @@ class LLM:
             **generate: arguments of `generate`.
 
         Raises:
-            OptionError: the model brings no template, or something is no message. Also as `generate`.
+            OptionError: the model brings no template, or one that leaves tools or calls out; or something is no
+                message. Also as `generate`.
         """
         given: list[Any] = list(messages)
         several = bool(given) and not isinstance(given[0], Mapping)

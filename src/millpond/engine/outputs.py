@@ -79,12 +79,14 @@ class Forgotten:
         begin, end: the span, in tokens of the prompt, `end` not included.
         share: of its tokens that no head of any layer holds.
         fewer_than_half: share that fewer than half of all heads hold, those of `share` included.
+        held: of the entries that it had, one for each token, layer and KV head, the share that is held.
     """
 
     begin: int
     end: int
     share: float
     fewer_than_half: float
+    held: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class RequestOutput:
         prompt_logprobs: one per token of the prompt, None for the first, if requested.
         finished: all completions ended.
         error: cause of an early end.
+        read: tokens of the prompt that are in its cache. cached: of these, those that were taken from shared pages, a
+            stored turn or a chunk store.
     """
 
     request_id: str
@@ -146,6 +150,8 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finished: bool = field(default=False)
     error: MillpondError | None = None
+    read: int = 0
+    cached: int = 0
 
     @property
     def outputs(self) -> tuple[Completion, ...]:

@@ -71,6 +71,7 @@ class Request:
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
         tell_forgotten: spans [begin, end) of the prompt, in tokens, at most `MOST_SPANS`: each answer tells in the end
             how much of them is not held any more, see `Completion.forgotten`.
+        tell_read: give outputs while the prompt is read, too, with how far it is (`RequestOutput.read`).
         breakpoints: with `prefix_cache`, numbers of tokens of the prompt behind which others may go on, at most
             `MOST_BREAKPOINTS`: methods that sum over all queries keep their sums there, at the last end of a block
             before. Other methods share every block and need none; where nothing is shared they change nothing.
@@ -96,6 +97,7 @@ class Request:
     watch: bool = False
     known: tuple[tuple[int, ...], ...] = ()
     tell_forgotten: tuple[tuple[int, int], ...] = ()
+    tell_read: bool = False
     breakpoints: tuple[int, ...] = ()
     keep: tuple[tuple[int, int], ...] = ()
     fair_shares: tuple[tuple[int, int, float], ...] = ()

@@ -200,6 +200,7 @@ class RequestState:
             self.request.request_id, text if isinstance(text, str) else None, self.ids,
             tuple(answer.show() for answer in self.answers), self.times,
             None if self.prompt_logprobs is None else tuple(self.prompt_logprobs), not self.unfinished, self.error,
+            self.job.read, min(self.job.read, max((answer.cached for answer in self.answers), default=0)),
         )  # fmt: skip
 
 

@@ -70,7 +70,8 @@ def chat_ids(
         template: another one than the tokenizer's. how: what the template is given besides.
 
     Raises:
-        OptionError: no tokenizer or no template, no messages, or one without a role.
+        OptionError: no tokenizer or no template, no messages, one without a role, or tools or calls that the
+            template leaves out.
     """
     if tokenizer is None or (template is None and not has_template(tokenizer)):
         raise OptionError("this model brings no chat template: give chat_template=, or a prompt to generate()")
@@ -79,9 +80,20 @@ def chat_ids(
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise OptionError(f"{repr(message)[:80]} is no message: write {{'role': 'user', 'content': 'text'}}")
-    given = {} if template is None else {"chat_template": template}
+    given: dict[str, Any] = {} if template is None else {"chat_template": template}
     said = [{**message, "content": _text_of(message.get("content"))} for message in messages]
-    shown = write_whole(tokenizer, said, add_generation_prompt=True, **given, **(how or {}))
+    given = {"add_generation_prompt": True, **given, **(how or {})}
+    shown = write_whole(tokenizer, said, **given)
+    without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in said]
+    for what, there, others in (
+        ("tools", bool(given.get("tools")), (said, {**given, "tools": None})),
+        ("calls of tools", any(one.get("tool_calls") for one in said), (without, given)),
+    ):
+        if there and write_whole(tokenizer, others[0], **others[1]) == shown:
+            raise OptionError(
+                f"this model's chat template leaves {what} out, and the model would not read them: write them into a "
+                "message, take another template (chat_template=), or ask the server, which writes them into messages"
+            )
     ids: list[int] = tokenizer.encode(shown, add_special_tokens=False)
     return ids
 

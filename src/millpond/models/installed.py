@@ -10,6 +10,12 @@ from millpond.install_command import install_command
 
 #: Models that come with the package millpond-models.
 SEPARATE = ("pond-text", "pond-text-long")
+#: What models of our own making know; they are for tests, and their answers say nothing about larger ones.
+OWN = {
+    "pond-recall": "a tiny model of our own making: it knows pairs of a name and a thing, and nothing else",
+    "pond-text": "a tiny model of our own making: it goes on with old books, and answers no questions",
+    "pond-text-long": "a tiny model of our own making: it goes on with old books, and answers no questions",
+}
 
 _HEADS = Path(__file__).parent / "heads"
 _INSIDE = Path(__file__).parent / "bundled"

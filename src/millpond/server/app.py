@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 import millpond
 from millpond.cache.pages.heap import give_back
@@ -17,7 +18,19 @@ from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
 from millpond.server.openapi.document import describe
-from millpond.server.routes import cache_memory, chat, cluster, completions, info, responses, sessions, ui
+from millpond.server.request_log import RequestLog
+from millpond.server.routes import (
+    cache_memory,
+    chat,
+    cluster,
+    completions,
+    infill,
+    info,
+    messages,
+    responses,
+    sessions,
+    ui,
+)
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 
@@ -55,7 +68,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     )  # fmt: skip
     app.state.service = service
     errors.install(app)
-    for part in (completions, chat, responses, info, cache_memory, sessions):
+    for part in (completions, chat, responses, messages, infill, info, cache_memory, sessions):
         app.include_router(part.routes(service))
     if isinstance(llm, ServedCluster):
         app.include_router(cluster.routes(service, llm))
@@ -73,8 +86,14 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"},
         operator_key=settings.operator_key,
     )  # fmt: skip
+    if settings.cors_origins:  # in front of keys, which no preflight has
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",), expose_headers=("request-id", "retry-after"),
+        )  # fmt: skip
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
+    app.add_middleware(RequestLog)
     return app
 
 

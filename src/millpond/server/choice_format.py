@@ -57,10 +57,17 @@ class Chunks:
         self._envelope = job.envelope(job.voice.chunk_kind, model) | ({"usage": None} if job.include_usage else {})
         self._sent: dict[tuple[int, int], StreamCursor] = {}
         self._last: dict[int, RequestOutput] = {}
+        self._read: dict[int, int] = {}
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """A chunk for each choice that has something new."""
+        """A chunk for each choice that has something new; before that the progress of the prompt, where requested."""
         self._last[place] = output
+        if self._job.requests[place].tell_read:
+            if output.read != self._read.get(place):
+                self._read[place] = output.read
+                yield event_text(self._envelope | {"choices": [], "prompt_progress": progress(place, output)})
+            if not output.finished and not any(one.token_ids for one in output.completions):
+                return
         for completion in output.completions:
             so_far = self._sent.setdefault((place, completion.index), StreamCursor())
             if not so_far.ended:
@@ -77,3 +84,12 @@ class Chunks:
     def fail(self, error: ApiError) -> Iterator[str]:
         """The error, and nothing after it."""
         yield event_text(error.body())
+
+
+def progress(place: int, output: RequestOutput) -> dict[str, int]:
+    """How far prompt `place` is read, in the words of llama.cpp's server: tokens, and milliseconds since it began."""
+    started = output.times.started
+    return {
+        "index": place, "total": len(output.prompt_token_ids), "cache": output.cached, "processed": output.read,
+        "time_ms": 0 if started is None else round(1000 * (time.monotonic() - started)),
+    }  # fmt: skip

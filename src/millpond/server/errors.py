@@ -1,10 +1,13 @@
-"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}} and a status."""
+"""Errors as OpenAI's clients read them, {"error": {"message", "type", "param", "code"}} and a status; or as
+Anthropic's do.
+"""
 
 from __future__ import annotations
 
 import difflib
 import logging
 import reprlib
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,10 +43,15 @@ _FILE_FAILED = "a file of the server that this request needs could not be read o
 _LONGEST, _LONGEST_NAME = 1_000, 80
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+#: Where Anthropic's interface begins, and its words for errors by their status.
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 #: Fields of OpenAI's interface that would change the answer and cannot be obeyed.
 UNSUPPORTED = {
-    "suffix": "text is only ever continued at its end",
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
     "audio": "answers are text",
@@ -90,39 +98,51 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """What is sent; a lone surrogate from the request cannot be, and is replaced."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        text = self.message if len(self.message) <= _LONGEST else f"{self.message[: _LONGEST - 3]}..."
-        text = text.encode("utf-8", "replace").decode()
         param = None if self.param is None else self.param[:_LONGEST].encode("utf-8", "replace").decode()
-        return {"error": {"message": text, "type": kind, "param": param, "code": self.code}}
+        return {"error": {"message": self._text, "type": kind, "param": param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's clients read it; its id is new."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        name = f"req_{uuid.uuid4().hex}"
+        return {"type": "error", "error": {"type": kind, "message": self._text}, "request_id": name}
+
+    @property
+    def _text(self) -> str:
+        text = self.message if len(self.message) <= _LONGEST else f"{self.message[: _LONGEST - 3]}..."
+        return text.encode("utf-8", "replace").decode()
+
+    def response(self, path: str) -> JSONResponse:
+        """The whole answer of a route of this path."""
+        if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
+            return JSONResponse(self.body(), self.status, self.headers)
+        body = self.anthropic_body()
+        return JSONResponse(body, self.status, {**self.headers, "request-id": body["request_id"]})
 
 
 def install(app: FastAPI) -> None:
     """Let every error of `app` leave in this shape."""
 
-    async def api_error(_: Request, error: Exception) -> JSONResponse:
+    async def api_error(asked: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(asked.scope["path"])
 
-    async def millpond_error(_: Request, error: Exception) -> JSONResponse:
+    async def millpond_error(asked: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MillpondError)
-        return ApiError.of(error).response()
+        return ApiError.of(error).response(asked.scope["path"])
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(asked: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response()
+        return of_validation(error.errors()).response(asked.scope["path"])
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(asked: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response()
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(asked.scope["path"])
 
-    async def bug(_: Request, error: Exception) -> JSONResponse:
+    async def bug(asked: Request, error: Exception) -> JSONResponse:
         message = f"the server failed with {type(error).__name__}; its log says more"
-        return ApiError(500, message, "internal_error").response()
+        return ApiError(500, message, "internal_error").response(asked.scope["path"])
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(MillpondError, millpond_error)

@@ -82,9 +82,14 @@ class ClientRegistry:
 
 
 def key_of(scope: Scope) -> bytes:
-    """The API key of a request as it was sent, empty where there is none."""
-    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    return key.strip().encode("latin-1") if kind.lower() == "bearer" else b""  # latin-1: how headers are decoded
+    """The API key of a request as it was sent, empty where there is none: of OpenAI's clients a bearer's, of
+    Anthropic's often in a header of its own.
+    """
+    headers = Headers(scope=scope)
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip().encode("latin-1")  # how headers are decoded
 
 
 def _network(host: str) -> str:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from millpond.server.anthropic_schemas import AnthropicMessage, AnthropicTool, MessagesBody
 from millpond.server.messages import Message, Tool
 from millpond.server.responses_schemas import InputMessage, ResponseBody, TextConfig
-from millpond.server.schemas import CacheFields, ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+from millpond.server.schemas import (
+    CacheFields,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    InfillBody,
+    StreamOptions,
+    TokenizeBody,
+)
 
 KNOWN = sorted(
     {
         name
         for body in (
             CompletionBody, ChatBody, CacheFields, StreamOptions, Message, Tool, TokenizeBody, DetokenizeBody,
-            ResponseBody, InputMessage, TextConfig,
+            InfillBody, ResponseBody, InputMessage, TextConfig, MessagesBody, AnthropicMessage, AnthropicTool,
         )
         for name in body.model_fields
     }

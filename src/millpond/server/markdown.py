@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import nh3
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
 
 from millpond.errors import OptionError
 
@@ -11,7 +12,26 @@ from millpond.errors import OptionError
 #: cells of tables, each of which takes its time.
 MOST_CHARACTERS, MOST_MARKS, MOST_LINES = 50_000, 2_000, 3_000
 _MARKS = "*_~[!`"
+#: Languages that a fence may name, of which the page's highlight.js knows the words.
+LANGUAGES = (
+    "c", "cc", "cpp", "c++", "cs", "csharp", "cuda", "dart", "go", "golang", "java", "javascript", "js", "jsx",
+    "kotlin", "kt", "php", "rs", "rust", "scala", "swift", "ts", "tsx", "typescript", "zig", "py", "python",
+    "python3", "bash", "console", "dockerfile", "make", "makefile", "sh", "shell", "zsh", "sql", "json", "jsonc",
+    "json5", "ini", "toml", "yaml", "yml", "css", "scss", "html", "svg", "xml", "diff", "patch",
+)  # fmt: skip
+_CLASSES = {"code": {f"language-{name}" for name in LANGUAGES}}
+
+
+def _name_languages(state: StateCore) -> None:
+    """Leave of what a fence names the language, where it is known."""
+    for token in state.tokens:
+        if token.type == "fence":
+            first = token.info.split(maxsplit=1)[:1]
+            token.info = first[0].lower() if first and first[0].lower() in LANGUAGES else ""
+
+
 _PARSER = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"]).disable("image")
+_PARSER.core.ruler.push("languages", _name_languages)
 _TAGS = {
     "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "s",
     "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
@@ -37,5 +57,6 @@ def render_markdown(text: str) -> str:
         )
     return nh3.clean(
         _PARSER.render(text), tags=_TAGS, attributes={"*": set(), "a": {"href"}, "ol": {"start"}},
+        allowed_classes=_CLASSES,
         url_schemes={"http", "https", "mailto"}, link_rel="noopener noreferrer nofollow",
     )  # fmt: skip

@@ -42,9 +42,10 @@ class Body(BaseModel):
 
 
 class CacheControl(Body):
-    """A mark of Anthropic's API: later chats go on from here."""
+    """A mark of Anthropic's API: later chats go on from here, as long as there is memory, whatever its `ttl`."""
 
     type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
 
 
 class Kept(Body):

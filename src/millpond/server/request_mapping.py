@@ -15,7 +15,7 @@ from millpond.hf.fit import is_auto
 from millpond.presets import preset
 from millpond.server.errors import ApiError
 from millpond.server.message_spans import Span
-from millpond.server.schemas import CacheFields, ObjectFormat, SchemaFormat, TextFormat, TokenFields
+from millpond.server.schemas import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat, TokenFields
 from millpond.server.structured_outputs import StructuralTag, constraint, two_of
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
@@ -78,6 +78,7 @@ def requests(
     keep: tuple[Span, ...] = (),
     forget: tuple[Span, ...] = (),
     fair_shares: tuple[FairShare, ...] = (),
+    tell_read: bool = False,
 ) -> list[Request]:
     """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
@@ -86,10 +87,22 @@ def requests(
             request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
             cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
             tell_forgotten=tell_forgotten, breakpoints=breakpoints, keep=keep, forget=forget,
-            fair_shares=fair_shares, on_pressure=fields.on_pressure,
+            fair_shares=fair_shares, on_pressure=fields.on_pressure, tell_read=tell_read,
         )
         for place, prompt in enumerate(prompts)
     ]  # fmt: skip
+
+
+def wants_progress(fields: SamplingFields) -> bool:
+    """Whether a stream tells how far its prompts are read.
+
+    Raises:
+        ApiError: the answer is no stream.
+    """
+    if fields.return_progress and not fields.stream:
+        message = "return_progress needs stream=true: an answer in one piece has no place to tell it"
+        raise ApiError(400, message, "invalid_value", "return_progress")
+    return bool(fields.return_progress)
 
 
 def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | StructuralTag | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""An answer of /v1/responses: a response with one message, whole or as events."""
+"""An answer of /v1/responses: a response with messages and calls of tools, whole or as events."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from millpond.server.errors import ApiError
 from millpond.server.generation_job import event_text
 from millpond.server.logprobs import for_chat
 from millpond.server.response_format import StreamCursor
+from millpond.server.tools.events import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
+from millpond.server.tools.tool_choice import Tools
 from millpond.server.usage import choice_stats, usage
 
 #: The code of an error in a stream, by its status; OpenAI's words.
@@ -25,29 +27,42 @@ class ResponseJob:
     """A response.
 
     Attributes:
-        name: its id. requests: the one request. echo: fields of the request that a response repeats. logprobs: whether
-            log probabilities are sent.
+        name: its id. requests: the one request. echo: fields of the request that a response repeats. tools: that can be
+            called. held: answers are held to `tools.constraint`. logprobs: whether log probabilities are sent.
     """
 
     name: str
     requests: list[Request]
     echo: dict[str, Any]
+    tools: Tools | None = None
+    held: bool = False
     stream: bool = False
     logprobs: bool = False
-    message: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """The whole response."""
         (output,) = answers
         (completion,) = output.completions
-        status = _status(completion)
-        item = self.item(status, [self.part(completion.text, completion)])
-        more: dict[str, Any] = {"completed_at": int(time.time())} if status == "completed" else {}
-        if status == "incomplete":
-            more["incomplete_details"] = {"reason": "max_output_tokens"}
-        more["millpond"] = choice_stats(completion)
-        return self.response(model, status) | {"output": [item], "usage": _usage(output)} | more
+        if self.tools is None:
+            item = self.message() | {"content": [self.part(completion.text, completion)]}
+            return self.ended(model, output, [item])
+        reader = self.tools.reader(self.held)
+        items: list[dict[str, Any]] = []
+        called = arguments = ""
+        for event in [*reader.add(completion.text), *reader.finish()]:
+            match event:
+                case Content(text) | CallBreaks(text):
+                    if not items or items[-1]["type"] != "message":
+                        items.append(self.message() | {"content": [self.part("")]})
+                    items[-1]["content"][0]["text"] += text
+                case CallBegins(name):
+                    called, arguments = name, ""
+                case Arguments(text):
+                    arguments += text
+                case CallEnds():
+                    items.append(self.call(called) | {"arguments": arguments})
+        return self.ended(model, output, items or [self.message() | {"content": [self.part("")]}])
 
     def events(self, model: str) -> ResponseEvents:
         """What writes the response as events."""
@@ -60,12 +75,36 @@ class ResponseJob:
             "incomplete_details": None, "model": model, "output": [], "usage": None,
         } | self.echo  # fmt: skip
 
-    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The message."""
-        return {"id": self.message, "type": "message", "status": status, "role": "assistant", "content": content}
+    def ended(self, model: str, output: RequestOutput, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The response with what the model wrote; an answer that is cut off cuts its last message."""
+        (completion,) = output.completions
+        status = _status(completion)
+        for item in items:
+            if item["status"] == "in_progress":
+                item["status"] = status if item is items[-1] and item["type"] == "message" else "completed"
+        more: dict[str, Any] = {"completed_at": int(time.time())} if status == "completed" else {}
+        if status == "incomplete":
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        more["millpond"] = choice_stats(completion)
+        return self.response(model, status) | {"output": items, "usage": _usage(output)} | more
+
+    def message(self) -> dict[str, Any]:
+        """A message that begins."""
+        return {
+            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant",
+            "content": [],
+        }  # fmt: skip
+
+    def call(self, name: str) -> dict[str, Any]:
+        """A call that begins."""
+        assert self.tools is not None, "calls are read where there are tools"
+        return {
+            "id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress",
+            "call_id": self.tools.format.new_id(), "name": name, "arguments": "",
+        }  # fmt: skip
 
     def part(self, text: str, completion: Completion | None = None) -> dict[str, Any]:
-        """The message's text, with the log probabilities of a completion."""
+        """A message's text, with the log probabilities of a completion."""
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs_of(completion)}
 
     def logprobs_of(self, completion: Completion | None, start: int = 0) -> list[dict[str, Any]]:
@@ -83,34 +122,85 @@ class ResponseEvents:
         self._job = job
         self._model = model
         self._sent = StreamCursor()
+        self._reader = None if job.tools is None else job.tools.reader(job.held)
         self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._open = False  # the last item is being written
         self._last: RequestOutput | None = None
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """The beginning, once; then new text."""
+        """The beginning, once; then what is new."""
         job, sent = self._job, self._sent
         (completion,) = output.completions
         self._last = output
         if not sent.begun:
             yield self._event("response.created", response=job.response(self._model, "in_progress"))
             yield self._event("response.in_progress", response=job.response(self._model, "in_progress"))
-            yield self._event("response.output_item.added", output_index=0, item=job.item("in_progress", []))
-            yield self._in_part("response.content_part.added", part=job.part(""))
+            if self._reader is None:
+                yield from self._begin(job.message())
         delta, logprobs = completion.text[sent.characters :], job.logprobs_of(completion, sent.tokens)
         sent.update(completion)
-        if delta or logprobs:
-            yield self._in_part("response.output_text.delta", delta=delta, logprobs=logprobs)
+        if self._reader is None:
+            if delta or logprobs:
+                yield from self._more_text(delta, logprobs)
+            return
+        for event in [*self._reader.add(delta), *(self._reader.finish() if sent.ended else ())]:
+            yield from self._of_event(event)
+
+    def _of_event(self, event: Event) -> Iterator[str]:
+        match event:
+            case Content(text):
+                if not self._open:
+                    yield from self._begin(self._job.message())
+                yield from self._more_text(text, [])
+            case CallBegins(name):
+                yield from self._close("completed")
+                yield from self._begin(self._job.call(name))
+            case Arguments(text):
+                self._items[-1]["arguments"] += text
+                yield self._in_item("response.function_call_arguments.delta", delta=text)
+            case CallEnds():
+                yield from self._close("completed")
+            case CallBreaks():
+                yield from self._close("incomplete")
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[str]:
+        yield self._event("response.output_item.added", output_index=len(self._items), item=dict(item))
+        self._items.append(item)
+        self._open = True
+        if item["type"] == "message":
+            item["content"] = [self._job.part("")]
+            yield self._in_item("response.content_part.added", content_index=0, part=self._job.part(""))
+
+    def _more_text(self, delta: str, logprobs: list[dict[str, Any]]) -> Iterator[str]:
+        (part,) = self._items[-1]["content"]
+        part["text"] += delta
+        part["logprobs"] += logprobs
+        yield self._in_item("response.output_text.delta", content_index=0, delta=delta, logprobs=logprobs)
+
+    def _close(self, status: str) -> Iterator[str]:
+        """The last item is whole, if it is not yet."""
+        if not self._open:
+            return
+        item = self._items[-1]
+        item["status"], self._open = status, False
+        if item["type"] == "message":
+            (part,) = item["content"]
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._in_item("response.output_text.done", content_index=0, **done)
+            yield self._in_item("response.content_part.done", content_index=0, part=part)
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._in_item("response.function_call_arguments.done", **done)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def end(self) -> Iterator[str]:
-        """The message and the response, both whole."""
-        job = self._job
+        """The last item and the response, both whole."""
         assert self._last is not None, "an answer came"
-        whole = job.whole(self._model, [self._last])
-        (item,) = whole["output"]
-        (part,) = item["content"]
-        yield self._in_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
-        yield self._in_part("response.content_part.done", part=part)
-        yield self._event("response.output_item.done", output_index=0, item=item)
+        if not self._items:
+            yield from self._begin(self._job.message())
+        yield from self._close(_status(self._last.completions[0]))
+        whole = self._job.ended(self._model, self._last, self._items)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def fail(self, error: ApiError) -> Iterator[str]:
@@ -118,12 +208,12 @@ class ResponseEvents:
         details = error.body()["error"] | {"code": _CODES.get(error.status, "server_error")}
         yield self._event("response.failed", response=self._job.response(self._model, "failed") | {"error": details})
 
-    def _in_part(self, name: str, **data: Any) -> str:
-        return self._event(name, item_id=self._job.message, output_index=0, content_index=0, **data)
+    def _in_item(self, kind: str, /, **data: Any) -> str:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **data)
 
-    def _event(self, name: str, **data: Any) -> str:
+    def _event(self, kind: str, /, **data: Any) -> str:
         number, self._number = self._number, self._number + 1
-        return event_text({"type": name, "sequence_number": number} | data, name)
+        return event_text({"type": kind, "sequence_number": number} | data, kind)
 
 
 def _status(completion: Completion) -> str:

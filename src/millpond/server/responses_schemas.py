@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from millpond.server.messages import Body, Message
+from millpond.server.messages import (
+    MOST_NAME,
+    MOST_TOOLS,
+    NAMES,
+    Body,
+    CalledFunction,
+    Function,
+    Message,
+    Name,
+    Tool,
+    ToolCall,
+    arguments_of,
+    length_of,
+)
 from millpond.server.messages import TextPart as ChatPart
 from millpond.server.schemas import Label, ObjectFormat, StreamOptions, TextFormat, TokenFields
-
-#: Where calls of tools are answered.
-_TOOLS = "tools are called in chats: POST /v1/chat/completions"
-
 
 #: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
 _TEXT, _LIST = "text", ""
@@ -45,19 +54,100 @@ class InputMessage(Body):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Label | None = None
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        if isinstance(given, str) and given.startswith(("function_call", "custom_tool_call")):
-            raise ValueError(_TOOLS)
-        return given
-
     def as_chat(self) -> Message:
         """The same as a message of a chat."""
         content = self.content
         if not isinstance(content, str):
             return Message(role=self.role, content=[ChatPart(type="text", text=part.text) for part in content])
         return Message(role=self.role, content=content)
+
+
+class FunctionCall(Body):
+    """A call of a tool that the model made."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+    id: Label | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, given: str) -> str:
+        length_of(arguments_of(given))
+        return given
+
+    def as_call(self) -> ToolCall:
+        """The same as a call of a chat."""
+        values = arguments_of(self.arguments)
+        return ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=values))
+
+
+class FunctionOutput(Body):
+    """What a tool answered."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Annotated[
+        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)],
+        Discriminator(_kind),
+    ]
+    id: Label | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def as_chat(self) -> Message:
+        """The same as a message of a chat."""
+        said = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+        return Message(role="tool", tool_call_id=self.call_id, content=said)
+
+
+def _item(value: Any) -> str:
+    """The tag of an item of the input; "" for messages, which need not say that they are."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if kind in ("function_call", "function_call_output") else ""
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")],
+    Discriminator(_item),
+]
+
+
+def _function(given: Any) -> Any:
+    """A tool, unless it is one that this server would have to run.
+
+    Raises:
+        ValueError: it is, by its name.
+    """
+    kind = given.get("type") if isinstance(given, dict) else "function"
+    if kind != "function":
+        raise ValueError(f"a tool of type {str(kind)[:80]!r} is not run here; offer functions, which the client runs")
+    return given
+
+
+class FunctionTool(Body):
+    """A tool that the client runs."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> Tool:
+        """The same as a tool of a chat."""
+        function = self.model_dump(exclude={"type"})
+        return Tool(type="function", function=Function(**function))
+
+
+class ChosenFunction(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: Name
 
 
 class NamedSchema(Body):
@@ -82,7 +172,7 @@ class ResponseBody(TokenFields):
 
     input: Annotated[
         Annotated[str, Tag(_TEXT)]
-        | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), Tag(_LIST)],
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(_LIST)],
         Discriminator(_kind),
     ]  # fmt: skip
     instructions: str | None = None
@@ -92,23 +182,21 @@ class ResponseBody(TokenFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # the only values that can be obeyed, or say nothing where there are no tools
-    background: Literal[False] | None = None
-    max_tool_calls: int | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FunctionTool, BeforeValidator(_function)]], Field(max_length=MOST_TOOLS, fail_fast=True)
+        ]
+        | None
+    ) = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
+    # the only values that can be obeyed
+    background: Literal[False] | None = None
+    max_tool_calls: int | None = None  # of tools that a server runs itself, of which there are none
     prompt_cache_retention: Label | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
     truncation: Literal["disabled"] | None = None
     # null is what clients send who mean nothing by them; see `UNSUPPORTED`
     conversation: None = None
     previous_response_id: None = None
     prompt: None = None
     reasoning: None = None
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _no_tools(cls, given: Any) -> Any:
-        if given:
-            raise ValueError(_TOOLS)
-        return given

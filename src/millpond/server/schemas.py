@@ -37,6 +37,8 @@ FairShareField = Annotated[
 #: Names and texts of settings: of a method and its options in one text at most.
 MOST_SETTING = 4_000
 Setting = Annotated[str, Field(max_length=MOST_SETTING)]
+#: Other files of one request at most.
+MOST_FILES = 256
 #: Options of one method, and formats of as many layers, at most.
 MOST_SETTINGS, MOST_FORMATS = 64, 1_024
 OptionValue = StrictBool | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)] | Setting | None
@@ -131,6 +133,7 @@ class SamplingFields(TokenFields):
     max_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=128)
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
 
 
 class CompletionBody(SamplingFields):
@@ -139,9 +142,42 @@ class CompletionBody(SamplingFields):
     prompt: (
         str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
+    suffix: str | None = None
     best_of: int | None = Field(default=None, ge=1, le=128)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
+
+
+class ExtraFile(Body):
+    """Another file of the project."""
+
+    filename: str = ""
+    text: str
+
+
+class InfillBody(TokenFields):
+    """POST /infill, llama.cpp's.
+
+    Attributes:
+        prompt: what is known of the text in the middle. n_predict: new tokens at most; -1: as many as there is room.
+        n_indent: white space with which each line but the first begins at least; the answer ends before any other.
+        t_max_predict_ms: milliseconds after the first token after which the answer ends with what it has; 0: never.
+        response_fields: what of the answer is sent, by paths such as "timings/prompt_n".
+    """
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[ExtraFile], Field(max_length=MOST_FILES, fail_fast=True)] | None = None
+    prompt: str = ""
+    n_predict: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    n_indent: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    t_max_predict_ms: float | None = Field(default=None, ge=0, le=1e12)
+    response_fields: Annotated[list[Label], Field(max_length=64)] | None = None
+    # said for llama.cpp, which has slots, an order of samplers, and no limit of the prompt's time yet
+    id_slot: int | None = None
+    cache_prompt: bool | None = None
+    samplers: Annotated[list[Label], Field(max_length=64)] | None = None
+    t_max_prompt_ms: float | None = None
 
 
 class JsonSchema(Body):
@@ -173,11 +209,17 @@ class SchemaFormat(Body):
 
 
 class ChatFields(Body):
-    """What makes a prompt of messages."""
+    """What makes a prompt of messages.
+
+    Attributes:
+        add_generation_prompt: whether it ends with the head of an answer. continue_final_message: whether it ends
+            inside the last message, which the answer continues.
+    """
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class NamedFunction(Body):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from millpond.server.generation_job import GenerationJob
 from millpond.server.identity import Client, ClientRegistry
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Metrics
+from millpond.server.request_log import FINISHED
 from millpond.server.settings import ServerSettings
 from millpond.server.streaming import ClientGone, EventStream, merge_streams, while_connected
 from millpond.server.tokenizer_worker import TokenizerWorker
@@ -69,14 +70,20 @@ class Service:
             message = f"model {name[:200]!r} is not here; this server has {self.llm.model_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    async def answer(self, http: HttpRequest, job: GenerationJob) -> Response:
+    async def answer(
+        self, http: HttpRequest, job: GenerationJob, enough: Callable[[RequestOutput], bool] | None = None
+    ) -> Response:
         """The answer to a job. A client that goes away ends it, whether it is streamed or not.
+
+        Args:
+            enough: whether a request, as far as it has come, may end with what it has.
 
         Raises:
             ApiError, MillpondError: it is refused; nothing of it is left in the engine.
         """
         client = self.clients.of(http)
-        outputs = self._outputs(client, self.clients.asked(client, job.requests))
+        ended: list[RequestOutput] = http.scope.get(FINISHED, [])
+        outputs = self._outputs(client, self.clients.asked(client, job.requests), ended, enough)
         try:
             if not job.stream:
                 async with aclosing(outputs):
@@ -87,16 +94,23 @@ class Service:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
-    async def _outputs(self, client: Client, of_client: Sequence[Request]) -> Outputs:
-        """What the engine says, from the gate in to the gate out."""
+    async def _outputs(
+        self, client: Client, of_client: Sequence[Request], ended: list[RequestOutput],
+        enough: Callable[[RequestOutput], bool] | None,
+    ) -> Outputs:  # fmt: skip
+        """What the engine says, from the gate in to the gate out; the last of each request goes to `ended` too."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
         with self.gate.admit([request.request_id for request in requests], client.name):
             async with aclosing(merge_streams(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:
                         self.metrics.finished(output)
+                        ended.append(output)
                         if len(requests) == 1:
                             _check_deadline(output)
+                    elif enough is not None and enough(output):
+                        enough = None
+                        await self.llm.cancel(output.request_id)
                     yield place, output
 
     async def _whole(self, job: GenerationJob, outputs: Outputs) -> dict[str, Any]:

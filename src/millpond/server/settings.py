@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 
 from millpond.errors import OptionError
+
+#: An origin as browsers write it: no path, and no capital letters.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z,*]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class ServerSettings:
             0, so that no client overtakes others by its own word.
         allowed_hosts: names by which requests may call the server, in addition to those of loopback; empty: any,
             except for a server without keys that listens on loopback.
+        cors_origins: origins of web pages whose scripts may call the server, such as "https://chat.example.org"; "*":
+            those of any page.
         trusted_proxies: addresses or networks of proxies whose X-Forwarded-For names the client; empty: the client is
             the address that connects, whatever its headers say.
         max_queue: prompts that wait for the engine, at most; beyond it requests are refused with 429. An eighth of it
@@ -50,6 +56,7 @@ class ServerSettings:
     operator_key: str | None = field(default=None, repr=False)
     priority_limits: Mapping[str, int] = field(default_factory=dict, repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
     max_queue: int = 256
     max_tokens: int | None = None
@@ -91,6 +98,10 @@ class ServerSettings:
             raise OptionError(
                 "the operator's key is an API key too, so whoever has that could drain workers; choose another"
             )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                rule = "must be '*', or a scheme, a host and a port as a browser sends them, such as https://example.org"
+                raise OptionError(f"origin {origin[:200]!r}: {rule}; without a path or a slash at the end")
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy)

@@ -18,6 +18,7 @@ from millpond.errors import OptionError
 from millpond.models.untrusted.whole_chat import write_whole
 from millpond.server.chunk_parts import MarkedChunks
 from millpond.server.errors import ApiError
+from millpond.server.fill_in import fill_in_of
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.message_spans import KEEP, EnclosedMessages, Span, kept_pieces, token_spans
@@ -35,7 +36,9 @@ PLAIN_STOP = "\nUser:"
 #: Characters from which on a text is a long one; and most of them per token of the model's context.
 _LONG, _PER_TOKEN = 2**15, 32
 #: What the template is given by the server, and `chat_template_kwargs` may not change.
-_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"})
+_OWN = frozenset({
+    "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
+})  # fmt: skip
 
 
 class TokenizerWorker:
@@ -43,13 +46,15 @@ class TokenizerWorker:
 
     Attributes:
         exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
-            written plainly. shown: what the template does with tools.
+            written plainly. shown: what the template does with tools. fill_in: tokens for text in the middle;
+            None: the model has no tokens for that.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
         self.exists = llm.tokenizer is not None
         self.has_template = bool(getattr(llm.tokenizer, "chat_template", None))
         self.shown = ask_template(llm.tokenizer)
+        self.fill_in = fill_in_of(llm.tokenizer)
         self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
         self._most = max(_LONG, _PER_TOKEN * llm.text_limit)
@@ -76,7 +81,7 @@ class TokenizerWorker:
             ApiError: the text is no Unicode, far longer than the model's context, or there is no tokenizer.
         """
         self.need("a text", "prompt")
-        self._check_length(len(text), "prompt")
+        self.check_length(len(text), "prompt")
         check_text(text, "prompt")
         await self._check_runs([text], "prompt")
         return await self._run(lambda own: tuple(own.encode(text, add_special_tokens=special)), len(text))
@@ -136,9 +141,12 @@ class TokenizerWorker:
         self.need("a chat", "messages")
         shown = (body.tools or []) if use_tools else []
         size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
-        self._check_length(size, "messages")
+        self.check_length(size, "messages")
         messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
         extra = body.chat_template_kwargs or {}
+        if body.continue_final_message and (body.add_generation_prompt or said[-1].role != "assistant"):
+            rule = "it goes with add_generation_prompt=false and a last message of the assistant"
+            raise ApiError(400, f"continue_final_message: {rule}", "invalid_value", "continue_final_message")
         if taken := sorted(_OWN & extra.keys()):
             raise ApiError(400, f"{taken[0]} is set by the server", "invalid_value", f"chat_template_kwargs.{taken[0]}")
         if not self.has_template:
@@ -146,7 +154,10 @@ class TokenizerWorker:
                 message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
                 raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
             return plain_chat(messages, body.add_generation_prompt)
-        return await self._run(lambda own: _render(own, messages, tools, body.add_generation_prompt, extra), size)
+        how = extra | {"add_generation_prompt": body.add_generation_prompt}
+        if body.continue_final_message:
+            how |= {"continue_final_message": True}
+        return await self._run(lambda own: _render(own, messages, tools, how), size)
 
     async def chunked(self, prompt: Prompt) -> Prompt:
         """The same prompt with token ids in place of texts.
@@ -157,7 +168,7 @@ class TokenizerWorker:
         texts = [text for text in prompt.texts if isinstance(text, str)]
         if texts:
             self.need("a text", "prompt")
-        self._check_length(sum(map(len, texts)), "prompt")
+        self.check_length(sum(map(len, texts)), "prompt")
         for text in texts:
             check_text(text, "prompt")
         await self._check_runs(texts, "prompt")
@@ -169,7 +180,7 @@ class TokenizerWorker:
         Raises:
             ApiError: as `chat`; or the template changes the order of chunks.
         """
-        self._check_length(sum(message.length for message in said), "messages")
+        self.check_length(sum(message.length for message in said), "messages")
         marked = MarkedChunks(said)
         text = await self._chat_text(marked.messages, body, use_tools)
         parts = marked.split(text)
@@ -316,7 +327,10 @@ class TokenizerWorker:
                 message.setdefault("name", names[message["tool_call_id"]])
         return messages, shown
 
-    def _check_length(self, characters: int, param: str) -> None:
+    def check_length(self, characters: int, param: str) -> None:
+        """Raises:
+        ApiError: far more characters than the model's context holds.
+        """
         if characters > self._most:
             message = (
                 f"{characters:,} characters: this server reads texts of at most {self._most:,}, {_PER_TOKEN} per token "
@@ -345,9 +359,9 @@ class TokenizerWorker:
         return await in_thread(self._threads[long], work, self._tokenizers[long])
 
 
-def _render(tokenizer: Any, messages: list[Any], tools: list[Any], prompt: bool, extra: dict[str, Any]) -> str:
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any], how: dict[str, Any]) -> str:
     try:
-        return write_whole(tokenizer, messages, tools=tools or None, add_generation_prompt=prompt, **extra)
+        return write_whole(tokenizer, messages, tools=tools or None, **how)
     except Exception as error:  # the template is a program of the model's, run on what the client sent
         why = str(error) if isinstance(error, OptionError) else f"{type(error).__name__}: {error}"
         message = f"the model's chat template refuses these messages: {why}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -25,17 +26,27 @@ class DrainingServer(uvicorn.Server):
     """At the first signal new requests are refused; running ones finish or return what they have.
 
     It ends within `drain_s` + 5 seconds, whatever the engine does. The second Ctrl-C ends the process at once.
+
+    Args:
+        listens: called with its port once it takes connections.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, listens: Callable[[int], None] | None = None) -> None:
         super().__init__(config)
         self._service = service
+        self._listens = listens
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What uvicorn calls at a signal."""
         self._service.gate.draining = True
         super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Listen, and tell."""
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started and self._listens is not None:
+            self._listens(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """End what runs while uvicorn waits for the connections."""
@@ -44,14 +55,23 @@ class DrainingServer(uvicorn.Server):
         await self._drain
 
 
-def run(llm: ServedLLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until a signal comes. Python's threads take turns quickly from then on."""
+def run(
+    llm: ServedLLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 8000,
+    listens: Callable[[int], None] | None = None,
+) -> None:  # fmt: skip
+    """Serve until a signal comes. Python's threads take turns quickly from then on.
+
+    Args:
+        listens: called with the port once the server takes connections.
+    """
     sys.setswitchinterval(_TURN_S)
-    server_of(llm, settings or ServerSettings(), host, port).run()
+    server_of(llm, settings or ServerSettings(), host, port, listens).run()
 
 
-def server_of(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> DrainingServer:
-    """A server that is ready to run."""
+def server_of(
+    llm: ServedLLM, settings: ServerSettings, host: str, port: int, listens: Callable[[int], None] | None = None
+) -> DrainingServer:
+    """A server that is ready to run; `listens` as `run` has it."""
     app = create_app(llm, settings)
     made: Any = Connections(settings).protocol  # uvicorn wants a class, and calls it
     graceful: Any = settings.drain_s + LEAVE_S  # a float serves, too
@@ -60,4 +80,4 @@ def server_of(llm: ServedLLM, settings: ServerSettings, host: str, port: int) ->
         timeout_graceful_shutdown=graceful, proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
     )  # fmt: skip
-    return DrainingServer(config, app.state.service)
+    return DrainingServer(config, app.state.service, listens)

@@ -17,7 +17,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 KEYS = {" ": 32, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38,
-        "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}  # fmt: skip
+        "ArrowRight": 39, "ArrowDown": 40, "Tab": 9, "Escape": 27}  # fmt: skip
 SHIFT = 8
 
 

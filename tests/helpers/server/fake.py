@@ -40,6 +40,7 @@ class FakeLLM:
     Attributes:
         open: set: tokens come as fast as they can; clear: all but the first `free` wait.
         asked: requests in the order of arrival.
+        reads: tokens of a prompt that are read at a time, where that is told; `reading`: clear: no more are.
         ended: request id -> how its stream ended: "finished", "cancelled" or "closed". fails: raised after a token.
     """
 
@@ -59,6 +60,9 @@ class FakeLLM:
         self.reason: FinishReason | None = None
         self.closed = False
         self.hangs: str | None = None
+        self.reads = 4
+        self.reading = asyncio.Event()
+        self.reading.set()
         self._cancelled: set[str] = set()
 
     sessions: Any = None
@@ -73,6 +77,9 @@ class FakeLLM:
         arrived = time.monotonic()
         end = "closed"
         try:
+            for read in range(self.reads, len(request.prompt), self.reads) if request.tell_read else ():
+                yield self.output(request, 0, None, arrived, read)
+                await self.reading.wait()
             for length in range(1, (request.params.max_tokens or 8) + 1):
                 reason = await self._wait(request, arrived, length)
                 if self.fails is not None and length > 1:
@@ -101,7 +108,9 @@ class FakeLLM:
     def answer(self, prompt: Sequence[int], index: int, length: int) -> tuple[int, ...]:
         return tuple(2 + (prompt[-1] - 1 + 10 * index + i) % (VOCAB - 2) for i in range(length))
 
-    def output(self, request: Request, length: int, reason: FinishReason | None, arrived: float) -> RequestOutput:
+    def output(
+        self, request: Request, length: int, reason: FinishReason | None, arrived: float, read: int | None = None
+    ) -> RequestOutput:
         assert not isinstance(request.prompt, str)
         prompt, params = request.prompt, request.params
         now = time.monotonic()
@@ -118,12 +127,13 @@ class FakeLLM:
             before = (None, *(self._logprob(i, params.prompt_logprobs) for i in prompt[1:]))
         times = Times(arrived, arrived, now if length else None, now if reason else None)
         return RequestOutput(
-            request.request_id, None, prompt, tuple(completions), times, before, finished=reason is not None
-        )
+            request.request_id, None, prompt, tuple(completions), times, before, finished=reason is not None,
+            read=len(prompt) if read is None else read, cached=3 if read is None else 0,
+        )  # fmt: skip
 
     def forgotten(self, request: Request) -> tuple[Forgotten, ...]:
-        """A quarter of each span, and half of it in most heads."""
-        return tuple(Forgotten(begin, end, 0.25, 0.5) for begin, end in request.tell_forgotten)
+        """A quarter of each span, and half of it in most heads; 60 % of its entries are held."""
+        return tuple(Forgotten(begin, end, 0.25, 0.5, 0.6) for begin, end in request.tell_forgotten)
 
     def text(self, ids: Sequence[int]) -> str:
         return "".join(f" {WORDS[i]}" for i in ids)

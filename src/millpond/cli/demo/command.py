@@ -53,6 +53,7 @@ def demo(
     from millpond.cli.demo.picture import draw
     from millpond.cli.demo.task import PAIRS, DemoTask, run_method
     from millpond.methods import METHODS as registry
+    from millpond.models.installed import OWN
     from millpond.models.load import load_model
 
     names = [registry.get(name.strip()).name for name in methods.split(",")]
@@ -60,7 +61,8 @@ def demo(
     task = DemoTask.draw(length, questions, seed)
     screen = output()
     screen.print(
-        f"[bold]pond-recall[/] reads {task.length:,} tokens with {PAIRS} (name, thing) pairs hidden in filler. "
+        f"[bold]pond-recall[/] is {OWN['pond-recall']}.\n"
+        f"It reads {task.length:,} tokens with {PAIRS} (name, thing) pairs hidden in filler. "
         f"{PROTOCOL} Budget: {budget} for every method but full. Seed {seed}.\n"
     )
     with notes():
@@ -75,6 +77,7 @@ def demo(
     screen.print(_lesson(outcomes))
     draw(outcomes, task.pairs, task.length, out / PICTURE, f"What is kept of {task.length:,} tokens at {budget}")
     screen.print(f"Which positions each head kept: {out / PICTURE}", soft_wrap=True)
+    screen.print("A real model: 'make demo-real' in a checkout, or 'millpond models get smollm2-135m'", highlight=False)
 
 
 def _on_real_text(name: str, text: Path | None, length: int, budget: str, question: str) -> None:

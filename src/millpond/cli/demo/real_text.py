@@ -20,26 +20,33 @@ from millpond.models.cache_argument import cache_argument
 from millpond.models.chat_template import around_user, end_ids, has_template
 
 #: Tokens of the text that are predicted, and tokens of an answer.
-FOLLOWING, ANSWER = 128, 48
+FOLLOWING, ANSWER = 128, 24
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSetting:
-    """One row of the table: a method, its budget (None: it takes none) and its number format."""
+    """One row of the table: a method and its budget (None: it takes none), or a preset."""
 
-    method: str
+    method: str | None = None
     budget: str | None = None
-    codec: str = "auto"
+    preset: str | None = None
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.method, self.budget, self.codec) if part and part != "auto")
+        return " ".join(part for part in (self.preset, self.method, self.budget) if part)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For `compress`."""
+        if self.preset is not None:
+            return {"preset": self.preset}
+        return {"method": self.method, "budget": self.budget}
 
 
 def settings_for(budget: str) -> list[DemoSetting]:
-    """The rows: everything, evicted, evicted less and quantized, and the window that shows what it costs."""
+    """The rows: everything, all entries in fewer bits, evicted, and the window that shows what that can cost."""
     return [
-        DemoSetting("full"), DemoSetting("h2o", budget), DemoSetting("snapkv", budget),
-        DemoSetting("h2o", "50%", "int4"), DemoSetting("streaming", budget), DemoSetting("window", budget),
+        DemoSetting("full"), DemoSetting(preset="light"), DemoSetting(preset="balanced"), DemoSetting("h2o", budget),
+        DemoSetting("snapkv", budget), DemoSetting("window", budget),
     ]  # fmt: skip
 
 
@@ -121,7 +128,7 @@ def read_text(
 ) -> Reading:
     """The numbers of one setting."""
     runs: Any = model
-    with compress(model, setting.method, setting.budget, setting.codec, tokenizer=tokenizer) as cache:
+    with compress(model, tokenizer=tokenizer, **setting.arguments) as cache:
         logits = runs(task.ids, **cache_argument(cache), logits_to_keep=1).logits
         loss, steps = 0.0, []
         for token in task.following[0].tolist():

@@ -56,8 +56,18 @@ class Completion(Described):
     usage: Usage
 
 
+class PromptProgress(Described):
+    """How far a prompt is read: tokens, those among them that were not computed for it, and milliseconds."""
+
+    index: int
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class CompletionChunk(Described):
-    """A piece of one text; the last chunk has numbers and no choice, where they were requested."""
+    """A piece of one text; the last chunk has numbers and no choice, the first ones progress, where requested."""
 
     id: str
     object: Literal["text_completion"]
@@ -65,6 +75,7 @@ class CompletionChunk(Described):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class ChatScores(Described):
@@ -154,7 +165,7 @@ class ChatChunkChoice(Described):
 
 
 class ChatChunk(Described):
-    """A piece of one message; the last chunk has numbers and no choice, where they were requested."""
+    """A piece of one message; the last chunk has numbers and no choice, the first ones progress, where requested."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -162,3 +173,4 @@ class ChatChunk(Described):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_progress: PromptProgress | None = None

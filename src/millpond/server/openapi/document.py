@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from millpond.server.openapi.base import ErrorAnswer
 from millpond.server.openapi.cluster import ClusterWorkers, WorkerDrained
 from millpond.server.openapi.completions import Chat, ChatChunk, Completion, CompletionChunk
+from millpond.server.openapi.infill import InfillChunk, Infilled
 from millpond.server.openapi.info import (
     Detokenized,
     Health,
@@ -24,7 +25,10 @@ from millpond.server.openapi.info import (
     Sessions,
     SessionsDeleted,
     Tokenized,
+    Version,
 )
+from millpond.server.openapi.messages import EVENTS as MESSAGE_EVENTS
+from millpond.server.openapi.messages import AnthropicErrorAnswer, CountedTokens, SentMessage
 from millpond.server.openapi.responses import EVENTS, ResponseAnswer
 
 #: The first version that can say what each event of a stream is.
@@ -57,17 +61,20 @@ class _Sent:
 
     Attributes:
         whole: its answer; None: a text. events: what each event of a stream may be, but an error. done: streams end
-            with "[DONE]". errors: statuses besides those of every route. empty: a status without a body, and why.
-        others: answers of other statuses that are no errors.
+            with "[DONE]". errors: statuses besides those of every route. error: what they send. empty: a status
+            without a body, and why. others: answers of other statuses that are no errors. named: each event of a
+            stream has a name.
     """
 
     whole: type[BaseModel] | None
     events: tuple[type[BaseModel], ...] = ()
     done: bool = False
     errors: tuple[int, ...] = ()
+    error: type[BaseModel] = ErrorAnswer
     empty: tuple[int, str] | None = None
     others: tuple[int, type[BaseModel]] | None = None
     needs_key: bool = True
+    named: bool = True
 
 
 _OF_ANSWERS = (400, 403, 404, 422, 429)
@@ -75,9 +82,13 @@ _SENT = {
     ("/v1/completions", "post"): _Sent(Completion, (CompletionChunk,), True, _OF_ANSWERS),
     ("/v1/chat/completions", "post"): _Sent(Chat, (ChatChunk,), True, _OF_ANSWERS),
     ("/v1/responses", "post"): _Sent(ResponseAnswer, EVENTS, errors=_OF_ANSWERS),
+    ("/infill", "post"): _Sent(Infilled, (InfillChunk, Infilled, ErrorAnswer), errors=_OF_ANSWERS, named=False),
+    ("/v1/messages", "post"): _Sent(SentMessage, MESSAGE_EVENTS, errors=_OF_ANSWERS, error=AnthropicErrorAnswer),
+    ("/v1/messages/count_tokens", "post"): _Sent(CountedTokens, errors=(400, 404), error=AnthropicErrorAnswer),
     ("/v1/models", "get"): _Sent(ServedModels),
     ("/v1/models/{name}", "get"): _Sent(ServedModel, errors=(404,)),
     ("/health", "get"): _Sent(Health, others=(503, Health), needs_key=False),
+    ("/version", "get"): _Sent(Version),
     ("/metrics", "get"): _Sent(None),
     ("/tokenize", "post"): _Sent(Tokenized, errors=(400, 404)),
     ("/detokenize", "post"): _Sent(Detokenized, errors=(400, 404)),
@@ -137,7 +148,7 @@ def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
 
 
 def _models(sent: _Sent) -> Iterator[type[BaseModel]]:
-    yield ErrorAnswer
+    yield sent.error
     yield from sent.events
     if sent.whole is not None:
         yield sent.whole
@@ -151,7 +162,7 @@ def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
     if sent.empty is not None:
         found[sent.empty[0]] = {"description": sent.empty[1]}
     for status in {*_ALWAYS, *sent.errors, *([401] if keyed and sent.needs_key else [])}:
-        schema = _ref(ErrorAnswer)
+        schema = _ref(sent.error)
         if sent.others is not None and sent.others[0] == status:
             schema = {"anyOf": [_ref(sent.others[1]), schema]}
         found[status] = {"description": _REASONS[status], "content": _json(schema)}
@@ -164,12 +175,13 @@ def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
 
 def _event(sent: _Sent) -> dict[str, Any]:
     """An event of a stream; an error may be the last one where the status was long sent."""
-    kinds = [_ref(kind) for kind in (*sent.events, *((ErrorAnswer,) if sent.done else ()))]
+    kinds = [_ref(kind) for kind in (*sent.events, *((sent.error,) if sent.done else ()))]
     data: dict[str, Any] = {
         "type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds},
     }  # fmt: skip
     if sent.done:
         data = {"anyOf": [data, {"const": "[DONE]"}]}
+    if sent.done or not sent.named:
         return {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["event", "data"]}
 

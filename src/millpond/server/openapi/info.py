@@ -24,11 +24,14 @@ class ModelCache(Described):
 
 
 class ServedModel(Described):
-    """The model."""
+    """The model, in the words of OpenAI and of Anthropic."""
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: Literal["millpond"]
     millpond: ModelCache
 
@@ -38,6 +41,9 @@ class ServedModels(Described):
 
     object: Literal["list"]
     data: list[ServedModel]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Health(Described):
@@ -47,6 +53,12 @@ class Health(Described):
     status: Literal["ok", "shutting down", "stalled"]
     reason: str | None = None
     roles: dict[str, int] | None = None
+
+
+class Version(Described):
+    """The version of Millpond."""
+
+    version: str
 
 
 class Tokenized(Described):

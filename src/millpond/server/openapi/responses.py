@@ -8,7 +8,7 @@ from pydantic import Field
 
 from millpond.server.openapi.base import AnswerFigures, ChoiceFigures, Described, TokenScores
 from millpond.server.openapi.completions import CachedTokens
-from millpond.server.responses_schemas import NamedSchema
+from millpond.server.responses_schemas import ChosenFunction, FunctionTool, NamedSchema
 from millpond.server.schemas import ObjectFormat, TextFormat
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -32,6 +32,20 @@ class OutputMessage(Described):
     status: ItemStatus
     role: Literal["assistant"]
     content: Annotated[list[OutputText], Field(max_length=1)]
+
+
+class OutputCall(Described):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = Annotated[OutputMessage | OutputCall, Field(discriminator="type")]
 
 
 class InputTokens(CachedTokens):
@@ -89,7 +103,7 @@ class ResponseAnswer(Described):
     error: FailedResponse | None
     incomplete_details: IncompleteDetails | None
     model: str
-    output: Annotated[list[OutputMessage], Field(max_length=1)]
+    output: list[OutputItem]
     usage: ResponseUsage | None
     background: Literal[False]
     instructions: str | None
@@ -100,8 +114,8 @@ class ResponseAnswer(Described):
     store: Literal[False]
     temperature: float
     text: TextFormatOf
-    tool_choice: Literal["auto", "none"]
-    tools: Annotated[list[None], Field(max_length=0)]
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
@@ -124,18 +138,18 @@ class OfResponse(Numbered):
 
 
 class OfItem(Numbered):
-    """The message begins, or is whole."""
+    """A message or a call begins, or is whole."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: Literal[0]
-    item: OutputMessage
+    output_index: int
+    item: OutputItem
 
 
 class InPart(Numbered):
     """What is about the text of the message."""
 
     item_id: str
-    output_index: Literal[0]
+    output_index: int
     content_index: Literal[0]
 
 
@@ -162,5 +176,26 @@ class TextDone(InPart):
     logprobs: list[TokenScores]
 
 
+class ArgumentsDelta(Numbered):
+    """More of the JSON of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(Numbered):
+    """All of it."""
+
+    type: Literal["response.function_call_arguments.done"]
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
 #: Every event of a stream.
-EVENTS: tuple[type[Described], ...] = (OfResponse, OfItem, OfPart, TextDelta, TextDone)
+EVENTS: tuple[type[Described], ...] = (
+    OfResponse, OfItem, OfPart, TextDelta, TextDone, ArgumentsDelta, ArgumentsDone,
+)  # fmt: skip

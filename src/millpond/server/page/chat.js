@@ -21,6 +21,9 @@ async function checked(answer) {
   throw new Refused(answer.status, message, param);
 }
 
+// Some templates hide where a message lies: such a server cannot tell what is held of each, and a chat goes on without.
+export const cannotTell = (error) => error.status === 400 && ["millpond.forgotten", "messages"].includes(error.param);
+
 // null: there is nothing yet.
 export async function get(path, key) {
   const answer = await checked(await fetch(path, { headers: headers(key) }));
@@ -37,9 +40,9 @@ export async function rendered(text, key) {
   return (await (await checked(await post("page/markdown", { text }, key))).json()).html;
 }
 
-// Every event of a chat completion, until [DONE].
+// Every event of a chat completion, until [DONE]; the first ones tell how far the prompt is read.
 export async function* events(body, key, signal) {
-  const sent = { ...body, stream: true, stream_options: { include_usage: true } };
+  const sent = { ...body, stream: true, stream_options: { include_usage: true }, return_progress: true };
   const answer = await checked(await post("v1/chat/completions", sent, key, signal));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,6 +1,7 @@
 // What a request's cache remembers: asked again and again while the answer is written, drawn token by token.
 
 import { get } from "./chat.js";
+import { percent } from "./held.js";
 
 const COLOURS = 12; // the style sheet has as many
 const PAUSE_MS = 150;
@@ -38,6 +39,7 @@ export class MemoryView {
     this.spans = [];
     this.current = -1;
     $("text").replaceChildren();
+    $("held").textContent = $("token").textContent = "";
   }
 
   // Follow a request until `ended`.
@@ -91,13 +93,13 @@ export class MemoryView {
     this.spans.forEach((span, i) => {
       if (i < found.kept.length) this.paint(span, found.kept[i], found.scores[i], low, high);
     });
-    const share = found.full_kv_bytes ? found.kv_bytes / found.full_kv_bytes : 0;
+    const share = found.seen ? found.held / found.seen : 0;
     $("fill").style.width = `${Math.min(100, 100 * share)}%`;
-    const text = `${bytes(found.kv_bytes)} held of ${bytes(found.full_kv_bytes)} for all of it (${(100 * share).toFixed(0)} %)` +
-      (found.unused_bytes ? `, ${bytes(found.unused_bytes)} in unfilled pages` : "");
-    $("bar").setAttribute("aria-label", text);
-    $("bytes").textContent = `${text} · ${found.seen.toLocaleString("en")} tokens seen, ` +
-      `${found.held.toLocaleString("en", { maximumFractionDigits: 1 })} entries per head`;
+    $("held").textContent = `${percent(share)} held`;
+    $("bar").setAttribute("aria-label", $("held").textContent);
+    $("bytes").textContent = `${bytes(found.kv_bytes)} in memory, of ${bytes(found.full_kv_bytes)} for all ` +
+      `${found.seen.toLocaleString("en")} tokens in the model's own numbers` +
+      (found.unused_bytes ? ` · ${bytes(found.unused_bytes)} in unfilled pages` : "");
     this.point(this.current);
   }
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from millpond.cache.state.fair_shares import FairShare
 from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.request import Request
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of, check_marks
 from millpond.server.choice_format import ChoicesJob
@@ -21,14 +22,22 @@ from millpond.server.fair_shares import FAIR, share_of_chat, with_shares
 from millpond.server.forget import FORGET, enclosed_forgets
 from millpond.server.message_spans import FORGOTTEN, KEEP, Span, kept_pieces, refuse_keep
 from millpond.server.prompt_breakpoints import refuse_breakpoints
-from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
+from millpond.server.request_mapping import (
+    cache_options,
+    check_room,
+    most_tokens,
+    requests,
+    sampling,
+    schema_of,
+    wants_progress,
+)
 from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
 from millpond.server.structured_outputs import StructuralTag, two_of
 from millpond.server.tokenizer_worker import PLAIN_STOP
 from millpond.server.tools.response_format import CallVoice
-from millpond.server.tools.tool_choice import tools_of
+from millpond.server.tools.tool_choice import Tools, tools_of
 
 
 def routes(service: Service) -> APIRouter:
@@ -45,6 +54,35 @@ def routes(service: Service) -> APIRouter:
 
 async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     """What a body asks for, checked.
+
+    Raises:
+        ApiError, OptionError: it cannot be.
+    """
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    asked = await asked_of(service, body, name)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    scores = bool(body.logprobs)
+    voice = ChatVoice(scores) if asked.tools is None else CallVoice(asked.tools, asked.held, scores)
+    return ChoicesJob(name, asked.requests, voice, bool(body.stream), include_usage)
+
+
+class AskedChat(NamedTuple):
+    """A chat as the engine gets it.
+
+    Attributes:
+        requests: the one request. tools: that can be called. held: the answer follows `tools.constraint`.
+    """
+
+    requests: list[Request]
+    tools: Tools | None
+    held: bool
+
+
+async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound: bool = False) -> AskedChat:
+    """The engine's request of a chat, checked.
+
+    Args:
+        name: its id. most_is_bound: fewer new tokens than `max_tokens` are no error where the context holds no more.
 
     Raises:
         ApiError, OptionError: it cannot be.
@@ -68,6 +106,9 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
             raise two_of("response_format of type structural_tag", "tools")
         tag = body.response_format.constraint("response_format")
     chat = await _read(service, body)
+    if most_is_bound and most is not None:
+        n = chat.prompt.n_tokens if isinstance(chat.prompt, Prompt) else len(chat.prompt)
+        most = asked = max(1, min(most, service.llm.text_limit - n))
     check_room([chat.prompt], asked, service.llm.text_limit)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -75,14 +116,11 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
         kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
-    name = f"chatcmpl-{uuid.uuid4().hex}"
     made = requests(
         name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.messages,
-        chat.breakpoints, chat.keep, chat.forget, chat.fair,
+        chat.breakpoints, chat.keep, chat.forget, chat.fair, wants_progress(body),
     )  # fmt: skip
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    voice = ChatVoice(bool(body.logprobs)) if tools is None else CallVoice(tools, bool(body.logprobs))
-    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+    return AskedChat(made, tools, held=tag is not None)
 
 
 class _ReadChat(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -16,10 +17,11 @@ from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
 from millpond.server.fair_shares import FAIR, spans_of_prompt, with_shares
+from millpond.server.fill_in import FillIn, needed
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import KEEP, Span, refuse_forgotten
 from millpond.server.prompt_breakpoints import prompt_breakpoints
-from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
+from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, wants_progress
 from millpond.server.response_format import CompletionVoice
 from millpond.server.schemas import CompletionBody
 from millpond.server.service import Service
@@ -62,6 +64,10 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     fair = await _fair(service, body, prompts, texts, spans_of_prompt(body.millpond))
     if body.millpond.chunks:
         read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
+    more: dict[str, Any] = {}
+    if body.suffix:
+        fill, read = await _filled(service, body, prompts, texts, body.suffix)
+        more = {"stop": fill.stops, "stop_token_ids": (*(body.stop_token_ids or ()), *fill.stop_ids)}
     breakpoints: tuple[int, ...] = ()
     if body.millpond.breakpoints:
         alone = not body.millpond.chunks and not (body.echo and body.logprobs is not None)
@@ -70,7 +76,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
         body, max_tokens=max(asked or 0, 1), logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=body.logprobs if body.echo else None, **more,
     )  # fmt: skip
     voice = CompletionVoice(
         params.n, body.logprobs is not None, bool(asked), await _echo(service, prompts, texts) if body.echo else (),
@@ -79,10 +85,35 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     name = f"cmpl-{uuid.uuid4().hex}"
     made = requests(
         name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep,
-        breakpoints=breakpoints, fair_shares=fair,
+        breakpoints=breakpoints, fair_shares=fair, tell_read=wants_progress(body),
     )  # fmt: skip
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+
+
+async def _filled(
+    service: Service,
+    body: CompletionBody,
+    prompts: list[tuple[int, ...]],
+    texts: list[str | None],
+    suffix: str,
+) -> tuple[FillIn, list[tuple[int, ...]]]:
+    """What ends texts before `suffix`, and prompts that ask for them.
+
+    Raises:
+        ApiError: the model has no tokens for it; or an echo, or spans of the prompt, which is another one then.
+    """
+    fill = needed(service.tokens.fill_in, "suffix")
+    spans = body.millpond
+    if body.echo or any((spans.chunks, spans.keep, spans.breakpoints, spans.fair_shares)):
+        message = "suffix makes another prompt, so it goes without echo and without spans of the prompt (millpond)"
+        raise ApiError(400, message, "invalid_value", "suffix")
+    behind = await service.tokens.encode(suffix, special=False)
+    before = [
+        ids if text is None else await service.tokens.encode(text, special=False) if text else ()
+        for ids, text in zip(prompts, texts, strict=True)
+    ]
+    return fill, [fill.prompt(one, behind) for one in before]
 
 
 async def _kept(

@@ -1,8 +1,9 @@
-"""GET /v1/models, /health, /metrics; POST /tokenize, /detokenize."""
+"""GET /v1/models, /health, /version, /metrics; POST /tokenize, /detokenize."""
 
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+import millpond
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.option_files import shown
@@ -29,7 +31,9 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model that is served, as the only one of a list."""
-        return {"object": "list", "data": [_model(service, began)]}
+        name = service.llm.model_name
+        data = [_model(service, began)]
+        return {"object": "list", "data": data, "has_more": False, "first_id": name, "last_id": name}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -50,6 +54,11 @@ def routes(service: Service) -> APIRouter:
         if (trouble := service.gate.trouble) is not None:
             return JSONResponse({"status": "stalled", "reason": trouble, **roles}, 503)
         return JSONResponse({"status": "ok", **roles})
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of Millpond."""
+        return {"version": millpond.__version__}
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -102,7 +111,10 @@ def _model(service: Service, created: int) -> dict[str, Any]:
     return {
         "id": llm.model_name,
         "object": "model",
+        "type": "model",
+        "display_name": llm.model_name,
         "created": created,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "owned_by": "millpond",
         "millpond": {
             "context_length": llm.context_length,

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer interface, for text; nothing is stored."""
+"""POST /v1/responses: OpenAI's newer interface, for text and tools; nothing is stored."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of
 from millpond.server.chunk_parts import refuse_spans
+from millpond.server.errors import ApiError
 from millpond.server.fair_shares import refuse_fair_shares
 from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import refuse_forgotten, refuse_keep
-from millpond.server.messages import Message
+from millpond.server.messages import Message, Tool
 from millpond.server.prompt_breakpoints import refuse_breakpoints
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.responses_format import ResponseJob
-from millpond.server.responses_schemas import NamedSchema, ResponseBody
-from millpond.server.schemas import ChatFields
+from millpond.server.responses_schemas import ChosenFunction, FunctionCall, NamedSchema, ResponseBody
+from millpond.server.schemas import ChatBody, ChatFields, NamedFunction, NamedTool, ObjectFormat
 from millpond.server.service import Service
 from millpond.server.tokenizer_worker import PLAIN_STOP
+from millpond.server.tools.tool_choice import tools_of
 
 
 def routes(service: Service) -> APIRouter:
@@ -47,33 +49,53 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     service.check_model(body.model)
     service.tokens.check_fields(body)
     most = most_tokens(body.max_output_tokens, service.settings.max_tokens, "max_output_tokens")
-    fields = ChatFields(chat_template_kwargs=body.chat_template_kwargs)
+    offered = [tool.as_chat() for tool in body.tools or ()]
+    fields = ChatFields(tools=offered or None, chat_template_kwargs=body.chat_template_kwargs)
     refuse_spans(body.millpond.chunks)
     refuse_forgotten(body.millpond.forgotten)
     refuse_forget(body.millpond.forget)
     refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
     refuse_fair_shares(body.millpond, "use /v1/chat/completions, whose messages can have a share")
     refuse_breakpoints(body.millpond.breakpoints, "use /v1/chat/completions, whose messages may have cache_control")
-    said = _messages(body)
-    breakpoints: tuple[int, ...] = ()
-    if service.breakpoints.needed(cache_options(body.millpond)):
-        prompt, spans = await service.tokens.chat_ends(said, fields, use_tools=False)
-        breakpoints = () if spans is None else breakpoints_of(said, spans)
-    else:
-        _, prompt = await service.tokens.chat(said, fields, use_tools=False)
-    check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs is not None
     wanted = None if body.text is None else body.text.format
+    schema = wanted.schema_ if isinstance(wanted, NamedSchema) else schema_of(wanted)
+    tools = tools_of(_choice(body, offered, schema), service.calls, service.tokens.shown)
+    if tools is not None and logprobs:
+        message = "log probabilities go with text alone: leave out tools, or include and top_logprobs"
+        raise ApiError(400, message, "invalid_value", "top_logprobs")
+    tag = None if tools is None else tools.constraint(schema)
+    said, shows = _messages(body), body.tool_choice != "none"
+    breakpoints: tuple[int, ...] = ()
+    if service.breakpoints.needed(cache_options(body.millpond)):
+        prompt, spans = await service.tokens.chat_ends(said, fields, shows)
+        breakpoints = () if spans is None else breakpoints_of(said, spans)
+    else:
+        _, prompt = await service.tokens.chat(said, fields, shows)
+    check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     params = sampling(
         body, max_tokens=most, logprobs=(body.top_logprobs or 0) if logprobs else None,
-        json_schema=wanted.schema_ if isinstance(wanted, NamedSchema) else schema_of(wanted),
+        json_schema=schema if tag is None else None, structural_tag=tag,
+        kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )  # fmt: skip
     name = f"resp_{uuid.uuid4().hex}"
     made = requests(
         name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, breakpoints=breakpoints
     )
-    return ResponseJob(name, made, _echo(body, params), bool(body.stream), logprobs)
+    return ResponseJob(name, made, _echo(body, params), tools, tag is not None, bool(body.stream), logprobs)
+
+
+def _choice(body: ResponseBody, offered: list[Tool], schema: dict[str, Any] | None) -> ChatBody:
+    """What a body says of its tools, as a chat says it."""
+    choice = body.tool_choice
+    if isinstance(choice, ChosenFunction):
+        named = NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return ChatBody.model_construct(
+        tools=offered, tool_choice=named if isinstance(choice, ChosenFunction) else choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=None if schema is None else ObjectFormat(type="json_object"),
+    )  # fmt: skip
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -81,7 +103,14 @@ def _messages(body: ResponseBody) -> list[Message]:
     said = [Message(role="system", content=body.instructions)] if body.instructions is not None else []
     if isinstance(body.input, str):
         return [*said, Message(role="user", content=body.input)]
-    return said + [message.as_chat() for message in body.input]
+    for item in body.input:
+        if not isinstance(item, FunctionCall):
+            said.append(item.as_chat())
+        elif said and said[-1].role == "assistant":
+            said[-1] = said[-1].model_copy(update={"tool_calls": [*(said[-1].tool_calls or ()), item.as_call()]})
+        else:
+            said.append(Message(role="assistant", tool_calls=[item.as_call()]))
+    return said
 
 
 def _echo(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
@@ -98,8 +127,9 @@ def _echo(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
         "store": False,
         "temperature": params.temperature,
         "text": {"format": shown},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [],
+        "tool_choice": body.tool_choice.model_dump() if isinstance(body.tool_choice, ChosenFunction) else
+        body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",

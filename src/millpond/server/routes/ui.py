@@ -18,12 +18,13 @@ from millpond.server.schemas import MarkdownBody
 _FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/page/answer.js": ("answer.js", "text/javascript; charset=utf-8"),
-    "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
-    "/page/forgotten.js": ("forgotten.js", "text/javascript; charset=utf-8"),
-    "/page/memory.js": ("memory.js", "text/javascript; charset=utf-8"),
-    "/page/main.js": ("main.js", "text/javascript; charset=utf-8"),
-}
+    "/page/code.css": ("code.css", "text/css; charset=utf-8"),
+} | {
+    f"/page/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+    for name in (
+        "answer", "chat", "clipboard", "conversation", "held", "highlight", "main", "memory", "reading",
+    )
+}  # fmt: skip
 PATHS = frozenset(_FILES)
 #: The page sends requests to this server only, and cannot be framed by another page.
 _POLICY = (

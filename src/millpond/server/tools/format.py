@@ -26,8 +26,12 @@ class CallFormat(Protocol):
     @property
     def marks(self) -> tuple[str, ...]: ...
 
-    def reader(self, names: Collection[str], most: int) -> Reader:
-        """What takes calls of tools of these names out of one answer."""
+    def reader(self, names: Collection[str], most: int, held: bool = False) -> Reader:
+        """What takes calls of tools of these names out of one answer.
+
+        Args:
+            held: the answer follows `calls` or `text_and_calls`, so that nothing written otherwise is a call.
+        """
         ...
 
     def calls(self, tools: Sequence[Function], many: bool) -> Tag:

@@ -56,7 +56,7 @@ class Llama3:
     name = "llama3"
     marks = (MARK,)
 
-    def reader(self, names: Collection[str], most: int) -> Reader:
+    def reader(self, names: Collection[str], most: int, held: bool = False) -> Reader:
         """See `CallFormat`."""
         return Llama3Reader(names, most)
 

@@ -34,20 +34,6 @@ class MistralReader(Reader):
             except Broken:
                 self._give_back()
 
-    def _list(self) -> Reading[None]:
-        """Calls of which the first bracket was read."""
-        while True:
-            if (yield from self._next_sign()) != "{":
-                raise Broken
-            self._after = False
-            yield from self._call()
-            sign = yield from self._next_sign()
-            if sign == "]":
-                self._held.clear()
-                return
-            if sign != ",":
-                raise Broken
-
     def _named(self, sign: str) -> Reading[None]:
         """A call of which the first character was read."""
         name = ""
@@ -75,7 +61,7 @@ class Mistral:
     name: str = "mistral"
     marks: tuple[str, ...] = (MARK, ARGS)
 
-    def reader(self, names: Collection[str], most: int) -> Reader:
+    def reader(self, names: Collection[str], most: int, held: bool = False) -> Reader:
         """See `CallFormat`."""
         return MistralReader(names, most)
 

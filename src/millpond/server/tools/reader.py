@@ -232,6 +232,20 @@ class Reader(ABC):
             self._put(Arguments, arguments)
         self._end()
 
+    def _list(self) -> Reading[None]:
+        """An array of calls, whose first bracket was read."""
+        while True:
+            if (yield from self._next_sign()) != "{":
+                raise Broken
+            self._after = False
+            yield from self._call()
+            sign = yield from self._next_sign()
+            if sign == "]":
+                self._held.clear()
+                return
+            if sign != ",":
+                raise Broken
+
     def _arguments(self, name: str) -> Reading[None]:
         """Arguments whose first brace was read, passed on as they come."""
         self._begin(name)

@@ -29,10 +29,11 @@ class CallVoice:
     A call that breaks off is content in a whole answer; in a stream, where its beginning was sent, it stays unfinished.
 
     Attributes:
-        tools: that can be called. logprobs: whether they are sent.
+        tools: that can be called. held: answers are held to `tools.constraint`. logprobs: whether they are sent.
     """
 
     tools: Tools
+    held: bool = False
     logprobs: bool = False
     new_tokens: bool = True
     kind: str = "chat.completion"
@@ -40,7 +41,7 @@ class CallVoice:
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
         """A whole answer."""
-        reader = self.tools.reader()
+        reader = self.tools.reader(self.held)
         found = found_in([*reader.add(completion.text), *reader.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.calls:
@@ -56,7 +57,7 @@ class CallVoice:
     ) -> list[dict[str, Any]]:
         """What is new since `sent`: the role first, the reason of the end last."""
         if sent.reading is None:
-            sent.reading = _Reading(self.tools.reader())
+            sent.reading = _Reading(self.tools.reader(self.held))
         reading: _Reading = sent.reading
         events = reading.reader.add(completion.text[sent.characters :])
         if completion.finish_reason is not None:

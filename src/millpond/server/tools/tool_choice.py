@@ -49,9 +49,9 @@ class Tools:
     most: int
     must: bool
 
-    def reader(self) -> Reader:
-        """What takes calls out of one answer."""
-        return self.format.reader({function.name for function in self.functions}, self.most)
+    def reader(self, held: bool) -> Reader:
+        """What takes calls out of one answer; held: to a `constraint`."""
+        return self.format.reader({function.name for function in self.functions}, self.most, held)
 
     def constraint(self, schema: Mapping[str, Any] | None) -> Tag | None:
         """What an answer must follow, so that its calls are what they must be; None: nothing but `schema`.

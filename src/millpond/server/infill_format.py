@@ -1,0 +1,151 @@
+"""An answer of /infill, in the words of llama.cpp: one text, whole or as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millpond.engine.outputs import Completion, RequestOutput
+from millpond.engine.request import Request
+from millpond.server.errors import ApiError
+from millpond.server.generation_job import event_text
+from millpond.server.usage import choice_stats, usage
+
+
+@dataclass(frozen=True, slots=True)
+class InfillJob:
+    """A text in the middle.
+
+    Attributes:
+        requests: the one request. indent: white space with which each of its lines begins at least. new_tokens: off
+            where none are wanted. fields: that are sent, by their paths; none: all. stops: of the client.
+    """
+
+    requests: list[Request]
+    indent: int = 0
+    new_tokens: bool = True
+    fields: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+
+    def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The whole answer."""
+        return self.last(model, answers[0], self.text(answers[0].completions[0]))
+
+    def events(self, model: str) -> InfillEvents:
+        """What writes the answer as events."""
+        return InfillEvents(self, model)
+
+    def text(self, completion: Completion) -> str:
+        """What there is of the text, up to a line that is indented less; of a line whose text has not begun nothing."""
+        return indented(completion.text, self.indent)[0] if self.new_tokens else ""
+
+    def enough(self, output: RequestOutput) -> bool:
+        """Whether the rest would be cut off."""
+        return indented(output.completions[0].text, self.indent)[1]
+
+    def last(self, model: str, output: RequestOutput, content: str) -> dict[str, Any]:
+        """The end of an answer, with its numbers; content: that was not sent."""
+        (completion,) = output.completions
+        told = usage([output], self.new_tokens)
+        new, cached = told["completion_tokens"], told["prompt_tokens_details"]["cached_tokens"]
+        stopped = completion.stop_reason if completion.stop_reason in self.stops else None
+        kind = "limit" if completion.finish_reason != "stop" else "eos" if stopped is None else "word"
+        found = {
+            "index": 0, "content": content, "id_slot": -1, "stop": True, "model": model, "tokens_predicted": new,
+            "tokens_evaluated": told["prompt_tokens"], "tokens_cached": cached, "truncated": False,
+            "has_new_line": "\n" in self.text(completion), "stop_type": kind, "stopping_word": stopped or "",
+            "timings": _timings(output, told["prompt_tokens"] - cached, new), "millpond": choice_stats(completion),
+        }  # fmt: skip
+        return picked(found, self.fields)
+
+
+class InfillEvents:
+    """The events of one text."""
+
+    def __init__(self, job: InfillJob, model: str) -> None:
+        self._job, self._model = job, model
+        self._sent = ""
+        self._last: RequestOutput | None = None
+
+    def more(self, place: int, output: RequestOutput) -> Iterator[str]:
+        """New text."""
+        self._last = output
+        text = self._job.text(output.completions[0])
+        if new := text[len(self._sent) :]:
+            self._sent = text
+            made = {"index": 0, "content": new, "id_slot": -1, "stop": False}
+            yield event_text(picked(made, self._job.fields))
+
+    def end(self) -> Iterator[str]:
+        """The numbers."""
+        assert self._last is not None, "an answer came"
+        yield event_text(self._job.last(self._model, self._last, ""))
+
+    def fail(self, error: ApiError) -> Iterator[str]:
+        """The error, and nothing after it."""
+        yield event_text(error.body())
+
+
+def indented(text: str, least: int) -> tuple[str, bool]:
+    r"""A text up to a line, but the first, that begins with less white space; and whether there is one. Blank lines
+    count as none, and a line without text yet is left out.
+
+    Example:
+        >>> indented("a\n\n  b\nc", 2)
+        ('a\n\n  b', True)
+    """
+    if not least:
+        return text, False
+    kept, begin = text.find("\n"), text.find("\n") + 1
+    if kept < 0:
+        return text, False
+    while begin <= len(text):
+        end = text.find("\n", begin)
+        line = text[begin:] if end < 0 else text[begin:end]
+        if line.strip():
+            if len(line) - len(line.lstrip(" \t")) < least:
+                return text[:kept], True
+            kept = len(text) if end < 0 else end
+        if end < 0:
+            break
+        begin = end + 1
+    return text[:kept], False
+
+
+def picked(found: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Those fields, each under its path.
+
+    Example:
+        >>> picked({"a": {"b": 1}, "c": 2}, ["a/b", "d"])
+        {'a/b': 1}
+    """
+    if not paths:
+        return found
+    made = {}
+    for path in paths:
+        value: Any = found
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            made[path] = value
+    return made
+
+
+def _timings(output: RequestOutput, read: int, new: int) -> dict[str, Any]:
+    """Milliseconds of the prompt and of the answer."""
+    times = output.times
+    first, end = times.first_token, times.finished
+    spent = {
+        "prompt": (read, 0.0 if first is None else first - times.arrived),
+        "predicted": (new, 0.0 if first is None or end is None else end - first),
+    }
+    made: dict[str, Any] = {}
+    for name, (count, seconds) in spent.items():
+        made |= {
+            f"{name}_n": count, f"{name}_ms": round(1e3 * seconds, 3),
+            f"{name}_per_token_ms": round(1e3 * seconds / count, 3) if count else 0.0,
+            f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
+        }  # fmt: skip
+    return made

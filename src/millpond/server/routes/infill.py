@@ -1,0 +1,97 @@
+"""POST /infill: llama.cpp's route for text in the middle, which editors call."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from millpond.engine.outputs import RequestOutput
+from millpond.server.body_parsing import ParsedRoute
+from millpond.server.chunk_parts import refuse_spans
+from millpond.server.fair_shares import refuse_fair_shares
+from millpond.server.fill_in import BETWEEN, PROJECT, FillIn, Ids, needed
+from millpond.server.forget import refuse_forget
+from millpond.server.infill_format import InfillJob
+from millpond.server.message_spans import refuse_forgotten, refuse_keep
+from millpond.server.prompt_breakpoints import refuse_breakpoints
+from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
+from millpond.server.schemas import InfillBody
+from millpond.server.service import Service
+
+#: The way out where spans of a prompt have no meaning.
+_NO_SPANS = "leave it out of /infill"
+
+
+def routes(service: Service) -> APIRouter:
+    """The route that fills in."""
+    router = APIRouter(route_class=ParsedRoute)
+
+    @router.post("/infill", response_model=None)
+    async def infill(body: InfillBody, http: HttpRequest) -> Response:
+        """The text between two others."""
+        job = await job_of(service, body)
+        limit = body.t_max_predict_ms
+
+        def enough(output: RequestOutput) -> bool:
+            first = output.times.first_token
+            late = bool(limit) and first is not None and 1e3 * (time.monotonic() - first) > (limit or 0)
+            return late or job.enough(output)
+
+        return await service.answer(http, job, enough)
+
+    return router
+
+
+async def job_of(service: Service, body: InfillBody) -> InfillJob:
+    """What a body asks for, checked.
+
+    Raises:
+        ApiError, OptionError: it cannot be.
+    """
+    service.check_model(body.model)
+    service.tokens.need("text in the middle", "input_prefix")
+    service.tokens.check_fields(body)
+    refuse_spans(body.millpond.chunks)
+    refuse_forgotten(body.millpond.forgotten)
+    refuse_forget(body.millpond.forget)
+    refuse_keep(body.millpond.keep, _NO_SPANS)
+    refuse_fair_shares(body.millpond, _NO_SPANS)
+    refuse_breakpoints(body.millpond.breakpoints, _NO_SPANS)
+    fill = needed(service.tokens.fill_in, "/infill")
+    asked = None if body.n_predict in (None, -1) else body.n_predict
+    most = most_tokens(asked, service.settings.max_tokens, "n_predict")
+    prompt = await _prompt(service, body, fill)
+    check_room([prompt], asked, service.llm.text_limit)
+    given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    params = sampling(
+        body, max_tokens=None if most is None else max(most, 1), stop=fill.stops,
+        stop_token_ids=(*(body.stop_token_ids or ()), *fill.stop_ids),
+    )  # fmt: skip
+    name = f"infill-{uuid.uuid4().hex}"
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
+    return InfillJob(
+        made, body.n_indent, asked != 0, tuple(body.response_fields or ()), given, bool(body.stream)
+    )  # fmt: skip
+
+
+async def _prompt(service: Service, body: InfillBody, fill: FillIn) -> Ids:
+    """The two texts behind others, as the model expects them."""
+
+    async def ids(text: str) -> Ids:
+        return await service.tokens.encode(text, special=False) if text else ()
+
+    extra = list(body.input_extra or ())
+    others = sum(len(one.filename) + len(one.text) for one in extra)
+    service.tokens.check_length(others + len(body.input_prefix) + len(body.input_suffix), "input_extra")
+    before = body.input_prefix
+    if extra and not fill.names_files:
+        before = "".join(f"{one.text}{BETWEEN}" for one in extra) + before
+    prompt = fill.prompt(await ids(before), await ids(body.input_suffix), await ids(body.prompt))
+    if not extra or not fill.names_files:
+        return prompt
+    files = [await ids(f"{one.filename or 'file'}\n{one.text}\n") for one in extra]
+    return fill.among_files(prompt, await ids(f"{PROJECT}\n"), [*files, await ids("file\n")])
