@@ -61,7 +61,7 @@ PICTURES = ROOT / "docs" / "images" / "quality"
 CODEC_TEXTS = ROOT / "benchmarks" / "results" / "codec-texts.json"
 CHAT_FACTS = ROOT / "benchmarks" / "results" / "chat-facts.json"
 CHOOSE = ROOT / "docs" / "how-to" / "choose-a-method.md"
-CODECS = ROOT / "docs" / "how-to" / "codecs.md"
+CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
 GPU_ROWS = ROOT / "benchmarks" / "results" / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
@@ -81,7 +81,7 @@ def pages() -> dict[Path, str]:
     texts[readme] = fill(readme.read_text(encoding="utf-8"), "saves", savings())
     speed = fill(SPEED.read_text(encoding="utf-8"), "results", result_table())
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
-    texts[CODECS] = fill(CODECS.read_text(encoding="utf-8"), "codec-texts", codec_texts())
+    texts[CODECS_PAGE] = fill(CODECS_PAGE.read_text(encoding="utf-8"), "codec-texts", codec_texts())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
     texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
     for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():

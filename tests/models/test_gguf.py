@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.models.downloads import downloaded_gguf
-from millpond.models.gguf import convert
+from millpond.models.gguf import convert, converted
 from millpond.models.gguf.convert import find_gguf
 from millpond.models.load import find_tokenizer, load_model, load_tokenizer, resolve
 
@@ -103,6 +104,34 @@ def test_it_is_converted_once(tmp_path: Path, cache: Path, monkeypatch: pytest.M
     assert resolve(path, "f32") != first
 
 
+def test_a_file_that_nobody_wrote_to_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converted, "_TICK", -1)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, kind="Q8_0")
+    folder, other = resolve(path), resolve(path, "f32")
+    before = path.stat()
+    monkeypatch.setattr(convert, "read_header", None)
+    monkeypatch.setattr(convert, "_digest", None)
+    assert resolve(path) == resolve(path, "bf16") == resolve(path, None) == folder
+    assert resolve(path, "f32") == other
+    with path.open("r+b") as file:  # another number, in as many bytes, with the old time put back
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(TypeError):
+        resolve(path)
+
+
+def test_a_file_that_was_written_just_now_is_read_again(tmp_path: Path) -> None:
+    """Its time may be that of a change which comes after it was read."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, kind="Q8_0")
+    folder = Path(resolve(path))
+    path.touch()
+    converted.note_source(folder, path, converted.FileIdentity.of(path), "bf16")
+    assert converted.own_dtype(folder, path) is None
+
+
 def test_two_at_once_make_one(tmp_path: Path) -> None:
     path, found = tmp_path / "tiny.gguf", []
     write_gguf(path)
@@ -121,7 +150,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from millpond.models.downloads import downloaded_gguf
-from millpond.models.gguf import convert
+from millpond.models.gguf import convert, converted
 from millpond.models.gguf.convert import find_gguf
 
 def wait(path, dtype, config):

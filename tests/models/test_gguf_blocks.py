@@ -179,7 +179,7 @@ def test_scales_that_are_no_numbers_are_found(kind: str, scale: float, tmp_path:
     with path.open("r+b") as file:
         file.seek(place.offset + 5 * place.nbytes // place.shape[0])
         file.write(np.float16(scale).tobytes())
-    converted.note_source(folder, path)
+    converted.note_source(folder, path, converted.FileIdentity.of(path), "bf16")
     assert (folder / converted.SOURCE).read_text() != note
     with pytest.raises(DataError, match=r"tiny.gguf: scales of 'blk.0.ffn_down.weight' are not finite"):
         packed(folder, "int4")

@@ -13,6 +13,7 @@ from torch import Tensor
 import millpond as mp
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.kernels.decoder_ops import DecoderOps, choose
+from millpond.models.lean import fuse
 from millpond.models.lean.describe import describe
 from millpond.models.lean.fuse import together
 from millpond.models.load import load_model
@@ -112,6 +113,40 @@ def test_the_file_that_a_model_came_from_is_let_go(tmp_path: Path) -> None:
     torch.testing.assert_close(model(**one(5)).logits, before)
     describe(model)
     assert described.watch.unchanged()  # nothing moves again
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_embeddings_of_which_rows_are_read_stay_in_the_file(tmp_path: Path) -> None:
+    family("qwen2").make(tie_word_embeddings=False).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    with torch.no_grad():
+        before = model(**one(5)).logits
+    tokens, head = model.model.embed_tokens.weight, model.lm_head.weight
+    places = tokens.data_ptr(), head.data_ptr()
+    describe(model)
+    assert tokens.data_ptr() == places[0]
+    assert head.data_ptr() != places[1]
+    torch.testing.assert_close(model(**one(5)).logits, before)
+
+
+def test_matrices_of_a_layer_lie_in_one_memory_and_the_rest_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and biases are kept where matrices become codes, and must not keep their memory."""
+    monkeypatch.setattr(fuse, "LEAST_IN_ONE", 1)
+    model, twin = family("qwen2").make(), family("qwen2").make()
+    decoder = describe(model).decoder
+    spots = []
+    for block in decoder.blocks:
+        parts = [part for taken in (block.qkv, block.out, block.up, block.down) for part in taken.parts]
+        matrices = {weight.untyped_storage().data_ptr() for weight, _ in parts}
+        biases = {bias.untyped_storage().data_ptr() for _, bias in block.qkv.parts}
+        norms = {p.norm.weight.untyped_storage().data_ptr() for p in (block.qkv, block.up)}
+        assert len(matrices) == 1
+        assert not matrices & (biases | norms)
+        spots += matrices
+    assert len(set(spots)) == len(decoder.blocks)
+    for (key, weight), before in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(weight, before), key
+    torch.testing.assert_close(model(**one(9)).logits, twin(**one(9)).logits)
 
 
 def test_fusing_again_moves_nothing(tmp_path: Path) -> None:

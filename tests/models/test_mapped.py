@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import sys
 from pathlib import Path
 
@@ -52,6 +54,35 @@ def test_what_was_written_to_stays(file: Path) -> None:
     with Mapped([weight]).moving([weight]):
         weight.data = weight.data.clone()
     assert old[17] == -1.0
+
+
+def test_what_is_copied_leaves_memory_before_the_rest_is_read(file: Path) -> None:
+    """A matrix that is larger than all others is never in memory twice."""
+    old = opened(file).view(-1, 256)
+    assert old.sum() > 0
+    before, found = resident(), []
+
+    class Noted(mapped.Mapped):
+        def _let_go(self, begin: int, end: int) -> None:
+            super()._let_go(begin, end)
+            found.append(before - resident())
+
+    assert torch.equal(Noted([old]).copy(old, torch.empty_like(old)), old)
+    assert len(found) == 2**24 // mapped._STRIDE
+    assert found[0] > mapped._STRIDE * 3 // 4
+
+
+def test_advice_on_parts_of_a_file_hides_none_of_it(file: Path) -> None:
+    """It splits the mapping, and a weight may begin in one part and end in the next."""
+    old = opened(file)
+    assert old.sum() > 0
+    page, begin = mmap.PAGESIZE, old.data_ptr()
+    advised = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin + 64 * page), ctypes.c_size_t(64 * page), 14)
+    assert advised == 0
+    before, weight = resident(), torch.nn.Parameter(old)
+    with Mapped([weight]).moving([weight]):
+        weight.data = weight.data.clone()
+    assert before - resident() > 13 * 2**20
 
 
 def test_memory_that_is_no_file_stays() -> None:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib.util
+import inspect
+import io
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from millpond import errors
+from millpond.cli.app import app
+from millpond.methods.kvzip import kvzip
 from millpond.models.downloads import DOWNLOADS
+from millpond.models.pond.words import UNK
 from tests.helpers.evals.scored import row
+from tests.helpers.package.snippets import FAILURES, agrees, outputs, snippets
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+?)\)")
-WITH_CODE = [page for page in PAGES if SNIPPET.search(page.read_text(encoding="utf-8"))]
+WITH_CODE = [page for page in PAGES if snippets(page.read_text(encoding="utf-8"))]
 SOURCE = ROOT / "src"
 WITH_EXAMPLE = sorted(
     ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
@@ -27,8 +38,36 @@ WITH_EXAMPLE = sorted(
 )
 
 
+#: What kvzip itself puts behind a text, whatever the model.
+OF_KVZIP = inspect.signature(kvzip).parameters["ask"].default
+
+
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def _marked(page: Path) -> Any:
+    """The page, marked real where its code names a model that is downloaded."""
+    code = "".join(one.code for one in snippets(page.read_text(encoding="utf-8")))
+    real = any(f'"{download.name}"' in code for download in DOWNLOADS)
+    return pytest.param(page, marks=pytest.mark.real if real else ())
+
+
+@pytest.fixture
+def unknown_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that became tokens among which is the bundled tokenizer's mark of an unknown word."""
+    found: list[str] = []
+    encode = PreTrainedTokenizerFast.__call__
+
+    def noting(self: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        encoded = encode(self, text, *args, **kwargs)
+        ids = torch.as_tensor(encoded["input_ids"]).flatten().tolist() if "input_ids" in encoded else []
+        if self.unk_token == UNK and self.unk_token_id in ids and text != OF_KVZIP:
+            found.append(str(text))
+        return encoded
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", noting)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +119,104 @@ def test_a_stale_part_is_replaced(generator: ModuleType) -> None:
         generator.fill("a", "x", "new")
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name)
-def test_snippets_run(page: Path) -> None:
+@pytest.mark.parametrize("page", [_marked(page) for page in WITH_CODE], ids=name)
+def test_snippets_run_and_print_what_the_page_shows(page: Path, unknown_words: list[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    for code in SNIPPET.findall(page.read_text(encoding="utf-8")):
+    for code, shown in snippets(page.read_text(encoding="utf-8")):
         for download in DOWNLOADS:
             if f'"{download.name}"' in code and not download.at_hand:
                 pytest.skip(f"{download.name} is not on this machine: {download.command}")
-        exec(compile(code, name(page), "exec"), namespace)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, name(page), "exec"), namespace)
+        printed = out.getvalue()
+        assert printed == "" if shown is None else agrees(shown, printed), f"{code}\nprints\n{printed}"
+        assert not FAILURES.search(printed), f"{code}\nprints\n{printed}"
+    assert not unknown_words, "the bundled model knows words of its own list alone"
+
+
+def test_commands_print_what_the_page_shows() -> None:
+    shown = {page: commands for page in PAGES if (commands := _commands_with_output(page))}
+    assert [name(page) for page in shown] == ["docs/how-to/command-line.md"]
+    for commands in shown.values():
+        for command, text in commands:
+            called = CliRunner().invoke(app, shlex.split(command)[1:], env={"COLUMNS": "300", "NO_COLOR": "1"})
+            assert called.exit_code == 0, called.output
+            assert agrees(text, called.output), f"{command}\nprints\n{called.output}"
+
+
+def _commands_with_output(page: Path) -> list[tuple[str, str]]:
+    """Commands whose output a page shows: each is the only line of its block."""
+    found = [one for language in ("sh", "bash") for one in snippets(page.read_text(encoding="utf-8"), language)]
+    return [(code.strip(), shown) for code, shown in found if shown is not None]
+
+
+def test_every_text_of_a_page_is_an_output() -> None:
+    """Those that are none are named here, with what they are."""
+    besides = {
+        "README.md": "the demo on a real model, which test_demo_real_text compares",
+        "docs/how-to/troubleshooting.md": "the tree of errors, which the next test compares with theirs",
+    }
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        shown = [one.shown for language in ("python", "sh", "bash") for one in snippets(text, language)]
+        free = [one for one in outputs(text) if one not in shown]
+        assert bool(free) == (name(page) in besides), f"{name(page)}: {free}"
+
+
+def test_the_tree_of_errors_is_theirs() -> None:
+    """Deeper is derived from what stands above it; in brackets stands a class of Python."""
+    (tree,) = outputs((ROOT / "docs" / "how-to" / "troubleshooting.md").read_text(encoding="utf-8"))
+    kinds = _kinds_of(errors.MillpondError)
+    above: list[type] = []
+    for line in tree.splitlines():
+        found = re.fullmatch(r"([ │├└─]*)(\w+)(?: \((\w+)\))?", line)
+        assert found is not None, line
+        kind, depth = kinds[found[2]], len(found[1]) // 4
+        assert depth == 0 or above[depth - 1] in kind.__bases__, line
+        assert found[3] is None or found[3] in [base.__name__ for base in kind.__mro__], line
+        above[depth:] = [kind]
+
+
+def _kinds_of(kind: type) -> dict[str, type]:
+    for module in ("millpond.cluster.handle", "millpond.cluster.handoff"):
+        importlib.import_module(module)
+    return {kind.__name__: kind, **{n: k for one in kind.__subclasses__() for n, k in _kinds_of(one).items()}}
+
+
+def test_code_that_is_not_run_is_named() -> None:
+    """Blocks in `py` are shown only; all in `python` run."""
+    besides = {
+        "docs/tutorial/write-your-own-method.md": "files of a folder, which test_own_method compares and runs",
+        "docs/how-to/cluster.md": "starts Ray and its processes",
+        "docs/how-to/budget-by-quality.md": "reads a novel, for minutes",
+    }
+    assert {name(page) for page in PAGES if snippets(page.read_text(encoding="utf-8"), "py")} == set(besides)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "right"),
+    [
+        ("a b\n", "a b\n", True),
+        ("a b\n", "a b \n", True),
+        ("a b\n", "a c\n", False),
+        ("a b\n", "a b\nc\n", False),
+        ("a b\nc\n", "a b\n", False),
+        ("a ... s\n", "a 1.5 s\n", True),
+        ("a ... s\n", "a 1\n2 s\n", False),
+        ("a.c\n", "abc\n", False),
+        ("a\n...\nd\n", "a\nb\nc\nd\n", True),
+        ("a\n...\nd\n", "a\nd\n", True),
+        ("a\n...\nd\n", "a\nb\n", False),
+    ],
+)
+def test_what_a_page_shows_is_compared_by_lines(shown: str, printed: str, right: bool) -> None:
+    assert agrees(shown, printed) is right
+
+
+def test_an_output_follows_its_block_at_once() -> None:
+    page = """```python\n1\n```\n\n```text\nnone\n```\n   ```python\n   2\n   ```\n\nIt is:\n\n```text\nb\n```\n"""
+    assert snippets(page) == [("1\n", "none\n"), ("2\n", None)]
+    assert outputs(page) == ["none\n", "b\n"]
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLE)

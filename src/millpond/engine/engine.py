@@ -31,16 +31,16 @@ from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.disk_conflicts import check_disk
 from millpond.engine.fault_isolation import FaultIsolation
 from millpond.engine.file_loads import FileLoads
-from millpond.engine.forgotten import note_forgotten
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.integrity import check_pages, check_untainted
 from millpond.engine.loaded_chunks import LoadedChunks
-from millpond.engine.outputs import CacheSnapshot, EngineStats, FinishReason, RequestOutput
+from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.prefix_store import open_prefix_store
 from millpond.engine.request import CacheOptions, Request
+from millpond.engine.request_ends import RequestEnds
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.banned_tokens import Bans
@@ -177,9 +177,11 @@ class Engine:
             self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
             self._files,
         )  # fmt: skip
+        self._ends = RequestEnds(
+            self._scheduler, self._sampler, self._live, self._trunks, self._loads, self._memories, self._sessions, tier
+        )
         self._faults = FaultIsolation(self._scheduler, self._live, self._trunks, self._loads, self._model.layers)
         self.in_step: tuple[str, ...] = ()
-        self._finished = self._evicted = 0
         self.watch: Callable[[Step, float], None] | None = None
         self.watch_moves: Callable[[Direction, str, int, float], None] | None = None
         self._stats = self._count()
@@ -271,16 +273,7 @@ class Engine:
         if live is None or live.job.trunk:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(live)
-        self._trunks.leave(live)
-        self._release_loaded(live)
-        if live.stack is not None:
-            live.stack.clear()
-        elif live.job.read == live.job.prompt:
-            live.group.part(live.unfinished).clear()
-        for answer in live.answers:
-            self._sampler.stop(answer.key)
-        self._scheduler.remove(live.job)
-        del self._live[request_id]
+        self._ends.handed_over(live)
         if not self._live:
             self._trim()
         self._stats = self._count()
@@ -388,7 +381,7 @@ class Engine:
         """End a request with what it has; one that is not there any more is no error."""
         live = self._live.get(request_id)
         if live is not None:
-            self._end(live, "cancelled")
+            self._ends.end(live, "cancelled")
             self._told.append(live)
             self._stats = self._count()
 
@@ -440,10 +433,10 @@ class Engine:
         self._told = []
         for live in list(self._live.values()):
             if error is None:
-                self._end(live, "cancelled")
+                self._ends.end(live, "cancelled")
             else:
                 live.fail(error)
-                self._tidy(live)
+                self._ends.tidy(live)
         self._trim()
         self._stats = self._count()
         return [live.to_output() for live in ended]
@@ -480,7 +473,7 @@ class Engine:
         changed, self._told = self._told, []
         for job in self._scheduler.expired(time.monotonic()):
             changed.append(live := self._live[job.key])
-            self._end(live, "deadline")
+            self._ends.end(live, "deadline")
         for loads in self._loads:
             loads.advance()
         began = time.perf_counter()
@@ -503,7 +496,7 @@ class Engine:
                 new = self._turn.run(groups, reading)
                 changed += [live for live in new if live.failed and live.answers]
                 changed += [live for live, _ in reading if live.request.tell_read]
-                self._forget(new)
+                self._ends.forget(new)
                 if free and alone is not None:
                     self._faults.passed(alone)
                 self._scheduler.took_seconds(step, time.perf_counter() - began)
@@ -532,78 +525,19 @@ class Engine:
 
     # ------------------------------------------------------------------ ends
 
-    def _forget(self, lives: list[RequestState]) -> None:
-        """Forget what has ended of requests that have new tokens."""
-        for live in lives:
-            first = live.answers[0] if live.answers else None
-            with live.own_work():
-                if first is not None and ((first.finished and first in live.group.answers) or live.stack is not None):
-                    self._memories.note(live)
-                note_forgotten(live)
-                if self._sessions is not None:
-                    self._sessions.keep(live)
-        for group in dict.fromkeys(live.group for live in lives):
-            group.leave()
-        for live in lives:
-            self._tidy(live)
-
-    def _tidy(self, live: RequestState) -> None:
-        """Forget the answers that have ended; and the request with the last of them, or a trunk."""
-        if live.job.trunk:
-            return self._trunks.let_go(live)
-        going = live.unfinished
-        for answer in live.answers:
-            if answer.finished:
-                self._sampler.stop(answer.key)
-        if going:
-            if len(going) < live.job.width:
-                self._scheduler.set_width(live.job, len(going))
-            return
-        if live.stack is not None:
-            live.stack.clear()
-            live.stack = None
-        live.group.leave()
-        self._trunks.leave(live)
-        self._release_loaded(live)
-        if self._tier is not None:
-            self._tier.release(live.request.request_id)
-        self._scheduler.remove(live.job)
-        del self._live[live.request.request_id]
-        live.times = replace(live.times, finished=time.monotonic())
-        self._finished += 1
-        self._evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
-
-    def _release_loaded(self, live: RequestState) -> None:
-        """A request needs no more chunks of the store, nor a stored turn."""
-        for loads in self._loads:
-            loads.forget(live)
-        if live.blend is not None:
-            live.blend.release()
-
-    def _end(self, live: RequestState, reason: FinishReason) -> None:
-        """All answers of a request end as they are; a trunk is let go."""
-        if live.unfinished:
-            self._memories.note(live)
-        for answer in live.unfinished:
-            answer.end(reason)
-        note_forgotten(live)
-        self._tidy(live)
-
     def _break_off(
         self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception
     ) -> list[RequestState]:
         """A pass failed; returns the requests that have ended because of it."""
         ended = self._faults.failed(groups, [live for live, _ in reading], error)
         gone = [live for live in self._live.values() if live.failed]
-        for live in gone:
-            self._tidy(live)
+        self._ends.tidy_all(gone)
         return [live for live in dict.fromkeys([*ended, *gone]) if live.answers]
 
     def _part_with_lost(self) -> list[RequestState]:
         """End the requests whose caches found no way out of the pool, or back."""
         lost, self._room.lost = self._room.lost, []
-        for live in lost:
-            self._tidy(live)
+        self._ends.tidy_all(lost)
         return [live for live in lost if live.answers]
 
     def _fingerprint(self) -> str:
@@ -636,7 +570,7 @@ class Engine:
             swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes - of_states,
             kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
             kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
-            finished=self._finished, evicted_entries=self._evicted, state_bytes=of_states,
+            finished=self._ends.finished, evicted_entries=self._ends.evicted, state_bytes=of_states,
             weight_bytes=self._model.weight_bytes, prefix=self._sharing.stats(),
             chunks=None if self._chunks is None else self._chunks.store.stats(),
             sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too

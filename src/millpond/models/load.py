@@ -6,6 +6,7 @@ This module knows nothing of caches: what it returns is a stock transformers mod
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -161,7 +162,7 @@ def _load(
     if not is_local and difflib.get_close_matches(path, known_models(), cutoff=0.85):
         raise unknown("model", path, known_models())  # a typing mistake, not worth asking the hub
     try:
-        with _without_bars():
+        with _without_bars(), _without_collecting():
             found = path if is_local or _hub_answers() else _downloaded(path)
             if not _is_installed(found):
                 _check(found, trust_remote_code)
@@ -253,3 +254,15 @@ def _without_bars() -> Iterator[None]:
     finally:
         if shown:
             tools.enable_progress_bar()
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """No search for cycles while a vocabulary is read, which is a million objects and no cycle."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -19,8 +20,9 @@ from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, cho
 from millpond.kernels.recorded.record import record_cuda, recording
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
-from millpond.models.lean.decoder import StreamedBlocks
-from millpond.models.lean.describe import describe
+from millpond.models.lean.decoder import Decoder, StreamedBlocks
+from millpond.models.lean.describe import describe, moving, watch
+from millpond.models.lean.mapped import in_file
 from millpond.models.lean.quantize import code_bytes, quantized, release
 from millpond.models.lean.watch import Watch, own_forward
 from millpond.runner.decode_graph import DecodeGraph
@@ -28,14 +30,22 @@ from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
 #: Where the tokens of the trial stand in their text.
 _PLACES = (0, 1, 5)
+#: Passes after which weights that lie in a mapped file begin to move, a layer in each: a copy into huge pages makes a
+#: pass faster by less than a hundredth of what it costs, so that who asks little is served from the file.
+PASSES_IN_FILE = 64
+#: Who runs through the weights of a model.
+_users: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[NativeForward]] = weakref.WeakKeyDictionary()
 
 
 class NativeForward:
     """Runs packed rows through the weights of a model, whose layers that read the same rows are fused.
 
+    Weights that lie in a mapped file are fused and moved after `PASSES_IN_FILE` passes, unless another runs through
+    them too: until then memory holds them once, and loading copies nothing.
+
     Args:
-        shapes: what the attention of each layer does. run: a pass of the modules, run(ids, positions, attend) -> logits
-            of all tokens. streamed: the layers where their weights come and go.
+        shapes: what the attention of each layer does, complete after a pass. run: a pass of the modules,
+            run(ids, positions, attend) -> logits of all tokens. streamed: the layers where their weights come and go.
         deterministic: each row gets the bits that it has alone, see `Decoder.fixed_order`.
         bits: 4 or 8: once tried out, the matrices become codes of as many bits, and those of the modules are emptied.
 
@@ -47,7 +57,7 @@ class NativeForward:
     def __init__(
         self,
         model: PreTrainedModel,
-        shapes: Sequence[AttentionShape],
+        shapes: Mapping[int, AttentionShape],
         run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
         streamed: StreamedBlocks | None = None,
         bits: int | None = None,
@@ -55,8 +65,9 @@ class NativeForward:
     ) -> None:
         if any(own_forward(module) is not None for module in model.modules()):
             raise UnsupportedModelError(f"a module of {type(model).__name__} has a forward of its own")
-        described = describe(model, streamed)
-        self._shapes = shapes
+        mapped = streamed is None and in_file(model.parameters())
+        described = describe(model, streamed, move=not mapped and bits is None)
+        self._shapes: Sequence[AttentionShape] = ()
         self._decoder, self._layers = described.decoder, described.layers
         self._watch: Watch | None = described.watch
         self._name = type(model).__name__
@@ -64,7 +75,7 @@ class NativeForward:
             raise UnsupportedModelError(f"{self._name} has hooks, or trains; remove them, or call model.eval()")
         if model.dtype not in TOLERANCE:
             raise UnsupportedModelError(f"{self._name} computes in {model.dtype}")
-        self._try_out(model.device, run)
+        self._try_out(model.device, run, shapes)
         if bits is not None:
             self._decoder, self._watch = quantized(self._decoder, bits), None
             release(model, self._decoder)
@@ -76,6 +87,12 @@ class NativeForward:
                     "they compute in float32, bfloat16 and float16 on a CPU, and not with MILLPOND_KERNELS=reference"
                 )
 
+        self._passes = 0
+        self._moving: Iterator[Decoder] | None = None
+        if mapped and bits is None:
+            self._moving = moving(model, self._decoder, self._layers)
+        self._model = weakref.ref(model)
+        _users.setdefault(model, weakref.WeakSet()).add(self)
         self._graph: DecodeGraph | None = None
         resident = streamed is None or streamed.resident
         if model.device.type == "cuda" and resident and recording():
@@ -98,6 +115,7 @@ class NativeForward:
 
         Where native kernels compute, torch's small loops between them run on this thread alone.
         """
+        self._move_on()
         natively = isinstance(self._decoder.ops(len(ids)), NativeDense | FixedOrder)
         with torch_on_one_thread() if natively else nullcontext():
             return self._forward(ids, positions, split, rows)
@@ -115,6 +133,20 @@ class NativeForward:
             logits, lse = self._graph.step(ids, positions, steps.regions())
         steps.end(lse)
         return logits
+
+    def _move_on(self) -> None:
+        """Let the next part of the weights move out of the file, once enough passes have read them there."""
+        model = self._model()
+        if self._moving is None or model is None or len(_users[model]) > 1:
+            return
+        self._passes += 1
+        if self._passes <= PASSES_IN_FILE:
+            return
+        moved = next(self._moving, None)
+        if moved is None:
+            self._moving = None
+        else:
+            self._decoder, self._watch = moved, watch(model, self._layers)
 
     def keys_of_second_layer(self, ids: Tensor) -> Tensor:
         """(n_kv_heads, n, key_dim) after RoPE, of a text of these ids (n,)."""
@@ -141,8 +173,15 @@ class NativeForward:
 
         return by_rows
 
-    def _try_out(self, device: torch.device, run: Callable[[Tensor, Tensor, LayerAttend], Tensor]) -> None:
+    def _try_out(
+        self,
+        device: torch.device,
+        run: Callable[[Tensor, Tensor, LayerAttend], Tensor],
+        shapes: Mapping[int, AttentionShape],
+    ) -> None:
         """Give every part what the modules gave theirs, a few tokens, and compare the outputs.
+
+        Layers that are built alike run the same kernels, so the first of them is tried out as of many rows, too.
 
         Raises:
             UnsupportedModelError: something else.
@@ -157,13 +196,19 @@ class NativeForward:
         finally:
             for hook in hooks:
                 hook.remove()
+        for index in range(len(self._layers)):
+            if index not in shapes:
+                raise UnsupportedModelError(f"layer {index} of {self._name} hands no keys and values to its cache")
+        self._shapes = [shapes[index] for index in range(len(self._layers))]
         first, last = seen[0][0], seen[-1][1]
         self._compare("the embeddings", decoder.embed(ids, positions), first, first)
         rotary, attend = decoder.angles(first, positions), self._by_rows(_attend)
+        builds: set[tuple[Any, ...]] = set()
         for block, (before, behind) in zip(decoder.blocks, seen, strict=True):
-            for few in (True, False):
+            for few in (True,) if block.build in builds else (True, False):
                 found = block.forward(before.clone(), rotary, attend, choose(before, few))
                 self._compare(f"layer {block.index}", found, behind, behind - before)
+            builds.add(block.build)
         self._compare("the head", decoder.logits(last), logits, logits)
 
     def _compare(self, part: str, found: Tensor, expected: Tensor, size: Tensor) -> None:

@@ -179,9 +179,22 @@ class ShapeWatch:
         self.shapes: dict[int, AttentionShape] = {}
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        self.found[index] = (k.shape[1], k.shape[3], v.shape[3])
-        self.shapes[index] = shape
+        self._note(index, k, v, shape)
         return q.new_zeros(*q.shape[:3], v.shape[3])
+
+    def watching(self, rows: LayerAttend) -> LayerAttend:
+        """The same attention by rows, whose shapes are noted."""
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+            self._note(index, k, v, shape)
+            return rows(index, q, k, v, shape)
+
+        return attend
+
+    def _note(self, index: int, k: Tensor, v: Tensor, shape: AttentionShape) -> None:
+        """k, v: KV heads are dimension 1, in rows and in batches."""
+        self.found[index] = (k.shape[1], k.shape[-1], v.shape[-1])
+        self.shapes[index] = shape
 
     def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
         return q.new_zeros(*q.shape[:3], value_dim)

@@ -21,7 +21,7 @@ from millpond.hf.attention import begin_pass, check_window, end_pass, switch_att
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.model_support import supported, unwrapped
-from millpond.hf.native_layers.enable import use_native_layers
+from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.hf.native_layers.linears import use_native_linears
 from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
@@ -138,13 +138,16 @@ class PackedModel:
             if profile.state_layers:
                 self._use_states(profile)
             self._undo.append(switch_attention(profile.config))
-            watch = self._probe()
-            self.layers = _layers_of(profile, watch)
+            natively = native_layers and streamed is None and weights is None
+            if natively:
+                self._undo.append(use_native_linears(model))
             bits = None if weights is None or streamed is not None else FORMATS[weights]
-            self._lean = self._make_lean(watch, runner if native_layers else "modules", bits)
+            tried = ShapeWatch()
+            self._lean = self._make_lean(tried, runner if native_layers else "modules", bits)
+            self.layers = _layers_of(profile, self._probe() if self._lean is None else tried)
             self.weight_bytes = self._count_weights()
-            if native_layers and streamed is None and bits is None:
-                self._undo.append(use_native_layers(model) if self._lean is None else use_native_linears(model))
+            if natively and self._lean is None:
+                self._undo.append(use_lean_layers(model))
         except BaseException:
             self.close()
             raise
@@ -245,18 +248,21 @@ class PackedModel:
     @no_autograd
     def _make_lean(self, watch: ShapeWatch, runner: Runner, bits: int | None) -> NativeForward | None:
         """
+        Args:
+            watch: learns what the layers do with the tokens of the trial.
+
         Raises:
             UnsupportedModelError: the model cannot run lean, and runner="lean" or its weights should be quantized.
         """
         if runner == "modules":
             return None
-        shapes = [watch.shapes[index] for index in range(len(self.layers))]
 
         def run(ids: Tensor, positions: Tensor, attend: LayerAttend) -> Tensor:
-            return self._run(ids, positions, FunctionAttention(attend), torch.arange(len(ids), device=ids.device))
+            rows = torch.arange(len(ids), device=ids.device)
+            return self._run(ids, positions, FunctionAttention(watch.watching(attend)), rows)
 
         try:
-            return NativeForward(self.model, shapes, run, self._streamed, bits, self.deterministic)
+            return NativeForward(self.model, watch.shapes, run, self._streamed, bits, self.deterministic)
         except UnsupportedModelError as error:
             if self.deterministic:
                 message = f"deterministic=True needs a model that runs without its modules: {error}"
@@ -270,7 +276,7 @@ class PackedModel:
 
     @no_autograd
     def _probe(self) -> ShapeWatch:
-        """What the layers do with a token: one runs through the model and is not kept."""
+        """What the layers of a model that does not run lean do with a token: one runs through it and is not kept."""
         states = None if self.states is None else CarriedStates(self.states)
         watch = ShapeWatch([Segment([], 0, 1, False, states)])
         token = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from millpond.codec import DTYPES
 from millpond.errors import DataError, OptionError
 from millpond.models.cache_folder import cache_folder, make_room
-from millpond.models.gguf.converted import NOTE, note_source, read_note
+from millpond.models.gguf.converted import NOTE, FileIdentity, note_source, own_dtype, read_note
 from millpond.models.gguf.header import GGUFHeader, read_header
 from millpond.models.gguf.quick_reader import quick_reading
 from millpond.models.gguf.rope import RopeTensors, take_rope
@@ -73,8 +74,12 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
         OptionError: its architecture is not one that transformers reads, it is a part of a split file, a package is
             missing, or there is no room.
     """
+    before = converted_before(path, dtype)
+    if before is not None:
+        return before
     for library in ("gguf", "accelerate"):
         require(library, "gguf", "a GGUF file")
+    identity = FileIdentity.of(path)
     header = read_header(path)
     _check_whole(path, header)
     with progress(f"Reading {path.name}"):
@@ -87,8 +92,24 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
             _convert(path, header, stored, digest, folder / stored)
         elif header.has_tokenizer and read_note(folder / stored / NOTE).get("tokenizer") != TOKENIZER_VERSION:
             _renew_tokenizer(path, folder / stored)
-    note_source(folder / stored, path)
+    note_source(folder / stored, path, identity, header.dtype)
     return folder / stored
+
+
+def converted_before(path: Path, dtype: str | None) -> Path | None:
+    """The folder that the same file was converted to, if times, size and inode say that it is unchanged.
+
+    A file is not read for it: of one of 500 MB its header and checksum take a second.
+
+    Args:
+        dtype: as for `converted_folder`.
+    """
+    for folder in sorted((cache_folder() / "gguf").glob(f"{escape(path.stem[:64])}-*/*")):
+        current = folder.name in DTYPES and read_note(folder / NOTE).get("tokenizer") == TOKENIZER_VERSION
+        own = own_dtype(folder, path) if current else None
+        if own is not None and folder.name == {None: folder.name, "auto": own}.get(dtype, dtype):
+            return folder
+    return None
 
 
 def _check_whole(path: Path, header: GGUFHeader) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from millpond.models.cache_folder import cache_folder
 
@@ -15,6 +16,8 @@ from millpond.models.cache_folder import cache_folder
 NOTE = "millpond-gguf.json"
 #: Of a converted folder, where its file is.
 SOURCE = "millpond-gguf-source.json"
+#: Nanoseconds in which a file system may give two changes of a file one time.
+_TICK = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,47 @@ def read_note(path: Path) -> dict[str, Any]:
     return {}
 
 
-def note_source(folder: Path, path: Path) -> None:
-    """Write down in a converted folder where its file is, if that can be written."""
-    status = path.stat()
-    text = json.dumps({"path": str(path.resolve()), "size": status.st_size, "modified": status.st_mtime_ns}) + "\n"
+class FileIdentity(NamedTuple):
+    """A file as the system counts it, equal while it is unchanged: times in ns since 1970, size in bytes."""
+
+    path: str
+    size: int
+    modified: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """
+        Raises:
+            OSError: the file cannot be found.
+        """
+        status = path.stat()
+        return cls(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> None:
+    """Write down in a converted folder where its file is, if that can be written.
+
+    Args:
+        identity: of the file before it was read. own: dtype that it is converted to by default.
+    """
+    settled = time.time_ns() - max(identity.modified, identity.changed) > _TICK
+    text = json.dumps({**identity._asdict(), "own": own if settled else None}) + "\n"
     note = folder / SOURCE
     with suppress(OSError):
         if not note.is_file() or note.read_text(encoding="utf-8") != text:
             note.write_text(text, encoding="utf-8")
+
+
+def own_dtype(folder: Path, path: Path) -> str | None:
+    """The dtype that a file is converted to by default, if a folder was made of it and it is the same; else None."""
+    note = read_note(folder / SOURCE)
+    try:
+        same = all(note.get(name) == value for name, value in FileIdentity.of(path)._asdict().items())
+    except OSError:
+        return None
+    return str(note["own"]) if same and note.get("own") is not None else None
 
 
 def source_of(folder: Path) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,20 @@ class Block:
             dense.rotate_(q, k, *rotary)
         return q, k, v
 
+    @property
+    def build(self) -> tuple[Any, ...]:
+        """What of a layer decides which kernels run it, and how: all but the numbers of its weights, and its place."""
+        norms = (self.q_norm, self.k_norm, *(self.norms_behind or ()))
+        projections = (self.qkv, self.out, self.up, self.down)
+        return (
+            self.head_dim, self.q_scale, self.parallel, self.norms_behind is None, tuple(map(_build_of_norm, norms)),
+            *((_build_of_norm(taken.norm), taken.act, taken.whole is None) for taken in projections),
+            *(
+                (type(weight), tuple(weight.shape), weight.nbytes, weight.dtype, bias is None)
+                for taken in projections for weight, bias in taken.parts
+            ),
+        )  # fmt: skip
+
     @cached_property
     def rest(self) -> Rest:
         """What follows attention, where norms stand in front."""
@@ -101,3 +116,7 @@ class Block:
         else:
             q, k, v = (part.view(n, -1, dim) for part in found)
         return q, k, v
+
+
+def _build_of_norm(norm: Norm | None) -> tuple[Any, ...] | None:
+    return None if norm is None else (len(norm.weight), norm.bias is None, norm.eps, norm.centred)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millpond.errors import UnsupportedModelError
+from millpond.kernels.decoder_ops import Projection
 from millpond.kernels.quantized_weight import Weight
 from millpond.models.lean.block import Block
 from millpond.models.lean.decoder import BlockSource, Decoder, StreamedBlocks
 from millpond.models.lean.ends import HeadSource
-from millpond.models.lean.fuse import fusable, own, together
+from millpond.models.lean.fuse import Room, fusable, own, together
 from millpond.models.lean.layers import block_of, norm_of
 from millpond.models.lean.mapped import Mapped
 from millpond.models.lean.watch import Watch
@@ -41,13 +43,13 @@ class Described:
     layers: tuple[nn.Module, ...]
 
 
-def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None) -> Described:
-    """Read the parts of a model, fuse the weights that read the same rows and move the others: see `fuse`.
+def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, move: bool = True) -> Described:
+    """Read the parts of a model, and move its weights, see `moving`.
 
     That the decoder computes what the model does is for the caller to try out.
 
     Args:
-        streamed: its layers where their weights come and go; no weight is moved then.
+        streamed: its layers where their weights come and go; no weight is moved then. move: False: nor else.
 
     Raises:
         UnsupportedModelError: the model is not built as Llama, Mistral, Qwen2, Qwen3, OPT or GPT-NeoX; it is unchanged.
@@ -60,35 +62,65 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None) -> 
     if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != known:
         raise UnsupportedModelError(f"{type(model).__name__} has more than a decoder and one linear layer behind it")
     ends = _ends(base)
-    found = [block_of(layer, fusable) for layer in base.layers]
+    blocks: BlockSource = tuple(block_of(layer, fusable) for layer in base.layers)
+    matrix: Weight | HeadSource = head.weight
     if streamed is None:
         _check_weights(model)
-        blocks: BlockSource = _fused(model, base.layers, found)
     else:
         blocks = tuple(streamed) if streamed.resident else streamed
-    matrix: Weight | HeadSource = head.weight
-    if streamed is not None:
         matrix = matrix if streamed.head is None else streamed.head
         ends["tokens"] = ends["tokens"] if streamed.tokens is None else streamed.tokens
     decoder = Decoder(blocks=blocks, head=(matrix, head.bias), **ends)
     layers = tuple(base.layers)
-    # the model's own settings and those of its rotary embedding change as it runs
-    watch = Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])
-    return Described(decoder, watch, layers)
+    if streamed is None and move:
+        *_, decoder = moving(model, decoder, layers)
+    return Described(decoder, watch(model, layers), layers)
 
 
-def _fused(model: nn.Module, layers: Iterable[nn.Module], found: Iterable[Block]) -> tuple[Block, ...]:
-    """The layers with fused weights; the others are moved."""
-    several = (taken.parts for block in found for taken in (block.qkv, block.up) if len(taken.parts) > 1)
-    fused = [weight for parts in several for part in parts for weight in part if isinstance(weight, Tensor)]
-    mapped, blocks = Mapped(model.parameters()), []
-    for layer in layers:
-        with mapped.moving(layer.parameters()):
-            own(layer.modules(), but=fused)
-            blocks.append(block_of(layer, together))
-    with mapped.moving(model.parameters()):
-        own(model.modules(), but=fused)
-    return tuple(blocks)
+def watch(model: nn.Module, layers: Sequence[nn.Module]) -> Watch:
+    """A watch of the modules of a model with these layers.
+
+    The model's own settings and those of its rotary embedding change as it runs.
+    """
+    return Watch(model.modules(), settings=[module for layer in layers for module in layer.modules()])
+
+
+def moving(model: nn.Module, decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[Decoder]:
+    """Move the weights of a model into memory of their own, those that read the same rows fused: see `fuse`.
+
+    First those outside of the layers, which are largest, and then a layer each time. Embeddings of which no pass reads
+    more than a few rows stay where they are: those which no text names need not be in memory.
+
+    Args:
+        decoder: its description. layers: the modules of its layers.
+
+    Yields:
+        The decoder with what has moved so far.
+    """
+    blocks = tuple(decoder.blocks)
+    rows_only = decoder.tokens if decoder.tokens is not decoder.head[0] else None
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    mapped = Mapped(weight for weight in model.parameters() if weight is not rows_only)
+    own(outside, but=[rows_only] if isinstance(rows_only, Tensor) else [], copy=mapped.copy)
+    yield decoder
+    for n, layer in enumerate(layers):
+        blocks = (*blocks[:n], _moved_layer(layer, blocks[n], mapped), *blocks[n + 1 :])
+        decoder = replace(decoder, blocks=blocks)
+        yield decoder
+
+
+def _moved_layer(layer: nn.Module, block: Block, mapped: Mapped) -> Block:
+    weights = list(layer.parameters())
+    room = Room(weight for weight in weights if weight.ndim > 1)
+    with mapped.moving(weights):
+        own(layer.modules(), but=[*_several(block.qkv), *_several(block.up)], room=room)
+        return block_of(layer, partial(together, room=room))
+
+
+def _several(taken: Projection) -> list[Tensor]:
+    """The weights of a projection of several parts, biases too."""
+    return [weight for part in taken.parts for weight in part if isinstance(weight, Tensor) and len(taken.parts) > 1]
 
 
 def _ends(base: Any) -> dict[str, Any]:

@@ -6,22 +6,67 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
+from millpond.kernels import native
 from millpond.kernels.decoder_ops import Norm, Projection
 from millpond.kernels.decoder_rows import GatedActivation
 
+#: Matrices of a layer that come to less are allocated one by one, in pages of the usual size.
+LEAST_IN_ONE = 2**22
+#: Bytes of a cache line, at which each matrix begins.
+_LINE = 64
 
-def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
+
+class Room:
+    """Memory for matrices that are read as a whole: in huge pages from its first use where the system has them.
+
+    Args:
+        matrices: that may be moved into it. Those on another device, or that come to little, are allocated one by one.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor]) -> None:
+        nbytes = sum(_in_lines(matrix.nbytes) for matrix in matrices if matrix.is_cpu)
+        self._left = nbytes if nbytes >= LEAST_IN_ONE else 0
+        self._memory: Tensor | None = None
+
+    def take(self, n: int, like: Tensor) -> Tensor:
+        """(n, ...) uninitialized, with the dtype, the device and the other sizes of `like`."""
+        shape = (n, *like.shape[1:])
+        nbytes = n * like[:1].nbytes
+        if like.ndim < 2 or not like.is_cpu or nbytes > self._left:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        if self._memory is None:
+            self._memory = torch.empty(self._left, dtype=torch.uint8)
+            native.use_huge_pages([self._memory])
+        begin = len(self._memory) - self._left
+        self._left -= _in_lines(nbytes)
+        return self._memory[begin : begin + nbytes].view(like.dtype).view(shape)
+
+
+def _in_lines(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+def together(
+    layers: Sequence[nn.Linear],
+    norm: Norm | None = None,
+    act: GatedActivation | None = None,
+    *,
+    room: Room | None = None,
+) -> Projection:
     """What some layers do to the same rows, fused: their parameters become views of one tensor.
 
     What the parameters hold does not change, and new values written into them are seen. Layers that lie after each
     other already stay where they are.
+
+    Args:
+        room: where the fused matrix lies; None: wherever there is memory.
 
     Raises:
         UnsupportedModelError: as `fusable`.
@@ -29,7 +74,9 @@ def together(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedAc
     found = fusable(layers, norm, act)
     weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
     biases = [bias for _, bias in found.parts if bias is not None]
-    return replace(found, whole=(_behind_each_other(weights), _behind_each_other(biases) if biases else None))
+    room = Room([]) if room is None else room
+    bias = _behind_each_other(biases, room) if biases else None
+    return replace(found, whole=(_behind_each_other(weights, room), bias))
 
 
 def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
@@ -75,12 +122,11 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
-def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
+def _behind_each_other(parts: Sequence[Tensor], room: Room) -> Tensor:
     whole = as_one(parts)
     if whole is not None:
         return whole
-    first = parts[0]
-    whole = torch.empty((sum(len(part) for part in parts), *first.shape[1:]), dtype=first.dtype, device=first.device)
+    whole = room.take(sum(len(part) for part in parts), parts[0])
     begin = 0
     for part in parts:
         place = whole[begin : begin + len(part)]
@@ -94,11 +140,19 @@ def _behind_each_other(parts: Sequence[Tensor]) -> Tensor:
 _moved: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def own(modules: Iterable[nn.Module], but: Iterable[Tensor | None]) -> None:
-    """Move the weights of modules on the CPU into memory of their own, once; not those that `together` will move.
+def own(
+    modules: Iterable[nn.Module],
+    but: Iterable[Tensor | None],
+    room: Room | None = None,
+    copy: Callable[[Tensor, Tensor], Tensor] = lambda old, new: new.copy_(old),
+) -> None:
+    """Move the weights of modules on the CPU into memory of their own, once, besides those of `but`.
 
     A model that was loaded from safetensors reads its weights out of the mapped file, which stays as long as one of
     them does, and whose pages are never huge ones.
+
+    Args:
+        room: where matrices lie; None: each in one of its own. copy: copy(old, new) -> new, of a matrix.
     """
     there = {id(weight) for weight in but}
     for module in modules:
@@ -108,5 +162,7 @@ def own(modules: Iterable[nn.Module], but: Iterable[Tensor | None]) -> None:
             there.add(id(weight))
             places = _moved.setdefault(module, {})
             if places.get(name) != weight.data_ptr():
-                weight.data = weight.detach().clone(memory_format=torch.contiguous_format)
+                old = weight.detach()
+                place = Room([old]) if room is None else room
+                weight.data = old.clone() if old.ndim < 2 else copy(old, place.take(len(old), old))
                 places[name] = weight.data_ptr()
