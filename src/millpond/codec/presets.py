@@ -13,7 +13,7 @@ from millpond.kernels.packed.layout import Side
 
 #: Slots per group of keys, and so per page, where the paper names none.
 GROUP = 64
-#: Entries that stay as they are beside keys less their mean: the first of a text, and the newest.
+#: Entries that stay as they are where keys are stored less their mean: the first of a text, and the newest.
 SINKS, RESIDUAL = 4, 32
 #: Ends the names of formats as their papers have them, with one range for all channels of a key, biases among them.
 PAPER = "_paper"
