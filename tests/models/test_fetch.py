@@ -115,9 +115,9 @@ def test_no_pip_and_no_wheel(tiny: tuple[Download, Path], monkeypatch: pytest.Mo
 def test_the_list_says_what_is_at_hand_and_how_to_get_the_rest(tiny: tuple[Download, Path]) -> None:
     before = right("models").output
     assert re.search(r"pond-recall +\d+\.\d MB +yes", before)
-    assert re.search(r"smollm2-135m +98\.4 MB +no +Apache-2\.0 +millpond models get", before)
+    assert re.search(r"smollm2-135m +98\.4 MB +no\s+Apache-2\.0 · millpond models get", before)
     fetch.fetch(*tiny)
-    assert re.search(r"tiny +\d\.\d MB +yes +MIT", right("models").output)
+    assert re.search(r"tiny +\d\.\d MB +yes[^\n]*\n +MIT", right("models").output)
     assert "did you mean 'tiny'" in wrong("models", "get", "tinny").lower()
 
 

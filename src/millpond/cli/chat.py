@@ -129,6 +129,11 @@ def chat(
         who = reach(url, model, os.environ.get(key_variable), {**drawn, **({"millpond": kept} if kept else {})})
     with notes(), who as partner:
         _note(f"{partner.name}; /help lists the commands")
+        if partner.writes_names and partner.name not in OWN:
+            _note(
+                "this model has no chat template: it continues texts, and a message is written as 'User: ...' with "
+                "'Assistant:' behind it; one that was trained for chats (-it, -instruct, -chat) answers better"
+            )
         if url is None and partner.name in OWN:
             _note(f"{partner.name} is {OWN[partner.name]}; `millpond models get smollm2-135m` gets a real one")
         converse(partner, typed(), system, kept_session)

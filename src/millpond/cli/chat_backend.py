@@ -31,9 +31,14 @@ _USERS_TURN = "\nUser:"
 
 
 class ChatBackend(Protocol):
-    """A source of answers: a local model or a server."""
+    """A source of answers: a local model or a server.
+
+    Attributes:
+        name: of the model. writes_names: messages are written with names in front of them, for want of a chat template.
+    """
 
     name: str
+    writes_names: bool
 
     def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
         """The next message, piece by piece; closing the generator ends it.
@@ -46,7 +51,7 @@ class ChatBackend(Protocol):
         """What is known of the last answer."""
 
     def forgotten(self) -> str:
-        """What its cache had forgotten of what the model read when it ended; "": unknown."""
+        """What its cache had forgotten of what the model read when it ended; "": nothing, or unknown."""
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class LocalBackend:
         self.name = name
         self._llm = llm
         self._has_template = has_template(llm.tokenizer)
+        self.writes_names = not self._has_template
         ends = {"stop_token_ids": tuple(turn_ends(llm.tokenizer))} if self._has_template else {"stop": (_USERS_TURN,)}
         self._alone, self._params = params, replace(params, **ends)
         self._clock: Clock | None = None
@@ -125,7 +131,7 @@ class LocalBackend:
 
     def forgotten(self) -> str:
         """See `ChatBackend`."""
-        return "" if self._lost is None else forgotten_text(self._lost)
+        return "" if self._lost is None or not self._lost.fewer_than_half else forgotten_text(self._lost)
 
     def _pieces(self, clock: Clock, interrupts: Sequence[object]) -> Iterator[str]:
         """The answer until it ends or the user presses Ctrl-C; never in the middle of a step."""
@@ -163,6 +169,7 @@ class HttpBackend:
 
     def __init__(self, http: httpx.Client, body: Mapping[str, Any], name: str) -> None:
         self.name = name
+        self.writes_names = False  # as far as is known: the server writes them
         self._http = http
         self._body = dict(body)
         self._clock: Clock | None = None
