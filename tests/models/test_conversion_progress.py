@@ -92,7 +92,8 @@ def test_the_list_says_what_was_converted(tmp_path: Path) -> None:
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     listed = right("models", "list").output
     file_size = f"{path.stat().st_size / 1e6:.1f}"
-    assert re.search(rf"tiny\.gguf +{file_size} MB +yes +\d\.\d MB [^\n]*bf16[^\n]*\n +{re.escape(str(path))[:40]}", listed)
+    facts, begin = rf"tiny\.gguf +{file_size} MB +yes +\d\.\d MB [^\n]*bf16[^\n]*", re.escape(str(path))[:40]
+    assert re.search(rf"{facts}\n +{begin}", listed)
     assert f"{size:.1f} MB f32" in listed
     assert listed == right("models").output
     path.unlink()

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from millpond.codec.rotate import rotate
 
-#: Size of a bias that a channel is scaled down to.
-LEVEL = 8.0
+#: Size of a bias that a channel is scaled down to. Of 8, 12, 16, 24 and 32, on one window of 4,096 tokens of five texts
+#: with Qwen2.5-Coder-0.5B, 12 alone lost at most .02 nats a token in `rotated4` on each; windows differ much.
+LEVEL = 12.0
 
 
 @dataclass(frozen=True, eq=False)
