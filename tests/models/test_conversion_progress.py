@@ -92,7 +92,7 @@ def test_the_list_says_what_was_converted(tmp_path: Path) -> None:
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     listed = right("models", "list").output
     file_size = f"{path.stat().st_size / 1e6:.1f}"
-    facts, begin = rf"tiny\.gguf +{file_size} MB +yes +\d\.\d MB [^\n]*bf16[^\n]*", re.escape(str(path))[:40]
+    facts, begin = rf"tiny\.gguf +{file_size} MB +yes +\d\.\d MB [^\n]*bf16[^\n]*", re.escape(str(path)[:30])
     assert re.search(rf"{facts}\n +{begin}", listed)
     assert f"{size:.1f} MB f32" in listed
     assert listed == right("models").output
