@@ -16,9 +16,9 @@ from tests.helpers.server.tools_model import (
     QUESTION,
     WEATHER,
     check_arguments,
-    random_engine,
-    real_engine,
 )
+from tests.helpers.server.tools_model import random as random  # the fixtures
+from tests.helpers.server.tools_model import real as real
 
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client: pip install anthropic")
 
@@ -40,19 +40,6 @@ AGENT: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Live]:
     with live(lambda: ScriptedLLM(""), api_keys=("secret",)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def random() -> Iterator[Live]:
-    pytest.importorskip("xgrammar", reason="the extra is not installed: pip install 'millpond[constrained]'")
-    with live(random_engine) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[Live]:
-    with live(real_engine) as running:
         yield running
 
 

@@ -20,9 +20,9 @@ from tests.helpers.server.tools_model import (
     TOOL,
     WEATHER,
     check_arguments,
-    random_engine,
-    real_engine,
 )
+from tests.helpers.server.tools_model import random as random  # the fixtures
+from tests.helpers.server.tools_model import real as real
 
 USER: dict[str, Any] = {"role": "user", "content": QUESTION}
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
@@ -36,19 +36,6 @@ class Weather(BaseModel):
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Live]:
     with live(lambda: ScriptedLLM("")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def random() -> Iterator[Live]:
-    pytest.importorskip("xgrammar", reason="the extra is not installed: pip install 'millpond[constrained]'")
-    with live(random_engine) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[Live]:
-    with live(real_engine) as running:
         yield running
 
 

@@ -83,7 +83,7 @@ class CacheChoice(OptionGroup):
         """
         bound = {"max_kl": self.max_kl, "fit": self.fit}
         kept = self.kept()
-        if self.preset is not None:  # which takes the format that suits the model
+        if self.preset is not None:
             kept = {"preset": self.preset}
         return {**kept, **bound, "calibration": self.calibration, **self.options}
 

@@ -69,7 +69,8 @@ class Basis:
     def queries(self, q: Tensor) -> Tensor:
         """Queries (..., Hq, n, D) as they meet stored keys."""
         if self.scales is not None:
-            q = q * self._scales(q.dtype).repeat_interleave(q.shape[-3] // len(self.scales), 0)
+            by_head = q.reshape(*q.shape[:-3], len(self.scales), -1, *q.shape[-2:])
+            q = (by_head * self._scales(q.dtype)[:, None]).flatten(-4, -3)
         return self.values(q)
 
     def keys(self, k: Tensor) -> Tensor:

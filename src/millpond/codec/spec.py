@@ -98,10 +98,6 @@ class Codec:
         """How many of the newest of `held` entries stay in the tiers before this one."""
         return self.residual + held * self.share // WHOLE
 
-    def with_key_scales(self, scales: KeyScales | None) -> Codec:
-        """The same on a model whose keys are divided by `scales` before they are stored."""
-        return replace(self, key_scales=scales)
-
     def layout(
         self, key_dim: int, value_dim: int, slots: int | None = None, tables: Tables | None = None
     ) -> PackedLayout:

@@ -72,8 +72,7 @@ def compress(
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are. {"0-1": "bf16", "*": "int4"}, or "0-1=bf16,*=int4", gives layers formats of their own,
             counted among those that hold entries; "bf16:20%,int8:20%,int4" gives entries fewer bits as they grow old.
-        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`. On a model whose
-            keys have large biases 4 bits are `int4`.
+        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
         memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
         page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
         between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False

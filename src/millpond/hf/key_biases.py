@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,7 +72,7 @@ def with_key_scales(stored: LayerCodecs | Format, profile: ModelProfile, model: 
             return one
         if model not in _found:
             _found[model] = _scales_of(profile, model)
-        return one.with_key_scales(_found[model])
+        return replace(one, key_scales=_found[model])
 
     return stored.map(scaled) if isinstance(stored, LayerCodecs) else scaled(stored)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millpond.engine.async_llm import AsyncLLM
 from tests.engine.test_constraint import byte_tokenizer
 from tests.helpers.models import REAL
+from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import HERMES
 
 WEATHER: dict[str, Any] = {
@@ -49,3 +52,16 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     assert set(arguments) == {"city", "unit"}
     assert len(arguments["city"]) <= 12
     assert arguments["unit"] in ("celsius", "fahrenheit")
+
+
+@pytest.fixture(scope="module")
+def random() -> Iterator[Live]:
+    pytest.importorskip("xgrammar", reason="the extra is not installed: pip install 'millpond[constrained]'")
+    with live(random_engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Live]:
+    with live(real_engine) as running:
+        yield running
