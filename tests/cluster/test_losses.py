@@ -224,6 +224,7 @@ def test_a_request_that_is_cancelled_on_its_way_into_the_engine_never_runs(sent:
     with LocalCluster(replicas=1) as local:
         dispatcher, loop, outputs = local.cluster.dispatcher, local.cluster.loop, list[RequestOutput]()
         request = Request(request_id="x", prompt=PROMPTS[1], params=params())
+        local.made[0].paused = True  # a request that is sent may otherwise run before its cancellation arrives
 
         async def submit_and_cancel() -> None:
             dispatcher.submit(request, outputs.append)
@@ -236,7 +237,8 @@ def test_a_request_that_is_cancelled_on_its_way_into_the_engine_never_runs(sent:
         local.wait_until(lambda: not dispatcher._outgoing._waiting)
         local.settle()
         assert bool(local.made[0].started) is sent
-        assert local.made[0].engine._llm.stats().generated_tokens == 0
+        stats = local.made[0].engine._llm.stats()
+        assert (stats.prompt_tokens, stats.generated_tokens) == (0, 0)
 
 
 def test_a_client_that_leaves_while_its_request_is_submitted_leaves_nothing() -> None:
