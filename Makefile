@@ -39,7 +39,7 @@ help:
 	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
 	@echo "make gpu-dry-run every section of the GPU benchmarks in small on the CPU; installs Triton"
-	@echo "make lint        ruff"
+	@echo "make lint        ruff: rules and formatting"
 	@echo "make types       mypy --strict"
 	@echo "make docs        write the generated pages, and build the site into build/site"
 	@echo "make docs-pages  the generated pages alone; make docs-check compares them"
@@ -100,6 +100,7 @@ gpu-dry-run: $(TESTS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(TOOLS)
 	$(BIN)/mypy

@@ -222,8 +222,10 @@ def trained_section() -> str:
     parts = [f"## With trained heads, beside `keydiff`\n\n{intro}\n"]
     once, chunks, seeds = [LOCRET / "once"], [LOCRET / "chunks"], sorted((LOCRET / "seeds").iterdir())
     for folders, what in (
-        (once, "Compressed once"), (chunks, "Evicting while the prompt is read"), (seeds, "Three trainings"),
-    ):  # fmt: skip
+        (once, "Compressed once"),
+        (chunks, "Evicting while the prompt is read"),
+        (seeds, "Three trainings"),
+    ):
         rows, (note, *_) = [row for folder in folders for row in read_rows(folder)], read_notes(folders[0])
         machine = f"{note['hardware']}, {note['software']}"
         parts += [f"### {what}\n", trained_table(rows), f"{trained_note(rows)} {machine}.\n"]
@@ -337,12 +339,14 @@ def trained_table(rows: Sequence[SummaryRow]) -> str:
     short = [task.partition(":")[0] for task in tasks]
     body = [
         (
-            f"`{method}`", point.budget, f"{point.share:.1%} ({point.low:.1%} to {point.high:.1%})",
+            f"`{method}`",
+            point.budget,
+            f"{point.share:.1%} ({point.low:.1%} to {point.high:.1%})",
             f"{point.held:.1%}",
             *(f"{scores[method, point.budget, task]:.2f}" for task in tasks),
         )
         for method, point in sorted(curves, key=lambda found: (Budget.parse(found[1].budget).amount, found[0]))
-    ]  # fmt: skip
+    ]
     return markdown_table(("method", "budget", "of full (95 %)", "bytes of full", *short), body)
 
 
@@ -395,7 +399,7 @@ def options(entry: Entry[Any]) -> str:
         option_table(entry)
         + f'\nIn Python `mp.compress(model, "{entry.name}", budget="20%", {example.name}={example.default!r})`, '
         + f"on the command line `millpond generate --method {entry.name} -o {example.name}={example.default}`.\n"
-    )  # fmt: skip
+    )
 
 
 def paper(entry: Entry[Any]) -> str:

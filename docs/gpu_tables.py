@@ -36,9 +36,14 @@ def card_section(rows: Sequence[Row]) -> str:
     if rates := [row for row in of(rows, "rates") if "error" not in row]:
         parts.append(rates_sentence(rates[-1]))
     shown: dict[str, Callable[[Sequence[Row]], str]] = {
-        "step": step_table, "step without graphs": eager_table, "steady": steady_table, "prompt": prompt_table,
-        "profile": profile_table, "generate": generate_table, "offload": offload_table,
-    }  # fmt: skip
+        "step": step_table,
+        "step without graphs": eager_table,
+        "steady": steady_table,
+        "prompt": prompt_table,
+        "profile": profile_table,
+        "generate": generate_table,
+        "offload": offload_table,
+    }
     parts.append(tokens_sentence([row for row in rows if row["section"].startswith("tokens")]))
     for section, table in shown.items():
         if found := [row for row in of(rows, section) if "error" not in row]:
@@ -100,9 +105,11 @@ def step_table(rows: Sequence[Row]) -> str:
     """Milliseconds of a decoding step of the 8B shape."""
     order = sorted(rows, key=lambda row: (row["batch"], row["context"]))
     table = across(
-        order, lambda row: f"{row['batch']} x {row['context']:,}", lambda row: f"{row['ms']:.1f} {times(row)}".strip(),
+        order,
+        lambda row: f"{row['batch']} x {row['context']:,}",
+        lambda row: f"{row['ms']:.1f} {times(row)}".strip(),
         "ms of a step",
-    )  # fmt: skip
+    )
     notes = "".join(f"{row['cell']}: {row['note']}.\n" for row in order if "note" in row)
     bound = (
         "The factor is over reading the weights and what the caches hold, once, at the bandwidth of a copy. "
@@ -123,31 +130,52 @@ def steady_table(rows: Sequence[Row]) -> str:
     """Tokens a second inside one memory limit."""
     head = ("setting", "requests", "GB held", "tokens/s", "of the bound", "ms of a step")
     limit, context = rows[0]["limit_gb"], rows[0]["context"]
-    table = markdown_table(head, [
-        (str(row["cell"]), str(row["requests"]), f"{row['cache_gb']:.1f}", f"{row['tokens_per_s']:,.0f}",
-         f"{row['tokens_per_s'] / row['bound_tokens_per_s']:.0%}", f"{row['ms']:.1f}")
-        for row in rows
-    ])  # fmt: skip
+    table = markdown_table(
+        head,
+        [
+            (
+                str(row["cell"]),
+                str(row["requests"]),
+                f"{row['cache_gb']:.1f}",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['tokens_per_s'] / row['bound_tokens_per_s']:.0%}",
+                f"{row['ms']:.1f}",
+            )
+            for row in rows
+        ],
+    )
     return f"As many requests of {context:,} tokens as {limit:g} GB for caches hold, decoding:\n\n{table}"
 
 
 def prompt_table(rows: Sequence[Row]) -> str:
     """Seconds to the first token."""
     table = across(
-        rows, lambda row: f"{row['tokens']:,}", lambda row: f"{row['first_token_s']:.2f} {times(row)}".strip(),
+        rows,
+        lambda row: f"{row['tokens']:,}",
+        lambda row: f"{row['first_token_s']:.2f} {times(row)}".strip(),
         "tokens of a prompt",
-    )  # fmt: skip
+    )
     return f"Seconds to the first token; the factor is over its operations at the rate of a product:\n\n{table}"
 
 
 def profile_table(rows: Sequence[Row]) -> str:
     """What a step spends."""
     head = ("step", "ms", "device ms", "gaps ms", "kernels", "graph launches", "waits of the host")
-    table = markdown_table(head, [
-        (str(row["cell"]), f"{row['ms']:.1f}", figure(row, "device_ms"), figure(row, "gap_ms"), figure(row, "kernels"),
-         f"{row['launches'].get('cudaGraphLaunch', 0):.1f}", f"{sum(w['calls'] for w in row['waits'].values()):.1f}")
-        for row in rows
-    ])  # fmt: skip
+    table = markdown_table(
+        head,
+        [
+            (
+                str(row["cell"]),
+                f"{row['ms']:.1f}",
+                figure(row, "device_ms"),
+                figure(row, "gap_ms"),
+                figure(row, "kernels"),
+                f"{row['launches'].get('cudaGraphLaunch', 0):.1f}",
+                f"{sum(w['calls'] for w in row['waits'].values()):.1f}",
+            )
+            for row in rows
+        ],
+    )
     return f"Where the time of a step goes (the rows name the kernels that take longest):\n\n{table}"
 
 
@@ -158,20 +186,32 @@ def figure(row: Row, name: str) -> str:
 def generate_table(rows: Sequence[Row]) -> str:
     """generate() beside transformers' caches."""
     head = ("cache", "batch", "first token s", "ms/step", "peak GB")
-    table = markdown_table(head, [
-        (str(row["cache"]), f"{row['batch']} x {row['prompt']:,}", f"{row['first_token_s']:.2f}", f"{row['ms']:.1f}",
-         f"{row['peak_gb']:.1f}")
-        for row in rows
-    ])  # fmt: skip
+    table = markdown_table(
+        head,
+        [
+            (
+                str(row["cache"]),
+                f"{row['batch']} x {row['prompt']:,}",
+                f"{row['first_token_s']:.2f}",
+                f"{row['ms']:.1f}",
+                f"{row['peak_gb']:.1f}",
+            )
+            for row in rows
+        ],
+    )
     return f"`generate()` of the same model, the host waiting for each token:\n\n{table}"
 
 
 def offload_table(rows: Sequence[Row]) -> str:
     """A model that the GPU holds in part."""
     head = ("cell", "requests", "tokens/s", "peak GB")
-    table = markdown_table(head, [
-        (str(row["cell"]), str(row["requests"]), f"{row['tokens_per_s']:.1f}", figure(row, "peak_gb")) for row in rows
-    ])  # fmt: skip
+    table = markdown_table(
+        head,
+        [
+            (str(row["cell"]), str(row["requests"]), f"{row['tokens_per_s']:.1f}", figure(row, "peak_gb"))
+            for row in rows
+        ],
+    )
     return f"An OPT-6.7B shape inside {rows[0]['memory']}, prompts of 512, answers of 32:\n\n{table}"
 
 
@@ -194,10 +234,13 @@ def kernel_tables(rows: Sequence[Row]) -> str:
             f"bandwidth of a copy:\n\n{table}"
         )
     if prefill:
-        table = markdown_table(("tokens", "ms", "with column sums", "torch's flash attention"), [
-            (f"{row['rows']:,}", f"{row['ms']:.2f}", f"{row['ms_with_sums']:.2f}", f"{row['ms_torch']:.2f}")
-            for row in prefill
-        ])  # fmt: skip
+        table = markdown_table(
+            ("tokens", "ms", "with column sums", "torch's flash attention"),
+            [
+                (f"{row['rows']:,}", f"{row['ms']:.2f}", f"{row['ms_with_sums']:.2f}", f"{row['ms_torch']:.2f}")
+                for row in prefill
+            ],
+        )
         parts.append(f"Causal attention of a prompt in one layer, milliseconds:\n\n{table}")
     if codes:
         table = markdown_table(("format", "ms"), [(row["codec"], f"{row['ms']:.3f}") for row in codes])

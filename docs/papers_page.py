@@ -20,17 +20,24 @@ ROOT = Path(__file__).parent.parent
 BUDGET = "20%"
 #: Test files whose name is not that of the method, the number format or the task.
 TESTS = {
-    "no_heavy": "tests/papers/test_h2o_ablations.py", "strided": "tests/papers/test_h2o_ablations.py",
-    "fixed": "tests/papers/test_h2o_ablations.py", "flexgen": "tests/codec/test_groups.py",
-    "kivi": "tests/codec/test_quantize.py", "kvquant": "tests/hf/test_kvquant.py",
-    "mikv": "tests/codec/test_tiers.py", "think": "tests/codec/test_transforms.py",
+    "no_heavy": "tests/papers/test_h2o_ablations.py",
+    "strided": "tests/papers/test_h2o_ablations.py",
+    "fixed": "tests/papers/test_h2o_ablations.py",
+    "flexgen": "tests/codec/test_groups.py",
+    "kivi": "tests/codec/test_quantize.py",
+    "kvquant": "tests/hf/test_kvquant.py",
+    "mikv": "tests/codec/test_tiers.py",
+    "think": "tests/codec/test_transforms.py",
     "rotated": "tests/codec/test_transforms.py",
-}  # fmt: skip
+}
 FORMATS = {
-    "flexgen": ("FlexGen", "src/millpond/codec/groups.py"), "kivi": ("KIVI", "src/millpond/codec/groups.py"),
-    "kvquant": ("KVQuant", "src/millpond/codec/nuq.py"), "mikv": ("MiKV", "src/millpond/codec/balance.py"),
-    "think": ("ThinK", "src/millpond/codec/channels.py"), "rotated": ("QuaRot", "src/millpond/codec/rotate.py"),
-}  # fmt: skip
+    "flexgen": ("FlexGen", "src/millpond/codec/groups.py"),
+    "kivi": ("KIVI", "src/millpond/codec/groups.py"),
+    "kvquant": ("KVQuant", "src/millpond/codec/nuq.py"),
+    "mikv": ("MiKV", "src/millpond/codec/balance.py"),
+    "think": ("ThinK", "src/millpond/codec/channels.py"),
+    "rotated": ("QuaRot", "src/millpond/codec/rotate.py"),
+}
 METHODS_INTRO = f"""\
 Measured: the score of `pond-recall` at a budget of {BUDGET}, as a share of the full cache's score (95 % interval).
 With the question known, context and question are compressed together; otherwise the context is compressed first.
@@ -87,17 +94,28 @@ def papers_page(panels_of: Callable[[str], dict[str, CurvePanel]], formats: Sequ
     parts = [f"# Papers\n\n## Methods\n\n{METHODS_INTRO}"]
     entries = [METHODS.get(name) for name in METHODS.names()]
     methods = [
-        (f"[`{e.name}`](methods/{e.name}.md)", _paper(e), _file(_module(e)), _file(_test(e.name)),
-         *(_score(panels_of(e.name), protocol) for protocol in ("aware", "agnostic")))
-        for e in entries if e.paper
-    ]  # fmt: skip
+        (
+            f"[`{e.name}`](methods/{e.name}.md)",
+            _paper(e),
+            _file(_module(e)),
+            _file(_test(e.name)),
+            *(_score(panels_of(e.name), protocol) for protocol in ("aware", "agnostic")),
+        )
+        for e in entries
+        if e.paper
+    ]
     parts.append(_table(("method", "paper", "module", "test", "question known", "question unknown"), methods))
     parts.append(f"## Number formats\n\n{FORMATS_INTRO}")
     codecs = [
-        (_names(prefix), f"{title}, {_link(_number(prefix))}", _file(module), _file(_test(prefix)),
-         _losses(prefix, formats))
+        (
+            _names(prefix),
+            f"{title}, {_link(_number(prefix))}",
+            _file(module),
+            _file(_test(prefix)),
+            _losses(prefix, formats),
+        )
         for prefix, (title, module) in sorted(FORMATS.items())
-    ]  # fmt: skip
+    ]
     parts.append(_table(("formats", "paper", "module", "test", "perplexity"), codecs))
     parts.append(f"## Serving\n\n{SERVING_INTRO}")
     serving = [

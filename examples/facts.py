@@ -3,9 +3,15 @@
 from typing import NamedTuple
 
 OWNERS = {
-    "anna": "kettle", "boris": "ladder", "clara": "mirror", "david": "basket", "elsa": "potato", "frank": "hammer",
-    "emma": "button", "otto": "anchor",
-}  # fmt: skip
+    "anna": "kettle",
+    "boris": "ladder",
+    "clara": "mirror",
+    "david": "basket",
+    "elsa": "potato",
+    "frank": "hammer",
+    "emma": "button",
+    "otto": "anchor",
+}
 FILLER = "quiet rain past meadow and old stone on river "
 SENTENCES = "The rain was quiet. A river ran past the meadow. Nobody counted the old stones that day. "
 

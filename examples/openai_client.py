@@ -38,9 +38,13 @@ def ask(client: OpenAI, name: str) -> None:
     for question, thing in questions[:2]:
         print(f"{question.strip()!r} (it should be {thing!r}):", end=" ", flush=True)
         stream = client.completions.create(
-            model=model, prompt=text + question, max_tokens=4, temperature=0, stream=True,
+            model=model,
+            prompt=text + question,
+            max_tokens=4,
+            temperature=0,
+            stream=True,
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         for part in stream:
             print("".join(choice.text for choice in part.choices), end="", flush=True)
             if part.usage is not None:

@@ -57,17 +57,29 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
 
     cap_of: Any = runpy.run_path(settings["cap"])["Cap"]
     cap = cap_of(Path(settings["file"]).parent, settings["memory"])
-    engine = LlamaCpp({
-        "model": settings["file"], "threads": settings["threads"], "batch": len(settings["prompts"]),
-        "room": len(settings["prompts"][0]) + settings["new"], "cache": "f16", "step_tokens": 512, "repack": False,
-    })  # fmt: skip
+    engine = LlamaCpp(
+        {
+            "model": settings["file"],
+            "threads": settings["threads"],
+            "batch": len(settings["prompts"]),
+            "room": len(settings["prompts"][0]) + settings["new"],
+            "cache": "f16",
+            "step_tokens": 512,
+            "repack": False,
+        }
+    )
     began, waited = time.perf_counter(), waited_s()
     found = engine.run(settings["prompts"], settings["steps"])
     return {
-        "waited_s": waited_s() - waited, "timed_s": time.perf_counter() - began, "prefill_s": found["prefill_s"],
-        "decode_step_s": statistics.median(found["steps_ms"]) / 1e3, "decode_steps": settings["steps"],
-        "kv_bytes": found["kv_bytes"], "version": lib.__version__, **cap.end(),
-    }  # fmt: skip
+        "waited_s": waited_s() - waited,
+        "timed_s": time.perf_counter() - began,
+        "prefill_s": found["prefill_s"],
+        "decode_step_s": statistics.median(found["steps_ms"]) / 1e3,
+        "decode_steps": settings["steps"],
+        "kv_bytes": found["kv_bytes"],
+        "version": lib.__version__,
+        **cap.end(),
+    }
 
 
 def main() -> None:

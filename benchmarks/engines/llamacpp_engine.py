@@ -57,9 +57,7 @@ class LlamaCpp:
             ticks.append(time.perf_counter())
         held = sum(lib.llama_state_seq_get_size(self._context, sequence) for sequence in range(len(prompts)))
         steps = [1e3 * (after - before) for before, after in itertools.pairwise(ticks)]
-        return {
-            "prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": held, "weight_bytes": self._weight_bytes
-        }  # fmt: skip
+        return {"prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": held, "weight_bytes": self._weight_bytes}
 
     def _read(self, sequence: int, prompt: list[int]) -> int:
         """Read a prompt; its first token."""

@@ -55,9 +55,11 @@ class Millpond:
         self._engine.drain()
         steps = [1e3 * (after - before) for before, after in itertools.pairwise(ticks)]
         return {
-            "prefill_s": ticks[0] - begun, "steps_ms": steps, "kv_bytes": stats.kv_bytes,
+            "prefill_s": ticks[0] - begun,
+            "steps_ms": steps,
+            "kv_bytes": stats.kv_bytes,
             "weight_bytes": stats.weight_bytes,
-        }  # fmt: skip
+        }
 
     def _step(self) -> list[Any]:
         outputs = self._engine.step()

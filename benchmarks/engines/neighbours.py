@@ -46,8 +46,9 @@ def neighbours(cores: list[int]) -> Iterator[None]:
             process.wait()
 
 
-def load(stack: ExitStack, candidate: EngineCandidate, weights: Weights, threads: int, cell: tuple[int, int],
-         steps: int) -> OptionalPeer:  # fmt: skip
+def load(
+    stack: ExitStack, candidate: EngineCandidate, weights: Weights, threads: int, cell: tuple[int, int], steps: int
+) -> OptionalPeer:
     """The engine's process with its model."""
     kind = candidate.kind
     child = stack.enter_context(OptionalPeer(kind.name, kind.python, kind.script, kind.made_by))
@@ -81,8 +82,10 @@ def row(found: list[dict[str, Any]], ours: str, other: str) -> dict[str, Any]:
         result[field] = {
             "ours": statistics.median(turn[ours][field] for turn in found),
             "other": statistics.median(turn[other][field] for turn in found),
-            "ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
-        }  # fmt: skip
+            "ratio": statistics.median(ratios),
+            "least": ratios[0],
+            "most": ratios[-1],
+        }
     return result
 
 
@@ -105,7 +108,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{data['prompt']:,} tokens, {data['steps']} steps, on {data['cores']} cores; {data['repeats']} "
         "turns. Ratio: our time over OpenVINO's in the same turn, its median, least and largest; below 1 ours is "
         "faster.\n\n" + markdown_table(head, rows)
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -131,10 +134,18 @@ def main() -> None:
     pair = [ours([], [], "20%")[0], openvino(args.openvino, "20%", "")[0]]
     command = " ".join(["benchmarks/engines/neighbours.py", *sys.argv[1:]])
     data: dict[str, Any] = {
-        **describe_machine().header("neighbours"), "command": command, "model": shape.config(), "prompt": args.prompt,
-        "steps": args.steps, "repeats": args.repeats, "cores": len(cores), "load_before": os.getloadavg()[0],
-        "environment": {name: os.environ[name] for name in TOLD if name in os.environ}, "engines": [], "results": [],
-    }  # fmt: skip
+        **describe_machine().header("neighbours"),
+        "command": command,
+        "model": shape.config(),
+        "prompt": args.prompt,
+        "steps": args.steps,
+        "repeats": args.repeats,
+        "cores": len(cores),
+        "load_before": os.getloadavg()[0],
+        "environment": {name: os.environ[name] for name in TOLD if name in os.environ},
+        "engines": [],
+        "results": [],
+    }
     for batch, n in itertools.product(batches, threads):
         with ExitStack() as stack:
             cell = (batch, args.prompt)

@@ -70,10 +70,29 @@ def llama(server: Path, gguf: Path, limits: Limits, cache: str = "f16", unified:
     entries = int(limits.entries * CACHE_BYTES["f16"] / CACHE_BYTES[cache])
     slots = limits.users if unified else max(1, min(limits.users, entries // limits.longest))
     return [
-        str(server), "-m", str(gguf), "-c", str(entries // 256 * 256), "-np", str(slots), "-t", str(limits.threads),
-        "-tb", str(limits.threads), "-fa", "on", "-ctk", cache, "-ctv", cache, "--cache-ram", "0", "--no-webui",
-        "--metrics", "--kv-unified" if unified else "--no-kv-unified",
-    ]  # fmt: skip
+        str(server),
+        "-m",
+        str(gguf),
+        "-c",
+        str(entries // 256 * 256),
+        "-np",
+        str(slots),
+        "-t",
+        str(limits.threads),
+        "-tb",
+        str(limits.threads),
+        "-fa",
+        "on",
+        "-ctk",
+        cache,
+        "-ctv",
+        cache,
+        "--cache-ram",
+        "0",
+        "--no-webui",
+        "--metrics",
+        "--kv-unified" if unified else "--no-kv-unified",
+    ]
 
 
 def commands(args: Any, gguf: Path, limits: Limits) -> dict[str, list[str]]:
@@ -172,17 +191,33 @@ def row(name: str, rounds: list[dict[str, Any]]) -> tuple[str, ...]:
     low, high = wilson(share, sent).low, wilson(share, sent).high
     goodput = " ".join(f"{r['goodput_per_s']:.2f}" for r in rounds)
     return (
-        name, goodput, f"{share:.0%} [{low:.0%}, {high:.0%}]", f"{sum(r['failed'] for r in rounds)} of {sent}",
-        f"{middle('ttft_s', 'p50'):.2f}", f"{middle('ttft_s', 'p90'):.2f}", f"{middle('tpot_s', 'p50') * 1e3:.0f}",
-        f"{middle('tpot_s', 'p90') * 1e3:.0f}", f"{middle('output_tokens_per_s'):.1f}",
-        f"{middle('prompt_tokens'):,.0f}", f"{middle('peak_bytes') / 1e6:.0f}",
-    )  # fmt: skip
+        name,
+        goodput,
+        f"{share:.0%} [{low:.0%}, {high:.0%}]",
+        f"{sum(r['failed'] for r in rounds)} of {sent}",
+        f"{middle('ttft_s', 'p50'):.2f}",
+        f"{middle('ttft_s', 'p90'):.2f}",
+        f"{middle('tpot_s', 'p50') * 1e3:.0f}",
+        f"{middle('tpot_s', 'p90') * 1e3:.0f}",
+        f"{middle('output_tokens_per_s'):.1f}",
+        f"{middle('prompt_tokens'):,.0f}",
+        f"{middle('peak_bytes') / 1e6:.0f}",
+    )
 
 
 HEAD = (
-    "server", "goodput requests/s, by round", "share within the levels", "failed", "TTFT s, median", "90 %",
-    "TPOT ms, median", "90 %", "output tokens/s", "prompt tokens", "peak MB",
-)  # fmt: skip
+    "server",
+    "goodput requests/s, by round",
+    "share within the levels",
+    "failed",
+    "TTFT s, median",
+    "90 %",
+    "TPOT ms, median",
+    "90 %",
+    "output tokens/s",
+    "prompt tokens",
+    "peak MB",
+)
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -194,7 +229,7 @@ def markdown(data: dict[str, Any]) -> str:
         "that requests of a round wait for each other. Goodput: requests within all levels per second. Other columns "
         "are medians of the rounds. TTFT: time to the first token; TPOT: time per token after it. Peak: resident "
         "memory of the server.\n",
-    ]  # fmt: skip
+    ]
     for text, load in data["loads"].items():
         levels = ", ".join(f"{name} <= {seconds:g} s" for name, seconds in load["levels"].items())
         rows = [row(name, rounds) for name, rounds in load["results"].items()]
@@ -268,8 +303,12 @@ def main() -> None:
         parser.error(f"--only: no candidate {unknown[0]!r}; there are: {'; '.join(found)}")
     levels = parse_levels(args.slo)
     plan = {
-        "rate": args.rate, "users": args.users, "vocab_size": config.vocab_size, "levels": levels, "timeout_s": 300.0
-    }  # fmt: skip
+        "rate": args.rate,
+        "users": args.users,
+        "vocab_size": config.vocab_size,
+        "levels": levels,
+        "timeout_s": 300.0,
+    }
     text = f"{args.trace.partition(':')[0]} {Path(args.trace).name}, answers and made-up prompts / {args.shrink}, " + (
         f"{args.users} users" if args.users else f"{args.rate:g} requests/s"
     )
@@ -277,14 +316,21 @@ def main() -> None:
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"loads": {}}
     version = subprocess.run([args.llama, "--version"], capture_output=True, text=True, check=True)
     data |= {
-        **describe_machine().header("serve"), "llama_version": (version.stderr + version.stdout).splitlines()[0],
-        "file": saved.gguf.name, "sha256": file_sha256(saved.gguf),
-    }  # fmt: skip
+        **describe_machine().header("serve"),
+        "llama_version": (version.stderr + version.stdout).splitlines()[0],
+        "file": saved.gguf.name,
+        "sha256": file_sha256(saved.gguf),
+    }
     load = data["loads"].setdefault(f"{text}, {args.entries:,} entries", {"results": {}, "commands": {}})
     load |= {
-        "asks": len(asks), "longest": longest, "levels": levels, "bytes": limits.bytes, "entries": args.entries,
-        "threads": args.threads, "command": shlex.join(["benchmarks/engines/serve.py", *told_arguments(args)]),
-    }  # fmt: skip
+        "asks": len(asks),
+        "longest": longest,
+        "levels": levels,
+        "bytes": limits.bytes,
+        "entries": args.entries,
+        "threads": args.threads,
+        "command": shlex.join(["benchmarks/engines/serve.py", *told_arguments(args)]),
+    }
     for turn in range(args.rounds):
         for name in chosen[:: -1 if turn % 2 else 1]:
             result = measure(found[name], plan, asks, args.folder / f"{args.name}.log")
@@ -299,9 +345,20 @@ def told_arguments(args: Any) -> list[str]:
     kind, _, path = args.trace.partition(":")
     how = ["--users", str(args.users)] if args.users else ["--rate", f"{args.rate:g}"]
     return [
-        "--model", Path(args.model).name, "--trace", f"{kind}:{Path(path).name}", *how, "--requests",
-        str(args.requests), "--shrink", str(args.shrink), "--entries", str(args.entries), "--slo", args.slo,
-    ]  # fmt: skip
+        "--model",
+        Path(args.model).name,
+        "--trace",
+        f"{kind}:{Path(path).name}",
+        *how,
+        "--requests",
+        str(args.requests),
+        "--shrink",
+        str(args.shrink),
+        "--entries",
+        str(args.entries),
+        "--slo",
+        args.slo,
+    ]
 
 
 def file_sha256(path: Path) -> str:

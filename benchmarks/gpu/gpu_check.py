@@ -35,9 +35,14 @@ from gpu_rows import Row
 from gpu_speed import run_decode, run_prefill, run_sweep
 
 SECTIONS: dict[str, Callable[[Machine], list[Row]]] = {
-    "check": run_check, "graph": run_graph, "decode": run_decode, "prefill": run_prefill,
-    "codes": run_codes, "code-speed": run_code_speed, "sweep": run_sweep,
-}  # fmt: skip
+    "check": run_check,
+    "graph": run_graph,
+    "decode": run_decode,
+    "prefill": run_prefill,
+    "codes": run_codes,
+    "code-speed": run_code_speed,
+    "sweep": run_sweep,
+}
 
 
 def main() -> int:

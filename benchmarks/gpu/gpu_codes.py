@@ -29,8 +29,19 @@ from millpond.kernels.pages import PageArrays
 Pages = TypeVar("Pages", PageArrays, PackedArrays)
 
 CODECS = (
-    "int8", "int4", "int3", "int2", "kivi4", "kivi2", "flexgen4", "fp8", "rotated4", "mikv", "kvquant4", "kvquant2",
-)  # fmt: skip
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "kivi4",
+    "kivi2",
+    "flexgen4",
+    "fp8",
+    "rotated4",
+    "mikv",
+    "kvquant4",
+    "kvquant2",
+)
 RULES = (
     KEEP_ALL,
     DecodeRule(Signal.SUM, Reduce.MEAN, Evict.ACC, sinks=4),
@@ -119,9 +130,15 @@ def regions_on(found: PackedRegions, device: torch.device) -> PackedRegions:
     scales, zeros = (None if t is None else t.to(device) for t in (found.key_scales, found.key_zeros))
     rope = found.rope and Rope(*(getattr(found.rope, each.name).to(device) for each in fields(found.rope)))
     return replace(
-        found, pages=moved(found.pages, device), table=table, lens=lens, dead=dead, key_scales=scales, key_zeros=zeros,
+        found,
+        pages=moved(found.pages, device),
+        table=table,
+        lens=lens,
+        dead=dead,
+        key_scales=scales,
+        key_zeros=zeros,
         rope=rope,
-    )  # fmt: skip
+    )
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -155,14 +172,21 @@ def checked(machine: Machine, codec: str) -> Iterator[Row]:
         (out, lse, gone), (out2, lse2, gone2) = found
         ours, held = there[0], codes.pages.positions[0] >= 0
         yield {
-            "op": "codes", "codec": codec, "dtype": str(dtype), "dim": dim, "rule": rule.evict.name,
-            "out": error(out2, out), "lse": error(lse2, lse),
+            "op": "codes",
+            "codec": codec,
+            "dtype": str(dtype),
+            "dim": dim,
+            "rule": rule.evict.name,
+            "out": error(out2, out),
+            "lse": error(lse2, lse),
             "scores": error(ours.pages.scores[0].cpu()[held], codes.pages.scores[0][held]),
-            "exact": torch.equal(gone2.cpu(), gone) and torch.equal(ours.dead.cpu(), codes.dead)
+            "exact": torch.equal(gone2.cpu(), gone)
+            and torch.equal(ours.dead.cpu(), codes.dead)
             and torch.equal(ours.pages.positions[0].cpu(), codes.pages.positions[0])
-            and torch.equal(there[3].cpu(), lens), "limit": TOLERANCE[dtype],
+            and torch.equal(there[3].cpu(), lens),
+            "limit": TOLERANCE[dtype],
             "sharp_limit": CODE_TOLERANCE[dtype],
-        }  # fmt: skip
+        }
 
 
 def check(machine: Machine) -> list[Row]:

@@ -101,9 +101,11 @@ def compile_all(tiny: bool) -> dict[str, Compiled]:
     gpu_codes.reference = SimpleNamespace(decode=gpu_codes.gpu.decode, write_packed=seal)  # type: ignore[assignment]
     machine = Machine(interpret=True, tiny=tiny)
     calls = itertools.chain(
-        gpu_ops.check_copies(machine), gpu_ops.check_decode(machine), gpu_ops.check_prefill(machine),
+        gpu_ops.check_copies(machine),
+        gpu_ops.check_decode(machine),
+        gpu_ops.check_prefill(machine),
         *(gpu_codes.checked(machine, codec) for codec in gpu_codes.CODECS),
-    )  # fmt: skip
+    )
     for _ in track(calls, description="compiling", console=Console(stderr=True)):
         pass
     return found

@@ -114,8 +114,10 @@ def step_cells(bench: Bench) -> list[Cell]:
 def steady_cells(bench: Bench) -> list[Cell]:
     """As many sequences of one length as 30 GB for caches hold."""
     context, limit = (48, 4 * 2**20) if bench.machine.tiny else (8192, STEADY_BYTES)
-    return [Cell("steady", name, partial(measured_steady, bench, given, context, limit), 12.0)
-            for name, given in STEADY.items()]  # fmt: skip
+    return [
+        Cell("steady", name, partial(measured_steady, bench, given, context, limit), 12.0)
+        for name, given in STEADY.items()
+    ]
 
 
 def prompt_cells(bench: Bench) -> list[Cell]:
@@ -132,8 +134,15 @@ def profile_cells(bench: Bench) -> list[Cell]:
     """Where the time of a step goes."""
     shape = Shape(3, 48) if bench.machine.tiny else Shape(16, 8192)
     names = ("full", "h2o 20%", "int4")
-    return [Cell("profile", f"{name}, {shape.batch} x {shape.context}",
-                 partial(profiled_step, bench, SETTINGS[name], shape), 15.0) for name in names]  # fmt: skip
+    return [
+        Cell(
+            "profile",
+            f"{name}, {shape.batch} x {shape.context}",
+            partial(profiled_step, bench, SETTINGS[name], shape),
+            15.0,
+        )
+        for name in names
+    ]
 
 
 # ---------------------------------------------------------------------- cells
@@ -229,10 +238,18 @@ def step_row(bench: Bench, engine: Engine, batch: int, times: list[float], held:
     bound_ms = n_bytes / bench.rates.copy_bytes_per_s * 1e3
     ms = statistics.median(times) * 1e3
     return {
-        "ms": ms, "mean_ms": statistics.mean(times) * 1e3, "slowest_ms": max(times) * 1e3, "steps": len(times),
-        "bound_ms": bound_ms, "ratio": ms / bound_ms, "bytes": n_bytes, "kv_bytes_each": held,
-        "peak_gb": bench.machine.peak_bytes() / 1e9, "caches": "copies of one prompt's", **recorded(engine),
-    }  # fmt: skip
+        "ms": ms,
+        "mean_ms": statistics.mean(times) * 1e3,
+        "slowest_ms": max(times) * 1e3,
+        "steps": len(times),
+        "bound_ms": bound_ms,
+        "ratio": ms / bound_ms,
+        "bytes": n_bytes,
+        "kv_bytes_each": held,
+        "peak_gb": bench.machine.peak_bytes() / 1e9,
+        "caches": "copies of one prompt's",
+        **recorded(engine),
+    }
 
 
 def recorded(engine: Engine) -> Row:

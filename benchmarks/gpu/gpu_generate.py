@@ -65,19 +65,29 @@ def measured(bench: Bench, name: str, shape: tuple[int, int, int]) -> Row:
     ms = statistics.median(late - early for early, late in itertools.pairwise(times[2:])) * 1e3
     bound_ms = read_weight_bytes(bench.model) / bench.rates.copy_bytes_per_s * 1e3
     return {
-        "batch": batch, "prompt": prompt, "cache": name, "first_token_s": times[0] - begin, "ms": ms,
-        "tokens_per_s": batch / ms * 1e3, "peak_gb": bench.machine.peak_bytes() / 1e9, "bound_ms": bound_ms,
-        "ratio": ms / bound_ms, "bound_of": "weights alone",
-    }  # fmt: skip
+        "batch": batch,
+        "prompt": prompt,
+        "cache": name,
+        "first_token_s": times[0] - begin,
+        "ms": ms,
+        "tokens_per_s": batch / ms * 1e3,
+        "peak_gb": bench.machine.peak_bytes() / 1e9,
+        "bound_ms": bound_ms,
+        "ratio": ms / bound_ms,
+        "bound_of": "weights alone",
+    }
 
 
 def run(bench: Bench, name: str, ids: torch.Tensor, new: int) -> list[float]:
     """Generate, and return when each token was there."""
     times = TokenTimes(bench.machine)
     options: dict[str, Any] = {
-        "do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "disable_compile": True,
+        "do_sample": False,
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "disable_compile": True,
         "stopping_criteria": StoppingCriteriaList([times]),
-    }  # fmt: skip
+    }
     model, static = bench.model, StaticCache
     with torch.no_grad():
         if CACHES[name]:
@@ -85,8 +95,9 @@ def run(bench: Bench, name: str, ids: torch.Tensor, new: int) -> list[float]:
                 model.generate(ids, **cache_argument(cache), **options)
         else:
             own: Any = (
-                DynamicCache(config=model.config) if name == "DynamicCache"
+                DynamicCache(config=model.config)
+                if name == "DynamicCache"
                 else static(config=model.config, max_cache_len=ids.shape[1] + new)
-            )  # fmt: skip
+            )
             model.generate(ids, **cache_argument(own), **options)
     return times.times

@@ -116,9 +116,16 @@ class Layer:
     """The pages, the table and the lengths of one layer, filled with random entries in pages of random order."""
 
     def __init__(
-        self, machine: Machine, dtype: torch.dtype, dims: tuple[int, int], slots: int, n_regions: int, width: int,
-        lens: list[int], seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        machine: Machine,
+        dtype: torch.dtype,
+        dims: tuple[int, int],
+        slots: int,
+        n_regions: int,
+        width: int,
+        lens: list[int],
+        seed: int = 0,
+    ) -> None:
         device = machine.device
         torch.manual_seed(seed)
         n_pages = -(-width // slots)

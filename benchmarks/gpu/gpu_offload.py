@@ -74,7 +74,7 @@ def in_process(machine: Machine, name: str) -> Row:
     command = [sys.executable, __file__, "--cell", name, "--folder", str(model_folder(machine.tiny))]
     done = subprocess.run(
         [*command, *(["--tiny"] if machine.tiny else [])], capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )  # fmt: skip
+    )
     found = [line for line in done.stdout.splitlines() if line.startswith("CELL ")]
     if not found:
         raise RuntimeError(done.stderr[-700:])
@@ -89,9 +89,14 @@ def ours(folder: Path, name: str, memory: str, tiny: bool) -> Row:
     params = mp.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     with mp.LLM(
-        folder, prompt_tokens=prompt if given else None, new_tokens=new if given else None, max_running=MOST,
-        max_step_tokens=2048, **given, **OURS[name],
-    ) as llm:  # fmt: skip
+        folder,
+        prompt_tokens=prompt if given else None,
+        new_tokens=new if given else None,
+        max_running=MOST,
+        max_step_tokens=2048,
+        **given,
+        **OURS[name],
+    ) as llm:
         opened = time.perf_counter() - began
         said = str(llm.plan)
         n = 4 if tiny else int(said.split("at most ")[1].split(" ")[0]) if "at most " in said else MOST
@@ -107,9 +112,13 @@ def ours(folder: Path, name: str, memory: str, tiny: bool) -> Row:
         predicted = None if llm.plan is None else llm.plan.prediction
     steps = sorted(steps[-new // 2 :])
     row: Row = {
-        "plan": said[:400], "requests": n, "open_s": opened, "run_s": spent, "tokens_per_s": n * new / spent,
+        "plan": said[:400],
+        "requests": n,
+        "open_s": opened,
+        "run_s": spent,
+        "tokens_per_s": n * new / spent,
         "step_ms": steps[len(steps) // 2] * 1e3,
-    }  # fmt: skip
+    }
     if predicted is not None:
         row |= {"bound_tokens_per_s": predicted.tokens_per_s, "ratio": predicted.tokens_per_s / row["tokens_per_s"]}
         row["bound_of"] = "the plan's prediction"

@@ -64,10 +64,16 @@ def check_decode(machine: Machine) -> Iterator[Row]:
             results.append(implementation.decode(DecodeArgs(q, k, v, regions)))
         (out, lse, gone), (out2, lse2, gone2) = results
         yield {
-            "op": "decode", "dtype": str(dtype), "shape": str(shape), "rule": f"{rule.signal.name} {rule.evict.name}",
-            "out": error(out2, out), "lse": error(lse2, lse), "pages": page_error(twin.pages, layer.pages),
-            "exact": torch.equal(gone, gone2) and torch.equal(layer.lens, twin.lens), "limit": TOLERANCE[dtype],
-        }  # fmt: skip
+            "op": "decode",
+            "dtype": str(dtype),
+            "shape": str(shape),
+            "rule": f"{rule.signal.name} {rule.evict.name}",
+            "out": error(out2, out),
+            "lse": error(lse2, lse),
+            "pages": page_error(twin.pages, layer.pages),
+            "exact": torch.equal(gone, gone2) and torch.equal(layer.lens, twin.lens),
+            "limit": TOLERANCE[dtype],
+        }
 
 
 PREFILL_SHAPES: list[tuple[int, int, tuple[int, int], int, int]] = [
@@ -82,8 +88,11 @@ PREFILL_SHAPES: list[tuple[int, int, tuple[int, int], int, int]] = [
 
 def check_prefill(machine: Machine) -> Iterator[Row]:
     settings = [
-        (None, 0.0, 0, False), (Reduce.MEAN, 0.0, 0, False), (Reduce.MAX, 5.0, 100, True), (Reduce.SUM, 0.0, 0, True),
-    ]  # fmt: skip
+        (None, 0.0, 0, False),
+        (Reduce.MEAN, 0.0, 0, False),
+        (Reduce.MAX, 5.0, 100, True),
+        (Reduce.SUM, 0.0, 0, True),
+    ]
     shapes = PREFILL_SHAPES[1:3] if machine.tiny else PREFILL_SHAPES
     for dtype, shape, (colsum, softcap, window, has_sink) in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), shapes, settings
@@ -104,10 +113,16 @@ def check_prefill(machine: Machine) -> Iterator[Row]:
         out, lse, sums = reference.prefill(args)
         out2, lse2, sums2 = gpu.prefill(args)
         yield {
-            "op": "prefill", "dtype": str(dtype), "shape": str(shape), "rule": str(colsum and colsum.name),
-            "out": error(out2, out), "lse": error(lse2, lse), "exact": True, "limit": TOLERANCE[dtype],
+            "op": "prefill",
+            "dtype": str(dtype),
+            "shape": str(shape),
+            "rule": str(colsum and colsum.name),
+            "out": error(out2, out),
+            "lse": error(lse2, lse),
+            "exact": True,
+            "limit": TOLERANCE[dtype],
             "pages": error(sums2, sums) if sums is not None and sums2 is not None else 0.0,
-        }  # fmt: skip
+        }
 
 
 def check_copies(machine: Machine) -> Iterator[Row]:
@@ -123,17 +138,21 @@ def check_copies(machine: Machine) -> Iterator[Row]:
         keys, values = torch.randn(6, width, dims[0], device=device), torch.randn(6, width, dims[1], device=device)
         positions, scores = torch.arange(width, device=device).int().expand(6, -1), torch.rand(6, width, device=device)
         for implementation, place in ((reference, layer), (gpu, twin)):
-            implementation.write(
-                place.regions,
-                EntryRows(start, count, index, keys, values, positions, scores),
-            )
+            implementation.write(place.regions, EntryRows(start, count, index, keys, values, positions, scores))
         want = reference.read(PageRegions(layer.pages, layer.table, count), width)
         got = gpu.read(PageRegions(twin.pages, twin.table, count), width)
         same = all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
         yield {
-            "op": "write, read", "dtype": str(dtype), "shape": f"{dims} {slots}", "rule": "", "out": 0.0, "lse": 0.0,
-            "pages": page_error(twin.pages, layer.pages), "exact": same, "limit": 0.0,
-        }  # fmt: skip
+            "op": "write, read",
+            "dtype": str(dtype),
+            "shape": f"{dims} {slots}",
+            "rule": "",
+            "out": 0.0,
+            "lse": 0.0,
+            "pages": page_error(twin.pages, layer.pages),
+            "exact": same,
+            "limit": 0.0,
+        }
 
 
 def run_check(machine: Machine) -> list[Row]:

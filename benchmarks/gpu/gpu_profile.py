@@ -80,6 +80,9 @@ def idle(device: list[Any], times: int) -> Row:
         end = max(end, stop)
     long = [gap for gap in gaps if gap > GAP_US]
     return {
-        "device_ms": busy / times / 1e3, "gap_ms": sum(gaps) / times / 1e3, "long_gaps": len(long) / times,
-        "longest_gap_us": max(gaps, default=0.0), "kernels": len(spans) / times,
-    }  # fmt: skip
+        "device_ms": busy / times / 1e3,
+        "gap_ms": sum(gaps) / times / 1e3,
+        "long_gaps": len(long) / times,
+        "longest_gap_us": max(gaps, default=0.0),
+        "kernels": len(spans) / times,
+    }

@@ -12,23 +12,35 @@ def llama_8b(tiny: bool) -> LlamaConfig:
     """32 layers of width 4,096, 32 query and 8 KV heads of 128, gated layers of 14,336 (Llama 3 8B)."""
     config: Any = LlamaConfig
     return config(  # type: ignore[no-any-return]
-        vocab_size=512 if tiny else 128_256, hidden_size=64 if tiny else 4096,
-        intermediate_size=128 if tiny else 14_336, num_hidden_layers=2 if tiny else 32,
-        num_attention_heads=4 if tiny else 32, num_key_value_heads=2 if tiny else 8, max_position_embeddings=65_536,
-        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        vocab_size=512 if tiny else 128_256,
+        hidden_size=64 if tiny else 4096,
+        intermediate_size=128 if tiny else 14_336,
+        num_hidden_layers=2 if tiny else 32,
+        num_attention_heads=4 if tiny else 32,
+        num_key_value_heads=2 if tiny else 8,
+        max_position_embeddings=65_536,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )  # fmt: skip
+    )
 
 
 def opt_6_7b(tiny: bool) -> OPTConfig:
     """32 layers of width 4,096, 32 heads of 128 with keys and values of their own, layers of 16,384 (OPT-6.7B)."""
     config: Any = OPTConfig
     return config(  # type: ignore[no-any-return]
-        vocab_size=512 if tiny else 50_272, hidden_size=64 if tiny else 4096, ffn_dim=128 if tiny else 16_384,
-        word_embed_proj_dim=64 if tiny else 4096, num_hidden_layers=4 if tiny else 32,
-        num_attention_heads=4 if tiny else 32, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1,
+        vocab_size=512 if tiny else 50_272,
+        hidden_size=64 if tiny else 4096,
+        ffn_dim=128 if tiny else 16_384,
+        word_embed_proj_dim=64 if tiny else 4096,
+        num_hidden_layers=4 if tiny else 32,
+        num_attention_heads=4 if tiny else 32,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=None,
-    )  # fmt: skip
+    )
 
 
 def random_model(config: Any, device: torch.device) -> Any:

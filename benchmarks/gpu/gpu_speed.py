@@ -50,9 +50,7 @@ def time_decode(machine: Machine, batch: int, stored: int, slots: int, rules: Se
     n_bytes = regions * stored * 2 * dim * 2
     copies = 1 if machine.tiny else -(-WORKING_SET // n_bytes)
     start = [stored - 16] * regions  # room for what the timed calls append, in the same number of pages
-    layers = [
-        Layer(machine, torch.bfloat16, (dim, dim), slots, regions, stored, start, seed=n) for n in range(copies)
-    ]  # fmt: skip
+    layers = [Layer(machine, torch.bfloat16, (dim, dim), slots, regions, stored, start, seed=n) for n in range(copies)]
     q = torch.randn(batch, heads * group, dim, device=device).bfloat16()
     k, v = (torch.randn(batch, heads, dim, device=device).bfloat16() for _ in range(2))
     recent, q_pos = ints([32] * regions, device), ints([stored] * batch, device)
@@ -73,10 +71,18 @@ def time_decode(machine: Machine, batch: int, stored: int, slots: int, rules: Se
         ms = machine.ms(replay, reset) / copies
         eager = machine.ms(step, reset) / copies
         rate = n_bytes / ms / 1e6
-        rows.append({
-            "batch": batch, "stored": stored, "page": slots, "rule": name, "ms": ms, "ms_without_graph": eager,
-            "gb_per_s": rate, "share_of_copy": rate / copy_gb_per_s(machine),
-        })  # fmt: skip
+        rows.append(
+            {
+                "batch": batch,
+                "stored": stored,
+                "page": slots,
+                "rule": name,
+                "ms": ms,
+                "ms_without_graph": eager,
+                "gb_per_s": rate,
+                "share_of_copy": rate / copy_gb_per_s(machine),
+            }
+        )
     return rows
 
 
@@ -170,8 +176,11 @@ def kernel_cells(machine: Machine) -> list[Cell]:
         return time_decode(machine, batch, stored, slots, [rule])[0]
 
     return [
-        *(Cell(section, f"decode {rule}, {batch} x {stored}", partial(decoded, batch, stored, rule), 2.0)
-          for batch, stored in decode for rule in VARIANTS),
+        *(
+            Cell(section, f"decode {rule}, {batch} x {stored}", partial(decoded, batch, stored, rule), 2.0)
+            for batch, stored in decode
+            for rule in VARIANTS
+        ),
         *(Cell(section, f"prefill, {rows}", partial(time_prefill, machine, rows), 2.0) for rows in prefill),
         *(Cell(section, f"decode codes, {codec}", partial(time_codec, machine, codec), 4.0) for codec in codecs),
-    ]  # fmt: skip
+    ]

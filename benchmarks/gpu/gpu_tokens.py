@@ -23,10 +23,16 @@ from millpond.models.cache_argument import cache_argument
 CPU = torch.device("cpu")
 #: Options of some methods here; the others run as they are with a fifth of the entries.
 GIVEN: dict[str, dict[str, Any]] = {
-    "full": {}, "attention_gate": {}, "fastgen": {}, "minference": {}, "dms": {"budget": "20%", "window": 32},
-    "duo_attention": {"budget": "50%", "recent": 32}, "infllm": {"budget": "20%", "sinks": 4, "block": 8},
-    "simlayerkv": {"budget": "20%", "recent": 32}, "layer_table": {"budget": "20%", "table": "3;1"},
-}  # fmt: skip
+    "full": {},
+    "attention_gate": {},
+    "fastgen": {},
+    "minference": {},
+    "dms": {"budget": "20%", "window": 32},
+    "duo_attention": {"budget": "50%", "recent": 32},
+    "infllm": {"budget": "20%", "sinks": 4, "block": 8},
+    "simlayerkv": {"budget": "20%", "recent": 32},
+    "layer_table": {"budget": "20%", "table": "3;1"},
+}
 TEXT = "anna kettle " + "quiet rain past meadow and old stone on river " * 30 + "boris lantern "
 QUESTIONS = ("<ask> anna <is>", "<ask> boris <is>")
 #: Engines with more than a method or a codec: shared prefixes, preemption, prompts that are evicted from while read.
@@ -36,9 +42,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "locret in chunks": {"method": "locret", "budget": "20%", "options": {"prefill": "chunks", "chunk": 64}},
 }
 PLACES: tuple[dict[str, float], ...] = (
-    {"device": 1.0}, {"device": 0.4, "host": 0.6}, {"host": 1.0}, {"device": 0.2, "host": 0.4, "disk": 0.4},
+    {"device": 1.0},
+    {"device": 0.4, "host": 0.6},
+    {"host": 1.0},
+    {"device": 0.2, "host": 0.4, "disk": 0.4},
     {"disk": 1.0},
-)  # fmt: skip
+)
 #: Shares that must be equal. A number between two codes may fall to either side, so a few kept entries may differ.
 KEPT, KEPT_CODES = 0.98, 0.95
 #: The same of tokens of engines whose caches hold codes, or whose weights are in bf16.
@@ -67,8 +76,11 @@ def engine_cells(machine: Machine) -> list[Cell]:
     given: dict[str, dict[str, Any]] = dict(FEATURES)
     given |= {name: engine_options(name) for name in list_methods()}
     codecs = sorted(name for name, codec in PRESETS.items() if not codec.calibrated)
-    given |= {f"{method}, {codec}": {**engine_options(method), "codec": codec} for codec in codecs
-              for method in ("full", "h2o")}  # fmt: skip
+    given |= {
+        f"{method}, {codec}": {**engine_options(method), "codec": codec}
+        for codec in codecs
+        for method in ("full", "h2o")
+    }
     if machine.tiny:
         given = {name: given[name] for name in ("h2o", "full, int4")}
     return [Cell("tokens: engine", name, partial(of_engine, machine, options), 5.0) for name, options in given.items()]
@@ -165,9 +177,18 @@ def small_llama() -> tuple[Any, Any]:
     """A random model with heads of 64, and a calibration for the codecs that need one."""
     torch.manual_seed(0)
     config: Any = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
     model: Any = LlamaForCausalLM(config).float()
     model.train(False)
     return model, calibrate(model, torch.randint(2, 512, (4096,)), bits=(4,), windows=4)
@@ -195,17 +216,27 @@ Generated = tuple[torch.Tensor, list[Any]]
 
 
 def generated(
-    model: Any, device: torch.device, served: str, inputs: tuple[torch.Tensor, torch.Tensor], new: int, method: str,
+    model: Any,
+    device: torch.device,
+    served: str,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    new: int,
+    method: str,
     options: dict[str, Any],
-) -> Generated:  # fmt: skip
+) -> Generated:
     """Greedy tokens of generate(), and the kept positions by layer, sequence and head."""
     model.to(device)
     ids, mask = (given.to(device) for given in inputs)
     with kernels(served), torch.no_grad(), mp.compress(model, method, **options) as cache:
         out = model.generate(
-            ids, attention_mask=mask, **cache_argument(cache), do_sample=False, max_new_tokens=new, min_new_tokens=new,
+            ids,
+            attention_mask=mask,
+            **cache_argument(cache),
+            do_sample=False,
+            max_new_tokens=new,
+            min_new_tokens=new,
             disable_compile=True,
-        )  # fmt: skip
+        )
         kept = [[cache.positions(layer, s) for s in range(len(ids))] for layer in range(len(cache.layer_caches))]
     return out[:, ids.shape[1] :].cpu(), kept
 

@@ -29,10 +29,16 @@ def make(folder: Path, tiny: bool) -> None:
     for file in source.glob("tokenizer*"):
         shutil.copy(file, folder)
     config: Any = LlamaConfig(
-        vocab_size=4096, hidden_size=64 if tiny else 2048, intermediate_size=128 if tiny else 8192,
-        num_hidden_layers=2 if tiny else 16, num_attention_heads=4 if tiny else 32,
-        num_key_value_heads=2 if tiny else 8, max_position_embeddings=65_536, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=64 if tiny else 2048,
+        intermediate_size=128 if tiny else 8192,
+        num_hidden_layers=2 if tiny else 16,
+        num_attention_heads=4 if tiny else 32,
+        num_key_value_heads=2 if tiny else 8,
+        max_position_embeddings=65_536,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model: Any = LlamaForCausalLM(config)
@@ -53,18 +59,35 @@ def main() -> None:
     length, device = (512 if options.tiny else 32_768), "cuda" if torch.cuda.is_available() else "cpu"
     begin = time.perf_counter()
     arguments = [
-        "train", "retain", "--model", str(folder), "--data", str(folder / "text.txt"), "--length", f"{length},{length}",
-        "--steps", str(options.steps), "--device", device, "--out", str(folder / "heads.safetensors"),
-    ]  # fmt: skip
+        "train",
+        "retain",
+        "--model",
+        str(folder),
+        "--data",
+        str(folder / "text.txt"),
+        "--length",
+        f"{length},{length}",
+        "--steps",
+        str(options.steps),
+        "--device",
+        device,
+        "--out",
+        str(folder / "heads.safetensors"),
+    ]
     app(arguments, standalone_mode=False)
     spent = time.perf_counter() - begin
     lines = (folder / "heads.safetensors.log.jsonl").read_text().splitlines()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     found = {
-        "device": name, "torch": torch.__version__, "tokens": length, "steps": options.steps, "seconds": spent,
-        "peak_bytes": peak, "log": [json.loads(line) for line in lines],
-    }  # fmt: skip
+        "device": name,
+        "torch": torch.__version__,
+        "tokens": length,
+        "steps": options.steps,
+        "seconds": spent,
+        "peak_bytes": peak,
+        "log": [json.loads(line) for line in lines],
+    }
     print(found)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

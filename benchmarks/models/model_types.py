@@ -40,10 +40,11 @@ def main() -> None:
         before = json.loads(args.json.read_text(encoding="utf-8"))
         findings = {row["model_type"]: row for part in parts for row in before[part]} | findings
     data = {
-        "command": "python benchmarks/models/model_types.py", "torch": torch.__version__,
+        "command": "python benchmarks/models/model_types.py",
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
         **{part: [findings[kind] for kind in kinds if kind in findings] for part, kinds in parts.items()},
-    }  # fmt: skip
+    }
     args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

@@ -27,10 +27,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 PEER = f"kvpress {version('kvpress')}"
 PRESSES = (
-    "SnapKVPress", "ObservedAttentionPress", "StreamingLLMPress", "TOVAPress", "RandomPress", "KnormPress",
-    "ExpectedAttentionPress", "PyramidKVPress", "KeyDiffPress", "LagKVPress", "CompactorPress", "KVzipPress",
+    "SnapKVPress",
+    "ObservedAttentionPress",
+    "StreamingLLMPress",
+    "TOVAPress",
+    "RandomPress",
+    "KnormPress",
+    "ExpectedAttentionPress",
+    "PyramidKVPress",
+    "KeyDiffPress",
+    "LagKVPress",
+    "CompactorPress",
+    "KVzipPress",
     "KVzapPress",
-)  # fmt: skip
+)
 WRAPPERS = ("AdaKVPress", "CriticalKVPress", "ChunkKVPress", "MergingPress")  # of another: AdaKVPress(SnapKVPress)
 MASKS = {"AdaKVPress", "KVzipPress"}  # hide entries from attention, and go on holding them
 NEEDS_EAGER = {"ObservedAttentionPress"}

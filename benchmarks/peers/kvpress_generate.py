@@ -103,9 +103,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     before, clock = mark_memory(), Clock()
     with context:
         model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), past_key_values=kv, streamer=clock, do_sample=False,
-            max_new_tokens=request["new_tokens"], min_new_tokens=request["new_tokens"],
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            past_key_values=kv,
+            streamer=clock,
+            do_sample=False,
+            max_new_tokens=request["new_tokens"],
+            min_new_tokens=request["new_tokens"],
+        )
     first, *_ = tokens = clock.times[1:]
     peak = status("VmHWM")
     reading = {

@@ -38,9 +38,11 @@ def folded(heads: LayerHeads, attention: Any) -> dict[str, Tensor]:
     heads = heads.to(torch.device("cpu"))
     projections = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).float()
     return {
-        "0.weight": heads.w1 @ projections / SHARPER, "0.bias": heads.b1 / SHARPER, "2.weight": heads.w2 * SHARPER,
+        "0.weight": heads.w1 @ projections / SHARPER,
+        "0.bias": heads.b1 / SHARPER,
+        "2.weight": heads.w2 * SHARPER,
         "2.bias": heads.b2,
-    }  # fmt: skip
+    }
 
 
 def agreement(model: Any, layers: list[dict[str, Tensor]], heads: list[LayerHeads]) -> float:
@@ -78,9 +80,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     hidden, inputs = layers[0]["0.weight"].shape
     config = {
-        "model_type": "kvzap", "architectures": ["KVzapModel"], "dtype": "float32", "input_dim": inputs,
-        "hidden_dim": hidden, "output_dim": len(layers[0]["2.bias"]), "n_modules": len(layers),
-    }  # fmt: skip
+        "model_type": "kvzap",
+        "architectures": ["KVzapModel"],
+        "dtype": "float32",
+        "input_dim": inputs,
+        "hidden_dim": hidden,
+        "output_dim": len(layers[0]["2.bias"]),
+        "n_modules": len(layers),
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     named = {f"layers.{i}.{name}": part.contiguous() for i, layer in enumerate(layers) for name, part in layer.items()}
     save_file(named, folder / "model.safetensors", {"format": "pt"})

@@ -81,10 +81,11 @@ def compared(layout: str, runs: Sequence[Run]) -> Overhead:
         return (statistics.median(values), *interval(values))
 
     return Overhead(
-        layout, spread([run.tokens_per_s / alone[run.round].tokens_per_s for run in here]),
+        layout,
+        spread([run.tokens_per_s / alone[run.round].tokens_per_s for run in here]),
         spread([1e3 * (run.ttft_s - alone[run.round].ttft_s) for run in here]),
         spread([1e3 * (run.e2e_s - alone[run.round].e2e_s) for run in here]),
-    )  # fmt: skip
+    )
 
 
 def shown(values: tuple[float, float, float], digits: int) -> str:
@@ -127,9 +128,7 @@ def main() -> None:
             for llm in layouts.values():
                 asyncio.run(llm.close())
     found = [compared(name, runs) for name in args.layouts]
-    rows = [
-        (one.layout, shown(one.rate, 3), shown(one.ttft_more_ms, 1), shown(one.e2e_more_ms, 1)) for one in found
-    ]  # fmt: skip
+    rows = [(one.layout, shown(one.rate, 3), shown(one.ttft_more_ms, 1), shown(one.e2e_more_ms, 1)) for one in found]
     print(
         markdown_table(
             ("layout", "tokens/s, ratio to the engine", "first token, ms more", "whole answer, ms more"), rows

@@ -29,9 +29,15 @@ def go_on(model: Any, text: Tensor, cache: Any, tokens: int) -> tuple[Tensor, li
     """The text (B, n) with `tokens` greedy ones behind it, and the seconds of each step after the first."""
     watch = Stopwatch()
     text = model.generate(
-        text, attention_mask=torch.ones_like(text), cache=cache, streamer=watch, do_sample=False,
-        max_new_tokens=tokens, min_new_tokens=tokens, disable_compile=True,
-    )  # fmt: skip
+        text,
+        attention_mask=torch.ones_like(text),
+        cache=cache,
+        streamer=watch,
+        do_sample=False,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        disable_compile=True,
+    )
     return text, watch.steps
 
 
@@ -59,11 +65,12 @@ def main() -> None:
     for name in names:
         pairs = list(zip(times[name], times["bf16"], strict=True))
         row = {
-            "codec": name, "step_ms": 1e3 * statistics.median(s for steps in times[name] for s in steps),
+            "codec": name,
+            "step_ms": 1e3 * statistics.median(s for steps in times[name] for s in steps),
             "of_bf16": statistics.median(sum(own) / sum(base) for own, base in pairs),
             "of_bf16_median_steps": statistics.median(statistics.median(o) / statistics.median(b) for o, b in pairs),
             "kv_bytes": held[name],
-        }  # fmt: skip
+        }
         results.append(row)
         print(
             f"{name:10} {row['step_ms']:6.2f} ms a step, {row['of_bf16']:.3f} x bf16's time (median steps "

@@ -94,10 +94,18 @@ def main() -> None:
             found.append(Cost(dtype, batch, length, *parts))
             print(found[-1], flush=True)
     rows = [
-        (c.dtype, f"{c.batch} x {c.prompt}", f"{c.prompts_ms[0]:.0f}", f"{c.prompts_ms[1]:.0f}", shown(c.prompts_ratio),
-         f"{c.step_ms[0]:.1f}", f"{c.step_ms[1]:.1f}", shown(c.step_ratio))
+        (
+            c.dtype,
+            f"{c.batch} x {c.prompt}",
+            f"{c.prompts_ms[0]:.0f}",
+            f"{c.prompts_ms[1]:.0f}",
+            shown(c.prompts_ratio),
+            f"{c.step_ms[0]:.1f}",
+            f"{c.step_ms[1]:.1f}",
+            shown(c.step_ratio),
+        )
         for c in found
-    ]  # fmt: skip
+    ]
     head = ("numbers", "batch x prompt", "prompts ms", "with", "ratio", "step ms", "with", "ratio")
     print(markdown_table(head, rows))
     keep(args, [asdict(one) for one in found])

@@ -56,10 +56,15 @@ def run(folder: Path, args: argparse.Namespace, shape: ModelShape, schedule: Sch
     preempted = engine.stats().preemptions
     engine.close()
     return {
-        "schedule": schedule, "seconds": seconds, "tokens_per_s": new / seconds, "mean_end_s": statistics.mean(ends),
-        "steps": steps, "mean_running": statistics.mean(running), "most_running": max(running),
+        "schedule": schedule,
+        "seconds": seconds,
+        "tokens_per_s": new / seconds,
+        "mean_end_s": statistics.mean(ends),
+        "steps": steps,
+        "mean_running": statistics.mean(running),
+        "most_running": max(running),
         "preemptions": preempted,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

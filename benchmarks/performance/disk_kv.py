@@ -40,9 +40,13 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
     """One run in this process."""
     torch.set_num_threads(args.threads)
     plan = Plan(
-        weights={"disk": 1.0}, kv={"disk": 1.0}, micro_batch=args.micro_batch or args.requests, block=args.requests,
-        prompt_rows=args.rows, slots=2,
-    )  # fmt: skip
+        weights={"disk": 1.0},
+        kv={"disk": 1.0},
+        micro_batch=args.micro_batch or args.requests,
+        block=args.requests,
+        prompt_rows=args.rows,
+        slots=2,
+    )
     budget = None if method == "full" else args.budget
     config = EngineConfig(method=method, budget=budget, kv_memory=args.kv_memory, max_running=args.requests)
     with tempfile.TemporaryDirectory(dir=args.folder) as disk:
@@ -66,9 +70,12 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
                 read = opened.tier.bytes_read - before
         engine.close()
     return {
-        "prompts_s": prompts_s, "step_s": statistics.median(steps), "prompts_core_s": prompts_core_s,
-        "step_core_s": statistics.median(cores), "step_kv_bytes": read,
-    }  # fmt: skip
+        "prompts_s": prompts_s,
+        "step_s": statistics.median(steps),
+        "prompts_core_s": prompts_core_s,
+        "step_core_s": statistics.median(cores),
+        "step_kv_bytes": read,
+    }
 
 
 def main() -> None:

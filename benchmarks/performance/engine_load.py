@@ -55,9 +55,16 @@ def bear(model: Any, method: str, budget: str | None, asks: list[Request], limit
     engine.close()
     total = sum(spent.values())
     return Load(
-        method, budget, stats.generated_tokens / total, weighted / total, most, spent[True], spent[False], busy,
+        method,
+        budget,
+        stats.generated_tokens / total,
+        weighted / total,
+        most,
+        spent[True],
+        spent[False],
+        busy,
         stats.preemptions,
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

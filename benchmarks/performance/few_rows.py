@@ -55,9 +55,13 @@ def main() -> None:
         for n in numbers:
             ratios = [a / b for a, b in zip(times[n], times[1], strict=True)]
             row = {
-                "batch": batch, "tokens": n, "ms": statistics.median(times[n]) * 1e3, "ms_min": min(times[n]) * 1e3,
-                "ratio": statistics.median(ratios), "interval": interval(ratios),
-            }  # fmt: skip
+                "batch": batch,
+                "tokens": n,
+                "ms": statistics.median(times[n]) * 1e3,
+                "ms_min": min(times[n]) * 1e3,
+                "ratio": statistics.median(ratios),
+                "interval": interval(ratios),
+            }
             results.append(row)
             print(
                 f"batch {batch}, {n:2} tokens: {row['ms']:6.1f} ms (least {row['ms_min']:.1f}), "

@@ -91,9 +91,10 @@ def served(model: str, tokens: int) -> dict[str, float]:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models") as answer:
                 body["model"] = json.load(answer)["data"][0]["id"]
             request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(body).encode(),
                 {"Content-Type": "application/json"},
-            )  # fmt: skip
+            )
             urllib.request.urlopen(request).close()
             return {"imports_s": 0.0, "loading_s": loading, "peak_bytes": peak(server.pid)}
         finally:

@@ -59,9 +59,15 @@ def main() -> None:
 def move(name: str, prompt: int, new: int) -> Move:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=prompt + 2 * new + 1, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=prompt + 2 * new + 1,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     ids = tuple(torch.randint(2, 512, (prompt,), generator=torch.Generator().manual_seed(1)).tolist())
     params = SamplingParams(max_tokens=2 * new, temperature=0, ignore_eos=True)

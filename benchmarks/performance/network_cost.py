@@ -66,9 +66,15 @@ def measure(model: Any, prompt: Tensor, tokens: int, budget: str, method: str, o
     with compress(model, method, budget, **options) as cache:
         watch = Stopwatch()
         model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), cache=cache, streamer=watch, do_sample=False,
-            max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, disable_compile=True,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            cache=cache,
+            streamer=watch,
+            do_sample=False,
+            max_new_tokens=tokens + 1,
+            min_new_tokens=tokens + 1,
+            disable_compile=True,
+        )
     return watch
 
 
@@ -79,9 +85,11 @@ def row_of(name: str, base: str, times: dict[str, list[tuple[float, float]]]) ->
         ratios = [own[place] / other[place] for own, other in zip(times[name], times[base], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         row[part] = {
-            "median": middle, "quartiles": [low, high], "ms": 1e3 * statistics.median(t[place] for t in times[name]),
+            "median": middle,
+            "quartiles": [low, high],
+            "ms": 1e3 * statistics.median(t[place] for t in times[name]),
             "base_ms": 1e3 * statistics.median(t[place] for t in times[base]),
-        }  # fmt: skip
+        }
     return row
 
 
@@ -123,8 +131,9 @@ def main() -> None:
     for row in rows:
         parts = [
             f"{part} {row[part]['median']:.3f} ({' to '.join(f'{q:.3f}' for q in row[part]['quartiles'])}) x "
-            f"{row[part]['base_ms']:.1f} ms" for part in ("prompt", "step")
-        ]  # fmt: skip
+            f"{row[part]['base_ms']:.1f} ms"
+            for part in ("prompt", "step")
+        ]
         print(f"{row['name']:29} of {row['base']:29} {', '.join(parts)}")
     keep(args, rows, parameters=sizes, layer_parameters=layers)
 

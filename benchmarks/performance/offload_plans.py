@@ -46,11 +46,15 @@ KINDS = ("random", "choice", "overlap", "schedules")
 CAN = replace(ENGINE, schedules=("row", "zigzag"))
 #: What random plans are drawn from: options of the engine, memories, and lengths of prompts and answers.
 CONFIGS: tuple[dict[str, Any], ...] = (
-    {"method": "full"}, {"method": "full", "codec": "int4"}, {"method": "full", "weights": "int4"},
-    {"method": "h2o", "budget": "20%"}, {"method": "h2o", "budget": "20%", "codec": "int4"},
-    {"method": "h2o", "budget": "50%", "weights": "int4"}, {"method": "snapkv", "budget": "20%"},
+    {"method": "full"},
+    {"method": "full", "codec": "int4"},
+    {"method": "full", "weights": "int4"},
+    {"method": "h2o", "budget": "20%"},
+    {"method": "h2o", "budget": "20%", "codec": "int4"},
+    {"method": "h2o", "budget": "50%", "weights": "int4"},
+    {"method": "snapkv", "budget": "20%"},
     {"method": "streaming", "budget": "30%"},
-)  # fmt: skip
+)
 MEMORIES, LENGTHS = ("72MiB", "96MiB", "144MiB"), ((128, 16), (128, 32), (256, 16))
 
 
@@ -81,9 +85,15 @@ class Model:
         config = EngineConfig(**case.config)
         size = model_size(self.folder, config.weights)
         kv = kv_size(
-            size, case.prompt, case.new, method=config.method, options=config.options, budget=config.budget,
-            codec=codec_of_plan(config), memory=parse_bytes(case.memory),
-        )  # fmt: skip
+            size,
+            case.prompt,
+            case.new,
+            method=config.method,
+            options=config.options,
+            budget=config.budget,
+            codec=codec_of_plan(config),
+            memory=parse_bytes(case.memory),
+        )
         return CostModel(size, kv, self.machine)
 
     def some_plan(self, case: Case, draw: random.Random) -> Plan | None:
@@ -101,9 +111,15 @@ class Model:
     def run(self, case: Case, plan: Plan, *, overlap: bool = True) -> float:
         """Seconds of one block."""
         opened = open_in_memory(
-            self.folder, case.memory, plan, None, EngineConfig(**case.config), disk=self.packed, overlap=overlap,
+            self.folder,
+            case.memory,
+            plan,
+            None,
+            EngineConfig(**case.config),
+            disk=self.packed,
+            overlap=overlap,
             tiered={"overlap": overlap},
-        )  # fmt: skip
+        )
         engine = Engine(opened.model, None, opened.config, streamed=opened.streamed, tier=opened.tier)
         params = SamplingParams(max_tokens=case.new, temperature=0, ignore_eos=True)
         assert plan.block is not None, "a plan that was searched for"
@@ -123,11 +139,22 @@ def row(case: Case, plan: Plan, seconds: float, **more: Any) -> dict[str, Any]:
     assert plan.prediction is not None, "a plan that was searched for"
     assert plan.block is not None, "a plan that was searched for"
     found = {
-        **case.config, "memory": case.memory, "prompt": case.prompt, "new": case.new, "schedule": plan.schedule,
-        "block": plan.block, "micro_batch": plan.micro_batch, "prompt_rows": plan.prompt_rows, "slots": plan.slots,
-        "weights_on_disk": plan.share("weights", "disk"), "kv_on_disk": plan.share("kv", "disk"), **more,
-        "seconds": seconds, "predicted_s": plan.prediction.seconds, "tokens_per_s": plan.block * case.new / seconds,
-    }  # fmt: skip
+        **case.config,
+        "memory": case.memory,
+        "prompt": case.prompt,
+        "new": case.new,
+        "schedule": plan.schedule,
+        "block": plan.block,
+        "micro_batch": plan.micro_batch,
+        "prompt_rows": plan.prompt_rows,
+        "slots": plan.slots,
+        "weights_on_disk": plan.share("weights", "disk"),
+        "kv_on_disk": plan.share("kv", "disk"),
+        **more,
+        "seconds": seconds,
+        "predicted_s": plan.prediction.seconds,
+        "tokens_per_s": plan.block * case.new / seconds,
+    }
     print({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}, flush=True)
     return found
 

@@ -49,18 +49,23 @@ CASES: dict[str, Case] = {
         "80MiB", {"method": "full", "max_running": 12}, {"weights": {"disk": 1.0}, "slots": 2, "prompt_rows": 64}
     ),
     "a third of the layers kept": Case(
-        "176MiB", {"method": "full", "max_running": 12},
+        "176MiB",
+        {"method": "full", "max_running": 12},
         {"weights": {"host": 0.33, "disk": 0.67}, "slots": 2, "prompt_rows": 256},
     ),
     "KV on the disk": Case(
-        "72MiB", {"method": "h2o", "budget": 64, "max_running": 12},
-        {"weights": {"disk": 1.0}, "kv": {"disk": 1.0}, "slots": 2, "micro_batch": 4, "prompt_rows": 64}, disk=True,
+        "72MiB",
+        {"method": "h2o", "budget": 64, "max_running": 12},
+        {"weights": {"disk": 1.0}, "kv": {"disk": 1.0}, "slots": 2, "micro_batch": 4, "prompt_rows": 64},
+        disk=True,
     ),
     "int4, ends on the disk": Case(
-        "40MiB", {"method": "snapkv", "budget": "30%", "weights": "int4", "max_running": 12},
-        {"weights": {"disk": 1.0}, "ends": "disk", "slots": 2, "prompt_rows": 64}, disk=True,
+        "40MiB",
+        {"method": "snapkv", "budget": "30%", "weights": "int4", "max_running": 12},
+        {"weights": {"disk": 1.0}, "ends": "disk", "slots": 2, "prompt_rows": 64},
+        disk=True,
     ),
-}  # fmt: skip
+}
 
 
 def make(folder: Path) -> None:
@@ -70,10 +75,17 @@ def make(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=8_000, max_position_embeddings=2048, bos_token_id=1, eos_token_id=None,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8_000,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=None,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

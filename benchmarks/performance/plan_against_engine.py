@@ -104,7 +104,7 @@ async def take_profile(folder: Path, layout: str) -> None:
         note = describe_machine().hardware
         found = await measure(
             llm, layout, prompts=ALONE, new=24, rounds=2, seed=SEED, workers=len(LAYOUTS[layout][0]), note=note
-        )  # fmt: skip
+        )
     save_profile(found.profile, folder / f"profile-{layout}.json")
     steps = [[asdict(load), seconds] for load, seconds in found.steps]
     (folder / f"steps-{layout}.json").write_text(json.dumps(steps))
@@ -117,8 +117,9 @@ async def take_profile(folder: Path, layout: str) -> None:
         size = found.profile.cache.moved(prompt)
         print(
             f"{layout}: a move of {prompt} tokens, {size:,} bytes: {1e3 * moves.packing(size):.1f} ms to pack, "
-            f"{1e3 * moves.taking_in(size):.1f} ms to take in", flush=True,
-        )  # fmt: skip
+            f"{1e3 * moves.taking_in(size):.1f} ms to take in",
+            flush=True,
+        )
 
 
 def the_profile(folder: Path, layout: str) -> Profile:
@@ -148,9 +149,7 @@ def shrunk(args: argparse.Namespace) -> list[tuple[int, int]]:
     ]
 
 
-def simulate(
-    args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link
-) -> list[RequestTimes]:  # fmt: skip
+def simulate(args: argparse.Namespace, layout: str, requests: list[PlannedRequest], link: Link) -> list[RequestTimes]:
     found = Simulation(planned(args.folder, layout), the_profile(args.folder, layout).cache, link).run(requests)
     assert found is not None
     return found
@@ -191,9 +190,13 @@ async def run_layout(args: argparse.Namespace) -> None:
             print(f"{args.layout} at {share * highest:.2f}/s: {summary(args, list(found))}", flush=True)
     machine = describe_machine()
     data = {
-        "layout": args.layout, "knee": highest, "busy_before": busy, "rows": rows,
-        "hardware": machine.hardware, "software": machine.software,
-    }  # fmt: skip
+        "layout": args.layout,
+        "knee": highest,
+        "busy_before": busy,
+        "rows": rows,
+        "hardware": machine.hardware,
+        "software": machine.software,
+    }
     (args.folder / f"measured-{args.layout}.json").write_text(json.dumps(data))
 
 
@@ -241,9 +244,10 @@ def summary(args: argparse.Namespace, times: list[tuple[float, float]]) -> dict[
     first, each = np.array(times).T
     met = (first <= args.ttft) & (each <= args.tpot)
     return {
-        "attained": float(met.mean()), "ttft_p90": float(np.quantile(first, 0.9)),
+        "attained": float(met.mean()),
+        "ttft_p90": float(np.quantile(first, 0.9)),
         "tpot_p90": float(np.quantile(each, 0.9)),
-    }  # fmt: skip
+    }
 
 
 def report(args: argparse.Namespace) -> None:
@@ -287,12 +291,17 @@ def report(args: argparse.Namespace) -> None:
             if (path := args.folder / f"steps-{name}.json").exists()
         }
         data = {
-            "load": load, "shape": asdict(SHAPE), "fit_off": fits, **machine, "rate_at_nine_tenths": crossing,
+            "load": load,
+            "shape": asdict(SHAPE),
+            "fit_off": fits,
+            **machine,
+            "rate_at_nine_tenths": crossing,
             "attained_off": {"mean": statistics.fmean(off), "most": max(off)},
             "moves": asdict(the_profile(args.folder, "split").moves),
             "latency_of_a_move_s": link_of(args.folder, "split").latency_s,
-            "samples": "one run of each row", "results": results,
-        }  # fmt: skip
+            "samples": "one run of each row",
+            "results": results,
+        }
         args.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -89,11 +89,13 @@ def main() -> None:
             print(f"{name:24} {last['peak_bytes'] / 1e6:6.0f} MB {last['prefill_s']:6.1f} s", flush=True)
     rows = [
         {
-            "cache": name, "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
-            "prefill_s": statistics.median(run["prefill_s"] for run in runs), "runs": runs,
+            "cache": name,
+            "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
+            "prefill_s": statistics.median(run["prefill_s"] for run in runs),
+            "runs": runs,
         }
         for name, runs in found.items()
-    ]  # fmt: skip
+    ]
     args.model, args.heads = (name and Path(name).name for name in (args.model, args.heads))
     print("medians")
     for row in rows:

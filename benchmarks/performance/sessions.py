@@ -67,9 +67,13 @@ def store(args: argparse.Namespace, engine: Engine, folder: Path) -> dict[str, A
     stats = engine.stats().sessions
     assert stats is not None
     return {
-        "turns": stats.stored, "most_bytes": most, "cap": parse_bytes(args.disk), "cap_kept": most <= stats.disk_limit,
-        "evicted": stats.evicted, "dropped": stats.dropped,
-    }  # fmt: skip
+        "turns": stats.stored,
+        "most_bytes": most,
+        "cap": parse_bytes(args.disk),
+        "cap_kept": most <= stats.disk_limit,
+        "evicted": stats.evicted,
+        "dropped": stats.dropped,
+    }
 
 
 def first_token(engine: Engine, ids: list[int]) -> tuple[float, int]:
@@ -104,20 +108,22 @@ def measure(args: argparse.Namespace, again: Engine, plain: Engine, folder: Path
         low, high = interval(ratios)
         rows.append(
             {
-                "turn": turn + 1, "prompt": args.begin + turn * (args.answer + args.user), "pairs": len(found),
+                "turn": turn + 1,
+                "prompt": args.begin + turn * (args.answer + args.user),
+                "pairs": len(found),
                 "session_s": statistics.median(one for one, _ in found),
                 "again_s": statistics.median(other for _, other in found),
-                "ratio": statistics.median(ratios), "low": low, "high": high,
+                "ratio": statistics.median(ratios),
+                "low": low,
+                "high": high,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, number in (
-        ("sessions", 20), ("turns", 10), ("begin", 128), ("user", 48), ("answer", 16), ("rounds", 0),
-    ):  # fmt: skip
+    for name, number in (("sessions", 20), ("turns", 10), ("begin", 128), ("user", 48), ("answer", 16), ("rounds", 0)):
         parser.add_argument(f"--{name}", type=int, default=number)
     for name, text in (("method", "h2o"), ("budget", "20%"), ("codec", "int4"), ("disk", "2GiB")):
         parser.add_argument(f"--{name}", default=text)
@@ -126,9 +132,11 @@ def main() -> None:
     args, shape = begin(parser)
     model = shape.build()
     chosen = {
-        "method": args.method, "budget": None if args.method == "full" else args.budget, "codec": args.codec,
+        "method": args.method,
+        "budget": None if args.method == "full" else args.budget,
+        "codec": args.codec,
         "max_step_tokens": 512,
-    }  # fmt: skip
+    }
     stored: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     with nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as name:
@@ -152,12 +160,19 @@ def main() -> None:
         markdown_table(
             ["turn", "prompt", "pairs", "session, ms", "read again, ms", "ratio", "95 %"],
             [
-                [str(r["turn"]), str(r["prompt"]), str(r["pairs"]), f"{1e3 * r['session_s']:.0f}",
-                 f"{1e3 * r['again_s']:.0f}", f"{r['ratio']:.3f}", f"{r['low']:.3f} to {r['high']:.3f}"]
+                [
+                    str(r["turn"]),
+                    str(r["prompt"]),
+                    str(r["pairs"]),
+                    f"{1e3 * r['session_s']:.0f}",
+                    f"{1e3 * r['again_s']:.0f}",
+                    f"{r['ratio']:.3f}",
+                    f"{r['low']:.3f} to {r['high']:.3f}",
+                ]
                 for r in rows
             ],
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -114,10 +114,13 @@ def main() -> None:
                     raise SystemExit("two at once answered something else than one after the other")
             ratios = [a / b for a, b in zip(times[False], times[True], strict=True)]
             row = {
-                "kind": kind, "threads": threads, "one_after_the_other_s": statistics.median(times[False]),
-                "at_once_s": statistics.median(times[True]), "ratio": statistics.median(ratios),
+                "kind": kind,
+                "threads": threads,
+                "one_after_the_other_s": statistics.median(times[False]),
+                "at_once_s": statistics.median(times[True]),
+                "ratio": statistics.median(ratios),
                 "interval": interval(ratios),
-            }  # fmt: skip
+            }
             results.append(row)
             print(
                 f"{kind}, {threads} threads: one after the other {row['one_after_the_other_s']:.2f} s, at once "

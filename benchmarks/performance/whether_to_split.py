@@ -103,10 +103,17 @@ def tell(args: argparse.Namespace, task: tuple[Story, str, int]) -> dict[str, An
         plan = to_json(rows, verdict, args.devices)
         (args.plans / f"{name}.json").write_text(json.dumps(plan, indent=1) + "\n")
     return {
-        "story": story.name, "ttft_s": story.ttft, "tpot_s": story.tpot, "cache": cache_name, "gbit_per_s": gbit,
-        "split": verdict.split, "together": summary(both), "apart": summary(apart), "moved_bytes": apart.moved,
+        "story": story.name,
+        "ttft_s": story.ttft,
+        "tpot_s": story.tpot,
+        "cache": cache_name,
+        "gbit_per_s": gbit,
+        "split": verdict.split,
+        "together": summary(both),
+        "apart": summary(apart),
+        "moved_bytes": apart.moved,
         "reasons": list(verdict.reasons),
-    }  # fmt: skip
+    }
 
 
 def lengths(story: Story, folder: Path) -> list[tuple[int, int]]:
@@ -124,9 +131,13 @@ def summary(row: Goodput) -> dict[str, Any]:
 
 def as_data(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "model": "opt-13b, step times of A100 as published with DistServe's simulator", "memory_bytes": MEMORY,
-        "devices": args.devices, "requests": args.requests, "seeds": args.seeds, "results": rows,
-    }  # fmt: skip
+        "model": "opt-13b, step times of A100 as published with DistServe's simulator",
+        "memory_bytes": MEMORY,
+        "devices": args.devices,
+        "requests": args.requests,
+        "seeds": args.seeds,
+        "results": rows,
+    }
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:

@@ -102,10 +102,14 @@ def choices(before: Tensor, after: Tensor) -> dict[str, Tensor]:
 
     nothing, newest = torch.zeros_like(sinks), place.to(before).expand_as(before)
     found = (
-        fill(after, nothing), fill(before, sinks | half), fill(before, nothing), fill(before, half, sinks),
-        fill(newest, sinks), fill(newest, nothing),
+        fill(after, nothing),
+        fill(before, sinks | half),
+        fill(before, nothing),
+        fill(before, half, sinks),
+        fill(newest, sinks),
+        fill(newest, nothing),
         fill(torch.rand(before.shape, generator=torch.Generator().manual_seed(SEED)), nothing),
-    )  # fmt: skip
+    )
     return dict(zip(CHOICES, found, strict=True))
 
 
@@ -157,12 +161,13 @@ def by_word(words: Tensor, counts: Tensor) -> dict[str, Any]:
     gathered_by, often = words[:, there], counts[there]
     each = gathered_by / often
     return {
-        "different": int(there.sum()), "tokens": int(counts.sum()),
+        "different": int(there.sum()),
+        "tokens": int(counts.sum()),
         "slope": rounded(slope(at_ranks(gathered_by), len(often))),
         "slope_of_counts": round(float(slope(at_ranks(often[None]), len(often))), 4),
         "with_counts": [round(spearman(layer, often), 4) for layer in gathered_by],
         "each_with_counts": [round(spearman(layer, often), 4) for layer in each],
-    }  # fmt: skip
+    }
 
 
 def slope(ranked: Tensor, length: int) -> Tensor:
@@ -206,11 +211,17 @@ def main() -> None:
     even, machine = gathered(even_columns(args.length)[None])[0], describe_machine()
     digest = hashlib.sha256((Path(folder) / "model.safetensors").read_bytes())
     result = {
-        "model": args.model, "weights_sha256": digest.hexdigest(),
-        "windows": args.windows, "length": args.length,
-        "choices": CHOICES, "ranks": ranks(args.length).tolist(), "even": rounded(even),
-        "hardware": machine.hardware, "software": machine.software, "texts": found,
-    }  # fmt: skip
+        "model": args.model,
+        "weights_sha256": digest.hexdigest(),
+        "windows": args.windows,
+        "length": args.length,
+        "choices": CHOICES,
+        "ranks": ranks(args.length).tolist(),
+        "even": rounded(even),
+        "hardware": machine.hardware,
+        "software": machine.software,
+        "texts": found,
+    }
     args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 

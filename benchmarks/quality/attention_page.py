@@ -89,10 +89,16 @@ def tables(found: Found) -> str:
     parts.append(markdown_table(["columns", "text", "slope", "power law", "exponential", "log-normal"], rows))
     parts.append("\nBy word, as in the paper's figure: the attention that all places of a word gathered in a layer.\n")
     rows = [
-        (name, f"{w['different']:,} of {w['tokens']:,}", f"{np.mean(w['slope']):.2f}", f"{w['slope_of_counts']:.2f}",
-         f"{np.mean(w['with_counts']):.2f}", f"{np.mean(w['each_with_counts']):.2f}")
+        (
+            name,
+            f"{w['different']:,} of {w['tokens']:,}",
+            f"{np.mean(w['slope']):.2f}",
+            f"{w['slope_of_counts']:.2f}",
+            f"{np.mean(w['with_counts']):.2f}",
+            f"{np.mean(w['each_with_counts']):.2f}",
+        )
         for name, w in ((name, text["words"]) for name, text in texts.items())
-    ]  # fmt: skip
+    ]
     head = ["text", "words", "slope of attention", "slope of counts", "attention with counts", "per place with counts"]
     parts.append(markdown_table(head, rows))
     parts.append(

@@ -152,10 +152,15 @@ def answered(model: Any, tokenizer: Any, chats: Sequence[FactChat], setting: dic
             kv = output.outputs[0].kv
             assert kv is not None
             text = output.outputs[0].text
-            rows.append({
-                "kind": chat.kind, "tokens": len(ids), "answer": text, "stated": chat.is_stated_by(text),
-                "bytes": kv.kv_bytes / kv.full_kv_bytes,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "kind": chat.kind,
+                    "tokens": len(ids),
+                    "answer": text,
+                    "stated": chat.is_stated_by(text),
+                    "bytes": kv.kv_bytes / kv.full_kv_bytes,
+                }
+            )
     return rows
 
 
@@ -163,9 +168,10 @@ def counted(rows: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]]) -> d
     """How many facts a setting states, of those that the full cache states, and its mean share of the bytes."""
     asked = [row for row, whole in zip(rows, full, strict=True) if whole["stated"]]
     return {
-        "stated": sum(row["stated"] for row in asked), "of": len(asked),
+        "stated": sum(row["stated"] for row in asked),
+        "of": len(asked),
         "bytes": sum(row["bytes"] for row in rows) / len(rows),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -60,8 +60,14 @@ def texts(rows: list[dict[str, Any]], shares: tuple[float, ...] = SHARES) -> lis
         judged = [row for row in rows if setting(row) == setting(chosen) and CHOOSING not in row["task"]]
         for row in judged:
             keys = ("task", "windows", "bytes", "more", "low", "high")
-            found.append({"share": f"{most:.1%}", "setting": setting(chosen), "chosen_with": chosen["more"],
-                          **{key: row[key] for key in keys}})  # fmt: skip
+            found.append(
+                {
+                    "share": f"{most:.1%}",
+                    "setting": setting(chosen),
+                    "chosen_with": chosen["more"],
+                    **{key: row[key] for key in keys},
+                }
+            )
     return found
 
 
@@ -99,11 +105,16 @@ def smallest(rows: list[dict[str, Any]], folders: list[Path]) -> list[dict[str, 
             first, second = known[setting(row)]
             judged = next((r for r in rows if setting(r) == setting(row) and CHOOSING not in r["task"]), None)
             if judged is not None:
-                found.append({
-                    "setting": setting(row), "bytes": row["bytes"], "more": row["more"], "answers": first["of_full"],
-                    "judged": {key: judged[key] for key in ("task", "windows", "bytes", "more", "low", "high")},
-                    "judged_answers": {key: second[key] for key in ("of_full", "questions", "contexts", "score")},
-                })  # fmt: skip
+                found.append(
+                    {
+                        "setting": setting(row),
+                        "bytes": row["bytes"],
+                        "more": row["more"],
+                        "answers": first["of_full"],
+                        "judged": {key: judged[key] for key in ("task", "windows", "bytes", "more", "low", "high")},
+                        "judged_answers": {key: second[key] for key in ("of_full", "questions", "contexts", "score")},
+                    }
+                )
     return sorted(found, key=lambda record: (record["answers"] < LEAST_ANSWERS, record["more"]))
 
 
@@ -116,18 +127,33 @@ def page(data: dict[str, Any]) -> str:
 
     def losses(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         return [
-            (r["share"], named(r), f"{r['chosen_with']:+.1%}", r["task"].split(":")[1].removeprefix("path="),
-             r["task"].split("context_len=")[1].split(":")[0], str(r["windows"]), f"{r['bytes']:.1%}",
-             f"{r['more']:+.1%}", f"{r['low']:+.1%} to {r['high']:+.1%}")
+            (
+                r["share"],
+                named(r),
+                f"{r['chosen_with']:+.1%}",
+                r["task"].split(":")[1].removeprefix("path="),
+                r["task"].split("context_len=")[1].split(":")[0],
+                str(r["windows"]),
+                f"{r['bytes']:.1%}",
+                f"{r['more']:+.1%}",
+                f"{r['low']:+.1%} to {r['high']:+.1%}",
+            )
             for r in records
-        ]  # fmt: skip
+        ]
 
     kept = [
-        (r["share"], "known" if r["protocol"] == "aware" else "unknown", named(r), f"{r['chosen_with']:.2f}",
-         f"{r['questions']} on {r['contexts']}", f"{r['bytes']:.1%}", f"{r['of_full']:.2f}",
-         f"{r['score']['low']:.2f} to {r['score']['high']:.2f}")
+        (
+            r["share"],
+            "known" if r["protocol"] == "aware" else "unknown",
+            named(r),
+            f"{r['chosen_with']:.2f}",
+            f"{r['questions']} on {r['contexts']}",
+            f"{r['bytes']:.1%}",
+            f"{r['of_full']:.2f}",
+            f"{r['score']['low']:.2f} to {r['score']['high']:.2f}",
+        )
         for r in data["answers"]
-    ]  # fmt: skip
+    ]
     head = ("at most", "chosen", "lost where chosen", "judged on", "context", "windows", "bytes", "lost", "95 %")
     recall = (
         "at most",
@@ -140,11 +166,18 @@ def page(data: dict[str, Any]) -> str:
         "score, 95 %",
     )
     small = [
-        (named(r), f"{r['bytes']:.1%}", f"{r['more']:+.1%}", f"{r['answers']:.2f}", f"{r['judged']['more']:+.1%}",
-         f"{r['judged']['low']:+.1%} to {r['judged']['high']:+.1%}", f"{r['judged_answers']['of_full']:.2f}",
-         f"{r['judged_answers']['score']['low']:.2f} to {r['judged_answers']['score']['high']:.2f}")
+        (
+            named(r),
+            f"{r['bytes']:.1%}",
+            f"{r['more']:+.1%}",
+            f"{r['answers']:.2f}",
+            f"{r['judged']['more']:+.1%}",
+            f"{r['judged']['low']:+.1%} to {r['judged']['high']:+.1%}",
+            f"{r['judged_answers']['of_full']:.2f}",
+            f"{r['judged_answers']['score']['low']:.2f} to {r['judged_answers']['score']['high']:.2f}",
+        )
         for r in data["smallest"]
-    ]  # fmt: skip
+    ]
     first = ("setting", "bytes", "lost where chosen", "answers of full where chosen", "lost", "95 %", "answers of full")
     perplexity, asked = markdown_table(head, losses(data["texts"])), markdown_table(recall, kept)
     named_ones = markdown_table(head, losses(data["presets"]))
@@ -172,9 +205,11 @@ def main() -> None:
     if args.out.exists():
         data |= json.loads(args.out.read_text(encoding="utf-8"))
     found = {
-        "texts": texts(rows), "presets": texts(presets, PRESET_SHARES), "answers": answers(args.recall),
+        "texts": texts(rows),
+        "presets": texts(presets, PRESET_SHARES),
+        "answers": answers(args.recall),
         "smallest": smallest(preset, args.recall),
-    }  # fmt: skip
+    }
     data |= {name: part for name, part in found.items() if part}
     args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(page(data), encoding="utf-8")

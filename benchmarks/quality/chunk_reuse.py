@@ -104,9 +104,10 @@ def measure(reader: Reader, parts: list[np.ndarray], foreign: list[np.ndarray]) 
         stored_behind(reader, behind, context, chunk)
     full, _ = reader.read(alone, parts, 1)
     settings: list[tuple[str, ChunkReuse, Any, Pick]] = [
-        ("alone / nothing", alone, 0, "attention"), ("behind / nothing", behind, 0, "attention"),
+        ("alone / nothing", alone, 0, "attention"),
+        ("behind / nothing", behind, 0, "attention"),
         ("behind / auto", behind, "auto", "attention"),
-    ]  # fmt: skip
+    ]
     settings.append(("alone / head 15%", alone, 0.15, "head"))
     settings += [
         (f"behind / {pick} {share:.0%}", behind, share, pick)
@@ -172,13 +173,23 @@ def table(rows: dict[str, list[tuple[float, float]]]) -> tuple[str, list[dict[st
         against_alone = ratio(kl[name], kl["alone / nothing"])
         against_behind = ratio(kl[name], kl["behind / nothing"])
         data.append(
-            {"setting": name, "kl": float(kl[name].mean()), "computed": share, "of_alone": against_alone,
-             "of_behind": against_behind, "windows": kl[name].tolist()}
-        )  # fmt: skip
+            {
+                "setting": name,
+                "kl": float(kl[name].mean()),
+                "computed": share,
+                "of_alone": against_alone,
+                "of_behind": against_behind,
+                "windows": kl[name].tolist(),
+            }
+        )
         lines.append(
-            (name, f"{max(kl[name].mean(), 0):.4f}", f"{share:.1%}",
-             *(f"{mid:.2f} [{low:.2f}, {high:.2f}]" for mid, low, high in (against_alone, against_behind)))
-        )  # fmt: skip
+            (
+                name,
+                f"{max(kl[name].mean(), 0):.4f}",
+                f"{share:.1%}",
+                *(f"{mid:.2f} [{low:.2f}, {high:.2f}]" for mid, low, high in (against_alone, against_behind)),
+            )
+        )
     head = ("stored / computed again", "KL, nats", "of chunk tokens", "x naive, stored alone", "x naive, stored behind")
     return markdown_table(head, lines), data
 

@@ -29,9 +29,16 @@ Ids = tuple[int, ...]
 KINDS = ("over a seam", "inside a chunk")
 #: Where chunks come from, and what is computed again; the plain prompt is the first.
 SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("", 1), ("alone", 0), ("alone", 0.05), ("alone", 0.15), ("alone", "auto"),
-    ("behind", 0), ("behind", 0.05), ("behind", 0.15), ("behind", "auto"),
-)  # fmt: skip
+    ("", 1),
+    ("alone", 0),
+    ("alone", 0.05),
+    ("alone", 0.15),
+    ("alone", "auto"),
+    ("behind", 0),
+    ("behind", 0.05),
+    ("behind", 0.15),
+    ("behind", "auto"),
+)
 #: Tokens of another text before a stored chunk.
 CONTEXT = 64
 
@@ -121,11 +128,18 @@ def table(rows: dict[tuple[str, Any], list[list[tuple[bool, float]]]]) -> tuple[
         means = right[source, share].mean(0).tolist()
         name = f"{source}, {share if share == 'auto' else f'{share:.0%}'}" if source else "plain prompt"
         data.append(
-            {"setting": name, "computed": computed, "right": dict(zip(KINDS, means, strict=True)),
-             "points": dict(zip(KINDS, against, strict=True)), "texts": len(found)}
-        )  # fmt: skip
-        cells = (f"{mean:.1%}, {mid:+.1f} [{low:+.1f}, {high:+.1f}]"
-                 for mean, (mid, low, high) in zip(means, against, strict=True))  # fmt: skip
+            {
+                "setting": name,
+                "computed": computed,
+                "right": dict(zip(KINDS, means, strict=True)),
+                "points": dict(zip(KINDS, against, strict=True)),
+                "texts": len(found),
+            }
+        )
+        cells = (
+            f"{mean:.1%}, {mid:+.1f} [{low:+.1f}, {high:+.1f}]"
+            for mean, (mid, low, high) in zip(means, against, strict=True)
+        )
         lines.append((name, f"{computed:.0%}", *cells))
     return markdown_table(("stored, computed again", "of the prompt computed", *KINDS), lines), data
 

@@ -60,12 +60,18 @@ def compared(rows: list[FitRow], plain: list[str], ages: list[str], seed: int) -
                 low, high = np.percentile(bootstrap(lost, np.ones(len(lost)), seed), [2.5, 97.5])
                 found.append(
                     {
-                        "codec": codec, "budget": row.budget, "bytes_share": row.bytes_share, "against": other,
-                        "kl": float(np.mean(row.kl)), "kl_against": float(plain_kl.mean()),
-                        "difference": float(lost.mean()), "low": float(low), "high": float(high),
+                        "codec": codec,
+                        "budget": row.budget,
+                        "bytes_share": row.bytes_share,
+                        "against": other,
+                        "kl": float(np.mean(row.kl)),
+                        "kl_against": float(plain_kl.mean()),
+                        "difference": float(lost.mean()),
+                        "low": float(low),
+                        "high": float(high),
                         "windows": len(lost),
                     }
-                )  # fmt: skip
+                )
     return found
 
 
@@ -73,13 +79,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     for name, text in (
-        ("model", "smollm2-135m"), ("method", "h2o"), ("dtype", "f32"), ("budgets", "20%,35%,50%,75%,100%"),
-        ("plain", "int8,int4,rotated4"), ("ages", "bf16:20%;int8:20%;int4 bf16:20%;int4 int8:20%;int4"),
-    ):  # fmt: skip
+        ("model", "smollm2-135m"),
+        ("method", "h2o"),
+        ("dtype", "f32"),
+        ("budgets", "20%,35%,50%,75%,100%"),
+        ("plain", "int8,int4,rotated4"),
+        ("ages", "bf16:20%;int8:20%;int4 bf16:20%;int4 int8:20%;int4"),
+    ):
         parser.add_argument(f"--{name}", default=text)
     for name, number in (
-        ("windows", 40), ("length", 1024), ("continuation", 64), ("batch", 4), ("threads", 1), ("seed", 0),
-    ):  # fmt: skip
+        ("windows", 40),
+        ("length", 1024),
+        ("continuation", 64),
+        ("batch", 4),
+        ("threads", 1),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--table", type=Path, default=Path("out/codec-ages.json"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/codec-ages"))
@@ -92,26 +107,51 @@ def main() -> None:
     else:
         model, tokenizer = mp.load_model(args.model, args.dtype), mp.load_tokenizer(args.model)
         table = fit(
-            model, tokenizer, args.text, args.method, budgets=args.budgets.split(","), codecs=[*plain, *ages],
-            context=args.length, continuation=args.continuation, windows=args.windows, batch=args.batch,
-            seed=args.seed, out=args.table, progress=lambda done, total: print(f"{done} of {total}", flush=True),
-        )  # fmt: skip
+            model,
+            tokenizer,
+            args.text,
+            args.method,
+            budgets=args.budgets.split(","),
+            codecs=[*plain, *ages],
+            context=args.length,
+            continuation=args.continuation,
+            windows=args.windows,
+            batch=args.batch,
+            seed=args.seed,
+            out=args.table,
+            progress=lambda done, total: print(f"{done} of {total}", flush=True),
+        )
     pairs = compared(list(table.rows), plain, ages, args.seed)
     settings = [
         [row.budget or "all", row.codec, f"{row.bytes_share:.1%}", f"{np.mean(row.kl):.4f}"]
         for row in sorted(table.rows, key=lambda row: row.bytes_share)
     ]
     lines = [
-        [one["codec"], one["budget"], f"{one['bytes_share']:.1%}", one["against"], f"{one['kl']:.4f}",
-         f"{one['kl_against']:.4f}", f"{one['difference']:+.4f}", f"{one['low']:+.4f} to {one['high']:+.4f}"]
+        [
+            one["codec"],
+            one["budget"],
+            f"{one['bytes_share']:.1%}",
+            one["against"],
+            f"{one['kl']:.4f}",
+            f"{one['kl_against']:.4f}",
+            f"{one['difference']:+.4f}",
+            f"{one['low']:+.4f} to {one['high']:+.4f}",
+        ]
         for one in pairs
-    ]  # fmt: skip
+    ]
     about = {
-        "model": args.model, "dtype": args.dtype, "method": args.method, "text": args.text.name,
-        "windows": len(table.rows[0].kl), "context": args.length, "continuation": args.continuation,
-        "seed": args.seed, "machine": asdict(describe_machine()), "rows": [asdict(row) for row in table.rows],
+        "model": args.model,
+        "dtype": args.dtype,
+        "method": args.method,
+        "text": args.text.name,
+        "windows": len(table.rows[0].kl),
+        "context": args.length,
+        "continuation": args.continuation,
+        "seed": args.seed,
+        "machine": asdict(describe_machine()),
+        "rows": [asdict(row) for row in table.rows],
         "pairs": pairs,
-    }  # fmt: skip
+    }
     text = (
         f"# Formats by age, {args.model}\n\n`{args.method}` on {len(table.rows[0].kl)} windows of {args.text.name}, "
         f"{args.length} tokens and {args.continuation} more, {args.dtype}. KL against the full cache, in nats.\n\n"

@@ -26,10 +26,17 @@ def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, max_position_embeddings=CONTEXT, eos_token_id=None,
+            vocab_size=96,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            max_position_embeddings=CONTEXT,
+            eos_token_id=None,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 def measure(method: str, codec: str, tokens: int, every: int) -> list[tuple[int, int, float, float]]:

@@ -143,9 +143,15 @@ class Study:
     def records(self, layers: frozenset[int], seen: Seen) -> list[Record]:
         """The answers with the facts forced to stay in `layers`."""
         examiner = Evaluator(
-            ",".join(map(str, sorted(layers))), self.model, self.tokenizer, Spec.parse(TASK).build(TASKS),
-            Forced(METHOD, layers=layers, seen=seen), self.budget, CODEC, limit=None,
-        )  # fmt: skip
+            ",".join(map(str, sorted(layers))),
+            self.model,
+            self.tokenizer,
+            Spec.parse(TASK).build(TASKS),
+            Forced(METHOD, layers=layers, seen=seen),
+            self.budget,
+            CODEC,
+            limit=None,
+        )
         return [record for batch in self.made for record in examiner.examine(batch)]
 
     def rows(self, seed: int) -> dict[str, Any]:
@@ -169,12 +175,15 @@ class Study:
                 torch.tensor(values[layer]).view(len(later), -1).gather(1, head[:, layer, None])[:, 0].numpy()
                 for values in (seen.below, seen.kept)
             )
-            layers_seen.append({
-                "layer": layer, "later attention": float(most[:, layer].mean()),
-                "below": [float(x) for x in np.percentile(below, [25, 50, 75])],
-                "above median": asdict(share_interval((below > 0.5).astype(float))),
-                "kept": asdict(share_interval(kept.astype(float))),
-            })  # fmt: skip
+            layers_seen.append(
+                {
+                    "layer": layer,
+                    "later attention": float(most[:, layer].mean()),
+                    "below": [float(x) for x in np.percentile(below, [25, 50, 75])],
+                    "above median": asdict(share_interval((below > 0.5).astype(float))),
+                    "kept": asdict(share_interval(kept.astype(float))),
+                }
+            )
         return {"protocol": self.protocol, "budget": self.budget, "layers": layers_seen, "forced": forced}
 
 
@@ -185,22 +194,25 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         parts.append(f"## {one['protocol']}, {one['budget']}\n")
         body = [
             [
-                str(row["layer"]), f"{row['later attention']:.1%}",
+                str(row["layer"]),
+                f"{row['later attention']:.1%}",
                 "{1:.0%} ({0:.0%} to {2:.0%})".format(*row["below"]),
                 f"{row['kept']['mean']:.2f} ({row['kept']['low']:.2f} to {row['kept']['high']:.2f})",
             ]
             for row in one["layers"]
-        ]  # fmt: skip
+        ]
         smaller = "entries with a smaller sum, median (quartiles)"
         heads = ["layer", "later attention to the fact", smaller, "H2O keeps it"]
         parts.append(markdown_table(heads, body))
         body = [
             [
-                row["stays in"], f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
-                f"{row['more']['mean']:+.3f} ({row['more']['low']:+.3f} to {row['more']['high']:+.3f})", str(row["n"]),
+                row["stays in"],
+                f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
+                f"{row['more']['mean']:+.3f} ({row['more']['low']:+.3f} to {row['more']['high']:+.3f})",
+                str(row["n"]),
             ]
             for row in one["forced"]
-        ]  # fmt: skip
+        ]
         parts.append(markdown_table(["the fact is forced to stay in", "recall", "paired, to none", "n"], body))
     return "\n".join(parts)
 

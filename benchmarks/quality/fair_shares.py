@@ -101,10 +101,17 @@ def main() -> None:
     rows = [[name, *(f"{of[c]:.3f}" if c in of else "" for c in columns)] for name, of in found.items()]
     n_tokens = float(np.mean([len(ids) for ids, _, _ in texts]))
     about = {
-        "model": args.model, "text": args.text.name, "samples": args.samples, "facts": args.facts,
-        "filler": args.filler, "tokens": n_tokens, "seed": args.seed, "threads": args.threads,
-        "machine": asdict(describe_machine()), "right": found,
-    }  # fmt: skip
+        "model": args.model,
+        "text": args.text.name,
+        "samples": args.samples,
+        "facts": args.facts,
+        "filler": args.filler,
+        "tokens": n_tokens,
+        "seed": args.seed,
+        "threads": args.threads,
+        "machine": asdict(describe_machine()),
+        "right": found,
+    }
     words = (
         f"# Facts in short messages, {args.model}\n\n{args.samples} texts of {n_tokens:.0f} tokens, each with "
         f"{args.facts} codes between messages of {args.filler} tokens of {args.text.name}. Right answers to "

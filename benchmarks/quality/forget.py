@@ -107,9 +107,16 @@ def main() -> None:
     columns = ["cache", "read again, and forgotten", "kept, and forgotten", "read again, and kept"]
     machine = describe_machine()
     about = {
-        "model": args.model, "text": args.text.name, "windows": args.windows, "context": args.context,
-        "span": args.span, "next": args.next, "threads": args.threads, "machine": asdict(machine), "kl": found,
-    }  # fmt: skip
+        "model": args.model,
+        "text": args.text.name,
+        "windows": args.windows,
+        "context": args.context,
+        "span": args.span,
+        "next": args.next,
+        "threads": args.threads,
+        "machine": asdict(machine),
+        "kl": found,
+    }
     said = (
         f"# A span that is forgotten, {args.model}\n\n{args.windows} windows of {args.text.name}: {args.span} of "
         f"{args.context} tokens are forgotten, from the middle. KL of the next {args.next} tokens, nats per token, "

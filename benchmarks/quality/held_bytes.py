@@ -12,19 +12,32 @@ import millpond as mp
 
 STEPS = 40
 SETTINGS = [
-    ("rotated4", 0.6), ("rotated4", 0.6875), ("rotated4", 0.7), ("rotated4+rotated3", 0.78125), ("rotated3", 0.90625),
-    ("rotated4", 0.34375), ("int4", 0.5),
-]  # fmt: skip
+    ("rotated4", 0.6),
+    ("rotated4", 0.6875),
+    ("rotated4", 0.7),
+    ("rotated4+rotated3", 0.78125),
+    ("rotated3", 0.90625),
+    ("rotated4", 0.34375),
+    ("int4", 0.5),
+]
 
 
 def model() -> LlamaForCausalLM:
     """The random model, bfloat16."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=36, intermediate_size=48, num_hidden_layers=2, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1,
+        vocab_size=96,
+        hidden_size=36,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval().bfloat16()
 
 

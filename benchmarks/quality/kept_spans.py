@@ -92,9 +92,15 @@ def main() -> None:
     )
     kept = float(np.mean([begins for _, begins, _ in rows]))
     about = {
-        "samples": args.samples, "length": args.length, "facts": args.facts, "budget": args.budget,
-        "kept_tokens": kept, "seed": args.seed, "machine": asdict(describe_machine()), "right": found,
-    }  # fmt: skip
+        "samples": args.samples,
+        "length": args.length,
+        "facts": args.facts,
+        "budget": args.budget,
+        "kept_tokens": kept,
+        "seed": args.seed,
+        "machine": asdict(describe_machine()),
+        "right": found,
+    }
     text = (
         f"# Facts in a kept beginning, pond-recall\n\n{args.samples} texts of {args.length} tokens, budget "
         f"{args.budget}; {kept:.0f} tokens at the beginning hold {args.facts} facts. Right answers to a "

@@ -67,9 +67,12 @@ def measured(n_texts: int) -> dict[str, list[list[float]]]:
         scores = [heads.at(i, x.features, len(x.labels)).raw(x.features).T.float() for i, x in enumerate(layers)]
         every = [layer.labels for layer in layers]
         pairs = {
-            "order_all": (reverse, every), "order": (again, a), "other": (b, a), "heads_all": (scores, every),
+            "order_all": (reverse, every),
+            "order": (again, a),
+            "other": (b, a),
+            "heads_all": (scores, every),
             "heads": (scores, a),
-        }  # fmt: skip
+        }
         for name, compared in pairs.items():
             found[name].append(torch.stack([overlap(x, y, SHARE) for x, y in zip(*compared, strict=True)]))
     return {name: torch.stack(each).mean(0).tolist() for name, each in found.items()}
@@ -81,8 +84,9 @@ def table(result: dict[str, Any]) -> str:
     n_layers, n_heads = values["other"].shape
     body = [
         (f"{layer}, {head}", *(f"{float(values[name][layer, head]):.2f}" for name in COLUMNS))
-        for layer in range(n_layers) for head in range(n_heads)
-    ]  # fmt: skip
+        for layer in range(n_layers)
+        for head in range(n_heads)
+    ]
     body.append(("all", *(f"{float(values[name].mean()):.2f}" for name in COLUMNS)))
     return markdown_table(("layer, KV head", *COLUMNS.values()), body)
 
@@ -97,9 +101,15 @@ def main() -> None:
         overlaps = measured(args.texts)
     machine = describe_machine()
     result = {
-        "model": MODEL, "stream": STREAM, "seed": SEED, "texts": args.texts, "share": SHARE, "overlaps": overlaps,
-        "hardware": machine.hardware, "software": machine.software,
-    }  # fmt: skip
+        "model": MODEL,
+        "stream": STREAM,
+        "seed": SEED,
+        "texts": args.texts,
+        "share": SHARE,
+        "overlaps": overlaps,
+        "hardware": machine.hardware,
+        "software": machine.software,
+    }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     text = table(result)
     args.out.with_suffix(".md").write_text(text)

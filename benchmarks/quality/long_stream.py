@@ -48,17 +48,22 @@ def stream(model: Any, ids: Tensor, method: str, budget: int, rows: int, keep: i
             before = time.perf_counter()
             logits = model(ids[:, begin:end], cache=cache).logits
             times.append(1e3 * (time.perf_counter() - before))
-            losses.append(float(torch.nn.functional.cross_entropy(logits[0].float(), ids[0, begin + 1 : end + 1],
-                                                                  reduction="sum")))  # fmt: skip
+            losses.append(
+                float(
+                    torch.nn.functional.cross_entropy(logits[0].float(), ids[0, begin + 1 : end + 1], reduction="sum")
+                )
+            )
             if len(losses) * rows >= keep or end == ids.shape[1] - 1:
                 stats = cache.stats()
                 yield {
-                    "seen": stats.seen[0], "losses": [round(loss, 3) for loss in losses],
+                    "seen": stats.seen[0],
+                    "losses": [round(loss, 3) for loss in losses],
                     "pass_ms": round(statistics.median(times), 3),
                     "stored": max(n for layer in stats.stored for sequence in layer for n in sequence),
-                    "kv_bytes": stats.kv_bytes, "reserved_bytes": stats.reserved_bytes,
+                    "kv_bytes": stats.kv_bytes,
+                    "reserved_bytes": stats.reserved_bytes,
                     "resident_bytes": resident_bytes(),
-                }  # fmt: skip
+                }
                 losses, times = [], []
 
 
@@ -94,10 +99,18 @@ def main() -> None:
         weights.update(path.read_bytes())
     machine = describe_machine()
     head = {
-        "model": Path(args.model).name, "weights_sha256": weights.hexdigest(), "dtype": args.dtype,
-        "texts": [path.name for path in args.texts], "method": args.method, "budget": args.budget, "rows": args.rows,
-        "tokens": args.tokens, "threads": args.threads, "hardware": machine.hardware, "software": machine.software,
-    }  # fmt: skip
+        "model": Path(args.model).name,
+        "weights_sha256": weights.hexdigest(),
+        "dtype": args.dtype,
+        "texts": [path.name for path in args.texts],
+        "method": args.method,
+        "budget": args.budget,
+        "rows": args.rows,
+        "tokens": args.tokens,
+        "threads": args.threads,
+        "hardware": machine.hardware,
+        "software": machine.software,
+    }
     ids = read(args.model, args.texts, args.tokens)
     model = load_model(args.model, args.dtype)
     with args.out.open("w", encoding="utf-8") as out:

@@ -69,8 +69,12 @@ def paired(run: Run, windows: Run) -> dict[str, Any] | None:
             tokens, used = tokens + window["tokens"], used + 1
     if not used:
         return None
-    return {"windows": used, "tokens": tokens, "perplexity": math.exp(own / tokens),
-            "reference": math.exp(reference / tokens)}  # fmt: skip
+    return {
+        "windows": used,
+        "tokens": tokens,
+        "perplexity": math.exp(own / tokens),
+        "reference": math.exp(reference / tokens),
+    }
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
@@ -91,10 +95,17 @@ def markdown(results: list[dict[str, Any]]) -> str:
                 f"of them, {pair['reference']:.2f}."
             )
         rows = [
-            (f"{row['begin']:,} to {row['end']:,}", f"{row['perplexity']:.2f}", f"{row['pass_ms']:.1f}",
-             str(row["stored"]), f"{row['kv_bytes'] / 1e6:.1f}", f"{row['resident_bytes'] / 1e6:,.0f}")
-            for row in result["stretches"] if "stored" in row
-        ]  # fmt: skip
+            (
+                f"{row['begin']:,} to {row['end']:,}",
+                f"{row['perplexity']:.2f}",
+                f"{row['pass_ms']:.1f}",
+                str(row["stored"]),
+                f"{row['kv_bytes'] / 1e6:.1f}",
+                f"{row['resident_bytes'] / 1e6:,.0f}",
+            )
+            for row in result["stretches"]
+            if "stored" in row
+        ]
         head_row = ("tokens", "perplexity", "ms per pass", "entries per head", "KV MB", "process MB")
         parts.append("\n" + markdown_table(head_row, rows))
     return "\n".join(parts)

@@ -40,10 +40,20 @@ def measured(args: argparse.Namespace, model: Any, tokenizer: Any, text: Path, g
     if path.exists():
         return load_fit(path)
     return fit(
-        model, tokenizer, text, args.method, budgets=budgets.split(","), codecs=codecs.split(","), context=args.length,
-        continuation=args.continuation, windows=n, batch=args.batch, seed=args.seed, out=path,
+        model,
+        tokenizer,
+        text,
+        args.method,
+        budgets=budgets.split(","),
+        codecs=codecs.split(","),
+        context=args.length,
+        continuation=args.continuation,
+        windows=n,
+        batch=args.batch,
+        seed=args.seed,
+        out=path,
         progress=lambda done, total: print(f"{text.stem} {budgets} {codecs}: {done} of {total}", flush=True),
-    )  # fmt: skip
+    )
 
 
 def share_below(row: FitRow, bound: float) -> dict[str, Any]:
@@ -51,33 +61,56 @@ def share_below(row: FitRow, bound: float) -> dict[str, Any]:
     met = np.array([kl <= bound for kl in row.kl], dtype=float)
     found = share_interval(met)
     return {
-        "bound": bound, "budget": row.budget, "codec": row.codec, "bytes_share": row.bytes_share, "windows": len(met),
-        "met": int(met.sum()), "share": found.mean, "low": found.low, "high": found.high,
+        "bound": bound,
+        "budget": row.budget,
+        "codec": row.codec,
+        "bytes_share": row.bytes_share,
+        "windows": len(met),
+        "met": int(met.sum()),
+        "share": found.mean,
+        "low": found.low,
+        "high": found.high,
         "mean_kl": float(np.mean(row.kl)),
-    }  # fmt: skip
+    }
 
 
 def line(kind: str, one: dict[str, Any]) -> list[str]:
     """A row of the tables."""
     return [
-        kind, f"{one['bound']:.4g}", one["budget"] or "all", one["codec"], f"{one['bytes_share']:.1%}",
-        f"{one['met']} of {one['windows']}", f"{one['share']:.1%}", f"{one['low']:.1%} to {one['high']:.1%}",
+        kind,
+        f"{one['bound']:.4g}",
+        one["budget"] or "all",
+        one["codec"],
+        f"{one['bytes_share']:.1%}",
+        f"{one['met']} of {one['windows']}",
+        f"{one['share']:.1%}",
+        f"{one['low']:.1%} to {one['high']:.1%}",
         f"{one['mean_kl']:.4f}",
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, nargs=2, metavar="TEXT")
     for name, text in (
-        ("model", "smollm2-135m"), ("method", "h2o"), ("dtype", "f32"), ("budgets", "10%,20%,35%,50%,75%,100%"),
-        ("codecs", "auto,int8,int4"), ("bounds", "0.01,0.03,0.1"), ("fixed", "20% auto,50% auto"),
-    ):  # fmt: skip
+        ("model", "smollm2-135m"),
+        ("method", "h2o"),
+        ("dtype", "f32"),
+        ("budgets", "10%,20%,35%,50%,75%,100%"),
+        ("codecs", "auto,int8,int4"),
+        ("bounds", "0.01,0.03,0.1"),
+        ("fixed", "20% auto,50% auto"),
+    ):
         parser.add_argument(f"--{name}", default=text)
     for name, number in (
-        ("windows", 80), ("tests", 60), ("length", 512), ("continuation", 64), ("batch", 4),
-        ("threads", 1), ("seed", 0),
-    ):  # fmt: skip
+        ("windows", 80),
+        ("tests", 60),
+        ("length", 512),
+        ("continuation", 64),
+        ("batch", 4),
+        ("threads", 1),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--tables", type=Path, default=Path("out/max-kl"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/max-kl"))
@@ -114,16 +147,24 @@ def main() -> None:
     ]
     own = {(row.budget, row.codec): row.bound for row in table.rows}
     each = [share_below(row, own[name]) for name, row in rows.items()]
-    head = [
-        "setting", "bound", "budget", "codec", "bytes of full", "kept the bound", "share", "95 %", "mean KL",
-    ]  # fmt: skip
+    head = ["setting", "bound", "budget", "codec", "bytes of full", "kept the bound", "share", "95 %", "mean KL"]
     about = {
-        "model": args.model, "dtype": args.dtype, "method": args.method, "fit_text": fit_text.name,
-        "test_text": test_text.name, "fit_windows": args.windows, "context": args.length,
-        "continuation": args.continuation, "seed": args.seed, "grid": [args.budgets, args.codecs],
-        "machine": asdict(describe_machine()), "chosen": kept, "fixed": others, "own_bounds": each,
+        "model": args.model,
+        "dtype": args.dtype,
+        "method": args.method,
+        "fit_text": fit_text.name,
+        "test_text": test_text.name,
+        "fit_windows": args.windows,
+        "context": args.length,
+        "continuation": args.continuation,
+        "seed": args.seed,
+        "grid": [args.budgets, args.codecs],
+        "machine": asdict(describe_machine()),
+        "chosen": kept,
+        "fixed": others,
+        "own_bounds": each,
         "refused": [bound for bound, row in chosen.items() if row is None],
-    }  # fmt: skip
+    }
     text = (
         f"# Budgets by quality on another text, {args.model}\n\n`{args.method}`, fitted on {args.windows} windows of "
         f"{fit_text.name}, measured on {args.tests} of {test_text.name}; {args.length} tokens and "

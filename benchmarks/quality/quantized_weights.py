@@ -60,16 +60,24 @@ def main() -> None:
         low, high = interval(more)
         rows.append(
             {
-                "weights": name, "bytes": nbytes, "perplexity": math.exp(sum(losses[name]) / len(windows)),
-                "more": math.expm1(sum(more) / len(more)), "low": math.expm1(low), "high": math.expm1(high),
+                "weights": name,
+                "bytes": nbytes,
+                "perplexity": math.exp(sum(losses[name]) / len(windows)),
+                "more": math.expm1(sum(more) / len(more)),
+                "low": math.expm1(low),
+                "high": math.expm1(high),
             }
-        )  # fmt: skip
+        )
         print(rows[-1])
     if asked.out is not None:
         load = {
-            "model": Path(asked.model).name, "text": asked.text.name, "windows": asked.windows, "tokens": asked.tokens,
-            "dtype": asked.dtype, "step_tokens": asked.step_tokens,
-        }  # fmt: skip
+            "model": Path(asked.model).name,
+            "text": asked.text.name,
+            "windows": asked.windows,
+            "tokens": asked.tokens,
+            "dtype": asked.dtype,
+            "step_tokens": asked.step_tokens,
+        }
         asked.out.write_text(json.dumps({"load": load, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -36,9 +36,11 @@ def read(folder: Path) -> tuple[Cells, dict[str, int]]:
 
 
 def compared(
-    found: Cells, questions: dict[str, int], contexts: tuple[int, int] | None = None,
+    found: Cells,
+    questions: dict[str, int],
+    contexts: tuple[int, int] | None = None,
     against: tuple[str, str] = ("full", ""),
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """A row for each cell whose questions are all answered, best first in each task and protocol.
 
     Args:
@@ -61,14 +63,20 @@ def compared(
         whole = float(reference.mean())
         rows.append(
             {
-                "task": task, "protocol": protocol, "method": method, "budget": budget, "codec": codec,
-                "contexts": len(scores), "questions": len(own), "score": asdict(share_interval(scores)),
+                "task": task,
+                "protocol": protocol,
+                "method": method,
+                "budget": budget,
+                "codec": codec,
+                "contexts": len(scores),
+                "questions": len(own),
+                "score": asdict(share_interval(scores)),
                 "of_full": float(scores.mean()) / whole if whole else None,
                 "difference": asdict(paired_interval(scores - reference)),
                 "bytes": float(np.mean([r["kv_bytes"] / r["full_kv_bytes"] for r in own.values()])),
                 "failures": sum(bool(record["failure"]) for record in own.values()),
             }
-        )  # fmt: skip
+        )
     print("left out, not finished:", *(left_out or ["nothing"]), sep="\n  ")
     return sorted(rows, key=lambda row: (row["task"], row["protocol"], -row["score"]["mean"], row["bytes"]))
 

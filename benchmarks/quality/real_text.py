@@ -51,13 +51,19 @@ def compared(
         low, high = np.exp(np.percentile(lost[draws].mean(1), [2.5, 97.5])) - 1
         rows.append(
             {
-                "task": task, "method": method, "budget": budget, "codec": codec, "windows": len(names),
-                "perplexity": float(np.exp(nll.mean())), "more": float(np.exp(lost.mean()) - 1),
-                "low": float(low), "high": float(high),
+                "task": task,
+                "method": method,
+                "budget": budget,
+                "codec": codec,
+                "windows": len(names),
+                "perplexity": float(np.exp(nll.mean())),
+                "more": float(np.exp(lost.mean()) - 1),
+                "low": float(low),
+                "high": float(high),
                 "bytes": float(np.mean([r["kv_bytes"] / r["full_kv_bytes"] for r in (own[name] for name in names)])),
                 "failures": sum(bool(record["failure"]) for record in (own[name] for name in names)),
             }
-        )  # fmt: skip
+        )
     print("left out, not finished:", *(left_out or ["nothing"]), sep="\n  ")
     return sorted(rows, key=lambda row: (row["task"], row["perplexity"]))
 

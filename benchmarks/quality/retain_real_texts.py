@@ -31,22 +31,43 @@ POND_FACTS = 8
 #: Words of a text: about 800 to 1,000 tokens of most tokenizers.
 WORDS = (560, 720)
 NUMBERED = (
-    "room of the ambassador", "price of the grey mare", "code of the post office", "size of the garrison",
-    "number of rings of the oak", "weight of the great bell", "ticket of the old admiral",
-    "page of the missing chapter", "distance to the lighthouse", "reward for the stolen brooch",
-)  # fmt: skip
+    "room of the ambassador",
+    "price of the grey mare",
+    "code of the post office",
+    "size of the garrison",
+    "number of rings of the oak",
+    "weight of the great bell",
+    "ticket of the old admiral",
+    "page of the missing chapter",
+    "distance to the lighthouse",
+    "reward for the stolen brooch",
+)
 WORDED = (
-    "name of the inn", "favourite dish of the curate", "gift from the uncle", "motto of the school",
-    "treasure in the cellar", "subject of the lecture", "last wish of the duchess", "cause of the quarrel",
-    "device on the banner", "cure for the fever",
-)  # fmt: skip
+    "name of the inn",
+    "favourite dish of the curate",
+    "gift from the uncle",
+    "motto of the school",
+    "treasure in the cellar",
+    "subject of the lecture",
+    "last wish of the duchess",
+    "cause of the quarrel",
+    "device on the banner",
+    "cure for the fever",
+)
 SAID = (
-    "The {name} was {value}.", "Everyone knew that the {name} was {value}.", "As for the {name}, it was {value}.",
-    "He wrote down {value}, which was the {name}.", "{value} - such was the {name}.",
-)  # fmt: skip
+    "The {name} was {value}.",
+    "Everyone knew that the {name} was {value}.",
+    "As for the {name}, it was {value}.",
+    "He wrote down {value}, which was the {name}.",
+    "{value} - such was the {name}.",
+)
 ASKED = (
-    "Tell me the {name}.", "What was the {name}?", "Do you remember the {name}?", "Say the {name}:", "And the {name}?",
-)  # fmt: skip
+    "Tell me the {name}.",
+    "What was the {name}?",
+    "Do you remember the {name}?",
+    "Say the {name}:",
+    "And the {name}?",
+)
 
 
 def phrase(rng: random.Random) -> str:

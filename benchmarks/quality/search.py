@@ -22,52 +22,106 @@ from millpond.models.load import load_model, load_tokenizer
 
 MODEL, SEED = "smollm2-135m", 11
 #: Tokens of context, tokens predicted, and windows of each text.
-LENGTHS = {1024: (64, {"wikitext2_valid.txt": 5, "bleak_house.txt": 3}),
-           4096: (256, {"wikitext2_valid.txt": 3, "bleak_house.txt": 2})}  # fmt: skip
+LENGTHS = {
+    1024: (64, {"wikitext2_valid.txt": 5, "bleak_house.txt": 3}),
+    4096: (256, {"wikitext2_valid.txt": 3, "bleak_house.txt": 2}),
+}
 
 _R4 = Setting(key="4", value="4", rotated=True)
 _FORMATS = {
     "formats": [
-        _R4, replace(_R4, key="t4", value="t4"), replace(_R4, key="s4", value="s4"),
-        *(replace(_R4, key=k, value=v) for k, v in [
-            ("3", "3"), ("t3", "t3"), ("t4", "t3"), ("t3", "t4"), ("4", "2"), ("t4", "t2"), ("t3", "t2"), ("t2", "t2"),
-            ("t4", "16"), ("16", "t4"), ("t3", "16"), ("16", "t3"), ("16", "t2"),
-        ]),
-        *(Setting(key=k, value=v) for k, v in [
-            ("c4/64", "4"), ("c4/128", "4"), ("c3/64", "3"), ("c3/64", "t3"), ("c4/64", "t3"), ("c3/64", "4"),
-            ("c3/64", "16"), ("c4/64", "t2"), ("c3/64", "t2"), ("t4", "t4"), ("t4", "t3"), ("16", "4"), ("16", "t3"),
-        ]),
-    ],
-}  # fmt: skip
+        _R4,
+        replace(_R4, key="t4", value="t4"),
+        replace(_R4, key="s4", value="s4"),
+        *(
+            replace(_R4, key=k, value=v)
+            for k, v in [
+                ("3", "3"),
+                ("t3", "t3"),
+                ("t4", "t3"),
+                ("t3", "t4"),
+                ("4", "2"),
+                ("t4", "t2"),
+                ("t3", "t2"),
+                ("t2", "t2"),
+                ("t4", "16"),
+                ("16", "t4"),
+                ("t3", "16"),
+                ("16", "t3"),
+                ("16", "t2"),
+            ]
+        ),
+        *(
+            Setting(key=k, value=v)
+            for k, v in [
+                ("c4/64", "4"),
+                ("c4/128", "4"),
+                ("c3/64", "3"),
+                ("c3/64", "t3"),
+                ("c4/64", "t3"),
+                ("c3/64", "4"),
+                ("c3/64", "16"),
+                ("c4/64", "t2"),
+                ("c3/64", "t2"),
+                ("t4", "t4"),
+                ("t4", "t3"),
+                ("16", "4"),
+                ("16", "t3"),
+            ]
+        ),
+    ]
+}
 _SCORES = [
-    "oracle", "all", "all^max", "all*values", "squares", "change", "change^max", "decay", "newest32", "newest128",
-    "all&newest128", "all&newest32", "all&change", "squares&newest128",
-]  # fmt: skip
+    "oracle",
+    "all",
+    "all^max",
+    "all*values",
+    "squares",
+    "change",
+    "change^max",
+    "decay",
+    "newest32",
+    "newest128",
+    "all&newest128",
+    "all&newest32",
+    "all&change",
+    "squares&newest128",
+]
 _EVICTION = {
     "eviction": [
         *(Setting(keep=keep, score=score) for keep in (0.7, 0.33) for score in _SCORES),
         *(Setting(keep=keep, recent=recent) for keep in (0.7, 0.33) for recent in (0.1, 0.25, 0.75)),
-    ],
+    ]
 }
 _T43, _T4, _T3 = (replace(_R4, key=k, value=v) for k, v in [("t4", "t3"), ("t4", "t4"), ("t3", "t3")])
 _T32 = replace(_R4, key="t3", value="t2")
 #: Entries of 1,024 that fill whole pages of 32, at a fifth, a tenth and a twentieth of the full cache's bytes.
 _TOGETHER = {
     "fifth": [
-        replace(_R4, keep=704 / 1024), replace(_T43, keep=800 / 1024), replace(_T3, keep=928 / 1024),
-        replace(_T4, keep=704 / 1024), replace(_T43, keep=800 / 1024, score="all&newest32"),
-        replace(_T43, keep=800 / 1024, score="decay"), Setting(key="c4/64", value="4", keep=704 / 1024),
+        replace(_R4, keep=704 / 1024),
+        replace(_T43, keep=800 / 1024),
+        replace(_T3, keep=928 / 1024),
+        replace(_T4, keep=704 / 1024),
+        replace(_T43, keep=800 / 1024, score="all&newest32"),
+        replace(_T43, keep=800 / 1024, score="decay"),
+        Setting(key="c4/64", value="4", keep=704 / 1024),
         replace(_R4, keep=0.5, low="2"),
     ],
     "tenth": [
-        replace(_R4, keep=352 / 1024), replace(_T43, keep=416 / 1024), replace(_T3, keep=480 / 1024),
-        replace(_T32, keep=544 / 1024), replace(_T43, keep=416 / 1024, score="decay"),
+        replace(_R4, keep=352 / 1024),
+        replace(_T43, keep=416 / 1024),
+        replace(_T3, keep=480 / 1024),
+        replace(_T32, keep=544 / 1024),
+        replace(_T43, keep=416 / 1024, score="decay"),
     ],
     "twentieth": [
-        replace(_R4, keep=160 / 1024), replace(_T43, keep=192 / 1024), replace(_T3, keep=224 / 1024),
-        replace(_T32, keep=256 / 1024), replace(_T43, keep=192 / 1024, score="decay"),
+        replace(_R4, keep=160 / 1024),
+        replace(_T43, keep=192 / 1024),
+        replace(_T3, keep=224 / 1024),
+        replace(_T32, keep=256 / 1024),
+        replace(_T43, keep=192 / 1024, score="decay"),
     ],
-}  # fmt: skip
+}
 STAGES = {**_FORMATS, **_EVICTION, **_TOGETHER}
 
 
@@ -116,9 +170,14 @@ def main() -> None:
             tokens = sum(count for *_, count in each)
             kl, more = (sum(one[i] for one in each) / tokens for i in (0, 1))
             row = {
-                "stage": stage, "name": str(setting), "bytes": setting.bytes(args.context, layers, dim), "kl": kl,
-                "more": more, "windows": len(each), "setting": asdict(setting),
-            }  # fmt: skip
+                "stage": stage,
+                "name": str(setting),
+                "bytes": setting.bytes(args.context, layers, dim),
+                "kl": kl,
+                "more": more,
+                "windows": len(each),
+                "setting": asdict(setting),
+            }
             with rows_at.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{stage:9} {row['bytes']:6.1%} KL {kl:.4f} nats {more:+.4f} {setting}", flush=True)

@@ -17,10 +17,13 @@ def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {}
     for name, limit in LIMITS.items():
         fits = [
-            row for row in rows
-            if row["stage"] == name and row["bytes"] <= limit + SLACK and not row["setting"]["low"]
+            row
+            for row in rows
+            if row["stage"] == name
+            and row["bytes"] <= limit + SLACK
+            and not row["setting"]["low"]
             and row["setting"]["score"] in ("all", "decay")
-        ]  # fmt: skip
+        ]
         if fits:
             found[name] = min(fits, key=lambda row: row["kl"])
     return found

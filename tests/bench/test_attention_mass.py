@@ -32,8 +32,9 @@ def causal(length: int, seed: int = 0) -> torch.Tensor:
 
 def test_rules_keep_equally_much_and_what_they_say(script: ModuleType) -> None:
     before = torch.rand(1, 50, generator=torch.Generator().manual_seed(0))
-    kept = {name: set(mask[0].nonzero()[:, 0].tolist())
-            for name, mask in script.choices(before, before.flip(-1)).items()}  # fmt: skip
+    kept = {
+        name: set(mask[0].nonzero()[:, 0].tolist()) for name, mask in script.choices(before, before.flip(-1)).items()
+    }
     assert {len(entries) for entries in kept.values()} == {10}
     assert kept["window"] == {*range(40, 50)}
     assert kept["streaming"] == {0, 1, 2, 3, *range(44, 50)}
@@ -75,8 +76,18 @@ def test_from_a_text_to_the_page(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("k12 v3 k4 v5 . " * 200, encoding="utf-8")
     (tmp_path / "page.md").write_text("before\n<!-- measured -->\nold\n<!-- /measured -->\nafter\n", encoding="utf-8")
     results, picture = tmp_path / "mass.json", tmp_path / "a.svg"
-    run(QUALITY / "attention_mass.py", "--model", "pond-recall", "--windows", "2", "--length", "128", "--out", results,
-        tmp_path / "text.txt")  # fmt: skip
+    run(
+        QUALITY / "attention_mass.py",
+        "--model",
+        "pond-recall",
+        "--windows",
+        "2",
+        "--length",
+        "128",
+        "--out",
+        results,
+        tmp_path / "text.txt",
+    )
     run(QUALITY / "attention_page.py", results, "--page", tmp_path / "page.md", "--svg", picture)
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert page.startswith("before\n")

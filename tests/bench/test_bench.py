@@ -30,8 +30,10 @@ from millpond.peer_process import PeerError
 
 TINY = GeneratePlan(
     shape=ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),
-    cells=((2, 200),), new_tokens=4, repeats=2,
-)  # fmt: skip
+    cells=((2, 200),),
+    new_tokens=4,
+    repeats=2,
+)
 
 
 def test_the_model_has_168_million_parameters() -> None:

@@ -14,16 +14,25 @@ from millpond.errors import OptionError
 
 def one(turn: int, layout: str, rate: float, ttft: float, **more: float) -> dict[str, Any]:
     return {
-        "round": turn, "layout": layout, "failed": 0, "tokens_per_s": rate, "ttft_s": ttft, "tpot_s": 0.01,
-        "e2e_s": 1.0, **more,
-    }  # fmt: skip
+        "round": turn,
+        "layout": layout,
+        "failed": 0,
+        "tokens_per_s": rate,
+        "ttft_s": ttft,
+        "tpot_s": 0.01,
+        "e2e_s": 1.0,
+        **more,
+    }
 
 
 RUNS = [
-    one(0, "single", 100, 0.010), one(0, "split", 90, 0.030, moved=2, move_s=0.05, moved_bytes=4000),
-    one(1, "split", 40, 0.070, moved=2, move_s=0.07, moved_bytes=8000), one(1, "single", 50, 0.060),
-    one(2, "single", 100, 0.020), one(2, "split", 100, 0.025, moved=0, move_s=0.0, moved_bytes=0),
-]  # fmt: skip
+    one(0, "single", 100, 0.010),
+    one(0, "split", 90, 0.030, moved=2, move_s=0.05, moved_bytes=4000),
+    one(1, "split", 40, 0.070, moved=2, move_s=0.07, moved_bytes=8000),
+    one(1, "single", 50, 0.060),
+    one(2, "single", 100, 0.020),
+    one(2, "split", 100, 0.025, moved=0, move_s=0.0, moved_bytes=0),
+]
 
 
 def test_differences_are_those_within_a_round() -> None:
@@ -39,10 +48,13 @@ def test_differences_are_those_within_a_round() -> None:
 
 def test_the_report() -> None:
     data = {
-        "hardware": "a machine", "software": "torch", "command": "millpond bench cluster", "runs": RUNS,
+        "hardware": "a machine",
+        "software": "torch",
+        "command": "millpond bench cluster",
+        "runs": RUNS,
         "settings": {"requests": 2, "prompt": "8", "output": "4", "users": 2, "rounds": 3},
         "results": [row_of(name, RUNS) for name in ("single", "split")],
-    }  # fmt: skip
+    }
     lines = markdown(data).splitlines()
     assert lines[-1].startswith("| split | 0 | 90.0 | 0.900 [0.800, 1.000] | 30.0 | +10.0 [+5.0, +20.0] |")
     assert lines[-1].endswith("| 30.0 | 3 |")
@@ -50,9 +62,13 @@ def test_the_report() -> None:
 
 @pytest.mark.parametrize(
     ("given", "rule"),
-    [({"layouts": ("split",)}, "'single' must be one of them"), ({"layouts": ("single", "splits")}, "'splits'"),
-     ({"layouts": ("single", "single")}, "each come once"), ({"rounds": 0}, "rounds=0")],
-)  # fmt: skip
+    [
+        ({"layouts": ("split",)}, "'single' must be one of them"),
+        ({"layouts": ("single", "splits")}, "'splits'"),
+        ({"layouts": ("single", "single")}, "each come once"),
+        ({"rounds": 0}, "rounds=0"),
+    ],
+)
 def test_settings_that_are_refused(given: dict[str, Any], rule: str) -> None:
     with pytest.raises(OptionError, match=rule):
         ClusterBench(**given)

@@ -30,9 +30,12 @@ from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 
 TINY = replace(
-    QUICK, shape=ModelShape(layers=2, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),
-    prompt=200, new_tokens=6, repeats=2,
-)  # fmt: skip
+    QUICK,
+    shape=ModelShape(layers=2, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),
+    prompt=200,
+    new_tokens=6,
+    repeats=2,
+)
 
 
 def picked(*names: str, **plan: Any) -> MethodsPlan:
@@ -135,9 +138,14 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
         watch = Stopwatch()
         with PlanClock(model, cache, watch) as clock:
             model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), cache=cache, streamer=watch,
-                max_new_tokens=5, min_new_tokens=5, do_sample=False,
-            )  # fmt: skip
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                cache=cache,
+                streamer=watch,
+                max_new_tokens=5,
+                min_new_tokens=5,
+                do_sample=False,
+            )
         assert not any("_plan" in vars(core) for core in cache.layer_caches)
     assert (clock.plan_s, clock.late_s) == (0 if name == "full" else 2, late)
     assert clock.passes == (2 if name == "kvzip" else 1)
@@ -182,8 +190,9 @@ def test_a_race_without_its_anchor_has_no_ratios() -> None:
     candidates[0].failure = "gone"
     courses: Any = {id(candidates[1]): Paced(1.0, [1.0], [])}
     assert bench._race(TINY, courses, candidates[0], candidates[1:2], random.Random(0)) == {
-        id(candidates[0]): [], id(candidates[1]): []
-    }  # fmt: skip
+        id(candidates[0]): [],
+        id(candidates[1]): [],
+    }
 
 
 def test_a_method_that_fails_is_reported_and_the_others_go_on() -> None:
@@ -236,9 +245,13 @@ def test_a_course_goes_on_where_it_stopped() -> None:
         assert min(turns) <= course.decode_ms <= max(turns)
     with torch.inference_mode(), mp.compress(model, policy, "50%") as cache:
         once = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), cache=cache, max_new_tokens=19,
-            min_new_tokens=19, do_sample=False,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            cache=cache,
+            max_new_tokens=19,
+            min_new_tokens=19,
+            do_sample=False,
+        )
         assert course._ids.tolist() == once.tolist()
         assert reading.kv_bytes == cache.stats().kv_bytes
     assert (reading.passes, reading.ratio) == (1, 1.1)

@@ -26,9 +26,21 @@ DATA: dict[str, Any] = json.loads(
 COMMITTED = {row["model_type"]: Finding.of(row) for row in (*DATA["text"], *DATA["composite"])}
 #: One of each kind: windows in attention, mask and layers, latents, experts, learned positions, a model inside another.
 FAST = [
-    "llama", "mistral", "qwen3", "gpt2", "gemma2", "phimoe", "deepseek_v3", "afmoe", "gpt_oss", "qwen2_vl", "paligemma",
-    "mamba", "bloom", "moshi",
-]  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen3",
+    "gpt2",
+    "gemma2",
+    "phimoe",
+    "deepseek_v3",
+    "afmoe",
+    "gpt_oss",
+    "qwen2_vl",
+    "paligemma",
+    "mamba",
+    "bloom",
+    "moshi",
+]
 
 
 def installed() -> dict[str, str]:
@@ -100,9 +112,10 @@ def test_a_crash_a_hang_and_a_flood_end_one_type_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(surveys, "SECONDS", 20.0)
     monkeypatch.setattr(surveys, "MEMORY_BYTES", 6 << 30)
     programs = [
-        "__import__('os').abort()", "bytearray(1 << 40)",
+        "__import__('os').abort()",
+        "bytearray(1 << 40)",
         "__import__('millpond.bench.model_types.finding').bench.model_types.finding.Finding('x', 'equal')",
-    ]  # fmt: skip
+    ]
     found = list(surveys.survey(programs, eval))
     assert [finding.status for finding in found] == [BROKEN, BROKEN, EQUAL]
     assert found[0].reason == "its process ended with -6"
@@ -114,12 +127,13 @@ def test_a_crash_a_hang_and_a_flood_end_one_type_alone(monkeypatch: pytest.Monke
 def test_the_page_says_why() -> None:
     some = {name: Outcome(EQUAL) for name in SETTINGS} | {"streaming": Outcome(REFUSED, "X (model type 'b') has none")}
     text = [
-        Finding("a", REFUSED, "XForCausalLM has layers of sand"), Finding("b", EQUAL, "", (2, 3), some),
+        Finding("a", REFUSED, "XForCausalLM has layers of sand"),
+        Finding("b", EQUAL, "", (2, 3), some),
         Finding("c", NOT_TRIED, "is mute"),
-    ]  # fmt: skip
-    page = render({
-        "torch": "1", "transformers": "2", "command": "x", "text": [f.as_dict() for f in text], "composite": [],
-    })  # fmt: skip
+    ]
+    page = render(
+        {"torch": "1", "transformers": "2", "command": "x", "text": [f.as_dict() for f in text], "composite": []}
+    )
     assert "1 equal, 1 refused, 1 not tried" in page
     assert "| `a` | refused | refused | refused | refused | refused |  | has layers of sand |" in page
     assert "| `b` | equal | equal | refused | equal | equal | 2 of 3 | `streaming`: has none |" in page

@@ -31,9 +31,13 @@ from millpond.engine.offload.workload import Workload
 
 MiB = 2**20
 TINY = {
-    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 
 TAKES = """
 import sys
@@ -110,9 +114,15 @@ def test_a_plan_that_is_searched_for_uses_only_what_it_may(
     monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
     shapes.make_model(tmp_path / "model", "tiny")
     opened = open_in_memory(
-        tmp_path / "model", 18 * MiB, None, None, EngineConfig(method="full"), machine=EXAMPLE,
-        workload=Workload(prompt=20, new=20), can=replace(ENGINE, schedules=(schedule,)),
-    )  # fmt: skip
+        tmp_path / "model",
+        18 * MiB,
+        None,
+        None,
+        EngineConfig(method="full"),
+        machine=EXAMPLE,
+        workload=Workload(prompt=20, new=20),
+        can=replace(ENGINE, schedules=(schedule,)),
+    )
     assert opened.placement.plan.schedule == schedule
     assert opened.streamed is not None
     opened.streamed.close()
@@ -201,9 +211,13 @@ def test_a_cell_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert deepspeed.run_deepspeed(folder, "nvme", 8, settings, package)["new_tokens"] == 40
     assert library.loaded == 1
     assert library.config["zero_optimization"]["offload_param"] == {
-        "device": "nvme", "pin_memory": False, "nvme_path": str(folder / "deepspeed"), "buffer_count": 5,
-        "buffer_size": 64 * 256, "max_in_cpu": 0,
-    }  # fmt: skip
+        "device": "nvme",
+        "pin_memory": False,
+        "nvme_path": str(folder / "deepspeed"),
+        "buffer_count": 5,
+        "buffer_size": 64 * 256,
+        "max_in_cpu": 0,
+    }
     assert library.config["zero_optimization"]["stage3_max_live_parameters"] == 2 * 64 * (2 * 64 + 2 * 32 + 3 * 256)
     assert not (folder / "deepspeed").exists()
     library.compatible = False
@@ -249,28 +263,49 @@ def test_the_table_compares_with_the_best_of_the_others(tmp_path: Path) -> None:
     row: dict[str, Any] = {"requests": 4, "decode_step_s": 1.0, "bandwidth_gb_per_s": [1.0, 1.1]}
     waited = {"waited_s": 1.0, "timed_s": 4.0}
     data = {
-        "settings": asdict(OffloadSettings()), "model_bytes": 2_080_000_000, "slack_bytes": MiB, "hardware": "a CPU",
-        "software": "torch", "command": "millpond bench offload", "packing_bytes_per_s": 3e8,
+        "settings": asdict(OffloadSettings()),
+        "model_bytes": 2_080_000_000,
+        "slack_bytes": MiB,
+        "hardware": "a CPU",
+        "software": "torch",
+        "command": "millpond bench offload",
+        "packing_bytes_per_s": 3e8,
         "rows": [
             {
-                "cell": "h2o", **row, "tokens_per_s": 12.0, "predicted_tokens_per_s": 15.0, "prefill_s": 2.0,
-                "predicted_prefill_s": 1.0, "decode_s": 10.0, "predicted_decode_s": 10.0, "seconds": 12.0,
-                "prefill_waited_s": 1.0, "decode_waited_s": 2.0,
+                "cell": "h2o",
+                **row,
+                "tokens_per_s": 12.0,
+                "predicted_tokens_per_s": 15.0,
+                "prefill_s": 2.0,
+                "predicted_prefill_s": 1.0,
+                "decode_s": 10.0,
+                "predicted_decode_s": 10.0,
+                "seconds": 12.0,
+                "prefill_waited_s": 1.0,
+                "decode_waited_s": 2.0,
             },
             {"cell": "accelerate-1", **row, **waited, "tokens_per_s": 1.0, "projected": True},
             {"cell": "accelerate-4", **row, **waited, "tokens_per_s": 3.0, "projected": True},
             {"cell": "accelerate-8", "failed": "taken, and allowed"},
             {"cell": "llamacpp-q4_0-4", **row, **waited, "tokens_per_s": 1.5, "projected": True},
             {
-                "cell": "deepspeed-host-8", **row, **waited, "tokens_per_s": 1.5, "projected": True,
+                "cell": "deepspeed-host-8",
+                **row,
+                **waited,
+                "tokens_per_s": 1.5,
+                "projected": True,
                 "most_own_bytes": 2_300_000_000,
             },
             {
-                "cell": "deepspeed-nvme-8", **row, **waited, "tokens_per_s": 1.5, "projected": True,
+                "cell": "deepspeed-nvme-8",
+                **row,
+                **waited,
+                "tokens_per_s": 1.5,
+                "projected": True,
                 "most_own_bytes": 537_000_000,
             },
         ],
-    }  # fmt: skip
+    }
     text = markdown(json.loads(json.dumps(data)))
     assert (
         "| Millpond, H2O 20 % | 4 | 12.00 | 25% | 16.00 | 4.0 | 15.00 | 0.94 | 1.00 | 0.80 | 1.00 | 1.00 to 1.10 |"

@@ -26,9 +26,16 @@ def record(method: str, protocol: str, sample: int, question: int, score: float)
     cell = f"m|{method}|{'' if method == 'full' else '20%'}|auto|facts|{protocol}|7|millpond"
     held = 100 if method == "full" else 20
     return json.dumps(
-        {"cell": cell, "sample": str(sample), "question": question, "score": score, "kv_bytes": held,
-         "full_kv_bytes": 100, "failure": ""}
-    )  # fmt: skip
+        {
+            "cell": cell,
+            "sample": str(sample),
+            "question": question,
+            "score": score,
+            "kv_bytes": held,
+            "full_kv_bytes": 100,
+            "failure": "",
+        }
+    )
 
 
 @pytest.fixture

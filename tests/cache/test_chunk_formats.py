@@ -54,8 +54,9 @@ def test_a_code_is_within_half_a_step_of_its_number(rest: RestName, n: int) -> N
     most = 255 if rest == "int8" else 15
     for layer in range(len(LAYERS)):
         for old, new, is_key in (
-            (given.keys[layer], kept.keys(layer), True), (given.values[layer], kept.values(layer), False),
-        ):  # fmt: skip
+            (given.keys[layer], kept.keys(layer), True),
+            (given.values[layer], kept.values(layer), False),
+        ):
             assert new.shape == old.shape
             step = spread(old, is_key) / most
             rounding = 2e-3 * (old.abs().amax() + step * most)  # of scales and zeros, which are float16

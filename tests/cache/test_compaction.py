@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from millpond.cache.entries.compaction import SlotWriter, rows_at
 
 
-@given(
-    ids=st.lists(st.integers(0, 3 * 8 - 1), unique=True, min_size=1, max_size=24), seed=st.integers(0, 9)
-)  # fmt: skip
+@given(ids=st.lists(st.integers(0, 3 * 8 - 1), unique=True, min_size=1, max_size=24), seed=st.integers(0, 9))
 def test_rows_lie_where_they_are_looked_up(ids: list[int], seed: int) -> None:
     arenas = [torch.zeros(4, 2, 3), torch.zeros(4, 2, 3), torch.zeros(4, 2, 3)]
     slots = torch.tensor(ids)

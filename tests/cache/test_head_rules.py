@@ -45,11 +45,19 @@ def filled(draw: torch.Generator, masses: bool, budget: int) -> tuple[PageTable,
         positions, lens_now = older.int(), torch.from_numpy(lens)
         index = torch.arange(width, dtype=torch.int32).expand(N_HEADS, -1)
         ops.write(
-            *write_args(pool.arrays, table.pages[table.rows(s)], lens_now * 0, lens_now, index,
-            torch.randn(N_HEADS, width, 8, generator=draw), torch.randn(N_HEADS, width, 4, generator=draw), positions,
-            torch.randint(0, 6, (N_HEADS, width), generator=draw) / 4 - 0.5,
-            torch.rand(N_HEADS, width, generator=draw) if masses else None,
-        ))  # fmt: skip
+            *write_args(
+                pool.arrays,
+                table.pages[table.rows(s)],
+                lens_now * 0,
+                lens_now,
+                index,
+                torch.randn(N_HEADS, width, 8, generator=draw),
+                torch.randn(N_HEADS, width, 4, generator=draw),
+                positions,
+                torch.randint(0, 6, (N_HEADS, width), generator=draw) / 4 - 0.5,
+                torch.rand(N_HEADS, width, generator=draw) if masses else None,
+            )
+        )
         table.set_lengths(s, lens)
         table.set_budget(s, np.full(N_HEADS, budget, dtype=np.int32), 0)
         table.set_head_rules(s, torch.randint(0, 5, (N_HEADS,), generator=draw).numpy(), 20 + s)

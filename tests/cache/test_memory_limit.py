@@ -96,8 +96,7 @@ class Holder:
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 30)), max_size=40),
-    st.integers(10_000, 90_000),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 30)), max_size=40), st.integers(10_000, 90_000)
 )
 def test_room_is_made_wherever_the_free_pages_lie(steps: list[tuple[bool, int, int]], limit: int) -> None:
     """What is free goes to the pool that needs it, to the page, and what is in use keeps its content."""

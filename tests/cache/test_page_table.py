@@ -14,9 +14,11 @@ def test_lengths_that_are_behind_stay_so_until_they_are_read() -> None:
     """A step in which every region grows comes right after one in which a kernel chose its victims."""
     device = SimpleNamespace(type="cuda")
     table: Any = SimpleNamespace(
-        _slack=9, sealed=SimpleNamespace(stepped=lambda buries: None),
-        _lengths=SimpleNamespace(behind=False), lens=SimpleNamespace(device=device),
-    )  # fmt: skip
+        _slack=9,
+        sealed=SimpleNamespace(stepped=lambda buries: None),
+        _lengths=SimpleNamespace(behind=False),
+        lens=SimpleNamespace(device=device),
+    )
     PageTable.stepped(table, False, np.ones(1, dtype=bool))
     assert table._lengths.behind
     PageTable.stepped(table, True, np.ones(1, dtype=bool))

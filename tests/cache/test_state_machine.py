@@ -58,11 +58,21 @@ class Tables(RuleBasedStateMachine):
         n = table.n_seq
         value = torch.tensor([self.fresh() for _ in range(n * H)]).view(n, H, 1).expand(n, H, 4)
         q_pos = torch.tensor(clock, dtype=torch.int32)
-        _, _, gone = ops.decode(decode_args(
-            torch.zeros(n, H, 4), value, value, self.pool.arrays, table.pages, table.lens, table.capacities,
-            table.recent,
-            q_pos, rule_, scale=1.0,
-        ))  # fmt: skip
+        _, _, gone = ops.decode(
+            decode_args(
+                torch.zeros(n, H, 4),
+                value,
+                value,
+                self.pool.arrays,
+                table.pages,
+                table.lens,
+                table.capacities,
+                table.recent,
+                q_pos,
+                rule_,
+                scale=1.0,
+            )
+        )
         table.stepped(not evicts, np.ones(n, dtype=bool))
         for r in range(n * H):
             if gone[r] >= 0:

@@ -128,8 +128,6 @@ def test_a_merge_of_ones_own_generates() -> None:
     for policy in (policy_of("merge_on_evict"), planned(policy_of("merge_on_evict"))):
         with torch.no_grad(), mp.compress(model, policy, 12) as cache:
             found.append(
-                model.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache=cache
-                )
-            )  # fmt: skip
+                model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache=cache)
+            )
     assert torch.equal(*found)

@@ -61,9 +61,7 @@ def test_a_conversation_grows(capsys: pytest.CaptureFixture[str]) -> None:
     echo = Echo()
     converse(echo, iter(["a b", "", "c"]), system="be kind")
     assert capsys.readouterr().out == "<a><b>\n<c>\n"
-    assert roles(echo.asked[1]) == [
-        ("system", "be kind"), ("user", "a b"), ("assistant", "<a><b>"), ("user", "c")
-    ]  # fmt: skip
+    assert roles(echo.asked[1]) == [("system", "be kind"), ("user", "a b"), ("assistant", "<a><b>"), ("user", "c")]
 
 
 def test_reset_stats_help_and_quit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,8 +69,9 @@ def test_reset_stats_help_and_quit(capsys: pytest.CaptureFixture[str]) -> None:
     converse(echo, iter(["a", "/reset", "b", "/stats", "/help", "/what", " /quit ", "never"]), system="be kind")
     told = capsys.readouterr().err
     assert [roles(asked) for asked in echo.asked] == [
-        [("system", "be kind"), ("user", "a")], [("system", "be kind"), ("user", "b")]
-    ]  # fmt: skip
+        [("system", "be kind"), ("user", "a")],
+        [("system", "be kind"), ("user", "b")],
+    ]
     assert "about the last" in told
     assert "/reset" in told
     assert "/what is unknown" in told
@@ -151,8 +150,10 @@ def test_with_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "11 tokens" in done.stderr
     assert "fake-1" in done.stderr
     assert [roles(body["messages"]) for body in server.bodies][1] == [
-        ("user", "hello"), ("assistant", "w0 w1 w2 "), ("user", "again")
-    ]  # fmt: skip
+        ("user", "hello"),
+        ("assistant", "w0 w1 w2 "),
+        ("user", "again"),
+    ]
     assert server.bodies[0]["millpond"] == {"method": "tova", "options": {"skip": "1"}}
     assert "seed" not in server.bodies[0]
     assert "Bearer secret" in server.headers[0]
@@ -173,11 +174,13 @@ def test_a_server_that_fails_now_and_then() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--url", "http://127.0.0.1:9"], "cannot be reached"), (["--url", "http://a:x"], "cannot be reached"),
-        (["--url", "http://x", "--dtype", "f32"], "leave them out with --url"), (["--top-p", "2"], "top_p=2"),
+        (["--url", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--url", "http://a:x"], "cannot be reached"),
+        (["--url", "http://x", "--dtype", "f32"], "leave them out with --url"),
+        (["--top-p", "2"], "top_p=2"),
         (["--method", "h3o"], "did you mean 'h2o'"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_sentence(options: list[str], message: str) -> None:
     done = say("hello", options=options)
     assert done.exit_code == 2

@@ -22,9 +22,19 @@ from millpond.models.load import load_model, resolve
 from millpond.models.pond.words import VOCABULARY
 
 COMMANDS = [
-    [], ["generate"], ["demo"], ["methods"], ["codecs"],
-    ["remember"], ["ask"], ["bench"], ["bench", "kernels"], ["bench", "generate"], ["train"], ["train", "recall"],
-]  # fmt: skip
+    [],
+    ["generate"],
+    ["demo"],
+    ["methods"],
+    ["codecs"],
+    ["remember"],
+    ["ask"],
+    ["bench"],
+    ["bench", "kernels"],
+    ["bench", "generate"],
+    ["train"],
+    ["train", "recall"],
+]
 FILLER = "go on and off past stone " * 40
 
 
@@ -52,9 +62,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(resolve("pond-recall")) / name, path)

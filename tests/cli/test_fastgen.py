@@ -29,9 +29,18 @@ def test_generate(budget: tuple[str, ...]) -> None:
 
 def test_eval(tmp_path: Path) -> None:
     run(
-        "eval", "--tasks", "niah_single:length=200", "--method", "fastgen:threshold=0.9,kvzip", "--samples", "2",
-        "--threads", "1", "--out", str(tmp_path),
-    )  # fmt: skip
+        "eval",
+        "--tasks",
+        "niah_single:length=200",
+        "--method",
+        "fastgen:threshold=0.9,kvzip",
+        "--samples",
+        "2",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+    )
     cells = json.loads((tmp_path / RUN).read_text())["cells"]
     assert [(cell["method"], cell["budget"]) for cell in cells] == [("fastgen:threshold=0.9", ""), ("kvzip", "20%")]
     assert len((tmp_path / SAMPLES).read_text().splitlines()) == 4

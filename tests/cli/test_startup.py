@@ -29,11 +29,14 @@ print("heavy:", sorted(set(sys.modules) & set({HEAVY!r})))
         ("generate --nope", "NoSuchOption"),
         ("models", "smollm2-135m"),
     ],
-)  # fmt: skip
+)
 def test_no_torch_is_loaded(command: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *command.split()], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", CODE, *command.split()],
+        capture_output=True,
+        text=True,
+        check=True,
         env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
-    )  # fmt: skip
+    )
     assert said in done.stdout
     assert done.stdout.splitlines()[-1] == "heavy: []"

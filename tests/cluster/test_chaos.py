@@ -25,8 +25,10 @@ from tests.helpers.server.live import Live
 
 pytest.importorskip("ray")
 pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.filterwarnings("ignore"),  # Ray's own warnings
-]  # fmt: skip
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings
+]
 
 OPTIONS: dict[str, Any] = {"method": "h2o", "budget": 64, "threads": 1, "deterministic": True}
 REQUESTS, IN_FLIGHT, TOKENS = 200, 12, 32
@@ -39,19 +41,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PLANS: dict[str, list[Any]] = {
     "replicas": [("replica", signal.SIGKILL), ("replica", signal.SIGSTOP), ("replica", signal.SIGKILL)],
     "split": [
-        ("decode", signal.SIGKILL), ("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP),
-        ("prefill", signal.SIGKILL), ("decode", signal.SIGKILL),
+        ("decode", signal.SIGKILL),
+        ("prefill", signal.SIGKILL),
+        ("decode", signal.SIGSTOP),
+        ("prefill", signal.SIGKILL),
+        ("decode", signal.SIGKILL),
     ],
-}  # fmt: skip
+}
 
 
 def body_of(number: int) -> dict[str, Any]:
     """A request: greedy or drawn, of one answer or two, all of them of the same length."""
     words = f"anna{number} kettle{number} " + "quiet rain " * (8 + number % 40)
     body = {
-        "prompt": f"{words}<ask> anna{number} <is>", "max_tokens": TOKENS, "ignore_eos": True, "seed": number,
-        "temperature": 0.8 * (number % 2), "n": 2 if number % 12 == 11 else 1,
-    }  # fmt: skip
+        "prompt": f"{words}<ask> anna{number} <is>",
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "seed": number,
+        "temperature": 0.8 * (number % 2),
+        "n": 2 if number % 12 == 11 else 1,
+    }
     return body | ({"millpond": {"deadline_s": 3.0}} if KINDS.get(number % 12) == "deadline" else {})
 
 
@@ -221,9 +230,14 @@ def test_with_copies_no_prompt_is_read_again(served: Served) -> None:
     assert figures.resumed - before.resumed == int(copies)
     assert figures.replayed - before.replayed == int(not copies)
     asyncio.run(check_nothing_is_left(served))
-    read_at = asyncio.run(in_loop(served.llm, lambda dispatcher: {
-        one.name: one.stats.prompt_tokens for one in dispatcher.workers() if one.stats is not None
-    }))  # fmt: skip
+    read_at = asyncio.run(
+        in_loop(
+            served.llm,
+            lambda dispatcher: {
+                one.name: one.stats.prompt_tokens for one in dispatcher.workers() if one.stats is not None
+            },
+        )
+    )
     if copies:
         decode = [tokens for name, tokens in read_at.items() if name.startswith("decode")]
         assert decode == [0], "the one in its place reads no prompt"

@@ -355,12 +355,16 @@ def test_the_async_llm_streams_what_grows() -> None:
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
-        ({"replicas": 0}, "replicas=0"), ({"prefill": 1}, "give decode too"), ({"decode": 2}, "give prefill too"),
+        ({"replicas": 0}, "replicas=0"),
+        ({"prefill": 1}, "give decode too"),
+        ({"decode": 2}, "give prefill too"),
         ({"replicas": 1, "prefill": 1, "decode": 1}, "leave one of the two out"),
         ({"max_replays": -1}, "max_replays=-1"),
-        ({"hang_s": 0}, "hang_s=0"), ({"lease_s": 0}, "lease_s=0"), ({"handoff_memory": "much"}, "much"),
+        ({"hang_s": 0}, "hang_s=0"),
+        ({"lease_s": 0}, "lease_s=0"),
+        ({"handoff_memory": "much"}, "much"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_do_not_go_together(given: dict[str, Any], rule: str) -> None:
     with pytest.raises(OptionError, match=rule):
         ClusterSettings(**given)

@@ -23,8 +23,10 @@ from tests.helpers.cluster.chaos import runs
 
 pytest.importorskip("ray")
 pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore"),  # Ray's own warnings
-]  # fmt: skip
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings
+]
 
 OPTIONS: dict[str, Any] = {"method": "h2o", "budget": 64}
 PROMPTS = [

@@ -32,9 +32,13 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     folder = Path("/tmp") / f"mp-{os.getpid()}"  # sockets have short names
     ray.init(
-        address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder),
+        address="local",
+        num_cpus=3,
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=str(folder),
         object_store_memory=200 * 2**20,
-    )  # fmt: skip
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray
     ray.shutdown()

@@ -160,9 +160,13 @@ def test_a_process_that_starts_again_takes_what_was_written(tmp_path: Path, expe
 
 
 @pytest.mark.parametrize(
-    ("given", "rule"), [({"replicas": 0}, "replicas=0"), ({"in_flight": True}, "in_flight=True"),
-                        ({"params": mp.SamplingParams(n=2)}, "a row has one answer")],
-)  # fmt: skip
+    ("given", "rule"),
+    [
+        ({"replicas": 0}, "replicas=0"),
+        ({"in_flight": True}, "in_flight=True"),
+        ({"params": mp.SamplingParams(n=2)}, "a row has one answer"),
+    ],
+)
 def test_numbers_that_are_none(given: dict[str, Any], rule: str) -> None:
     pytest.importorskip("ray.data")
     with pytest.raises(OptionError, match=rule):

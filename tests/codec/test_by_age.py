@@ -44,7 +44,7 @@ PAGE = 64
         ("int8:128,int4", [("int8", 0, 0), ("int4", 0, 128)]),
         ("bf16:0.5%,int8+int4", [("int8+int4", 50, 0)]),
     ],
-)  # fmt: skip
+)
 def test_what_each_tier_is_stored_as(given: str, tiers: list[tuple[str, int, int]]) -> None:
     found = resolve(given)
     assert isinstance(found, Codec)
@@ -87,7 +87,7 @@ def test_tiers_of_some_layers() -> None:
         ("bf16:20%,int8+int4+int2", "names 3 formats"),
         (",".join(["bf16:1"] * 50 + ["int4"]), "more than 6 tiers"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(given: str, match: str) -> None:
     with pytest.raises(OptionError, match=match):
         resolve(given)

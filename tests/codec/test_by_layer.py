@@ -44,7 +44,7 @@ def answer(codec: CodecSpec, method: str = "full", budget: str | None = None) ->
         ("*=int4; 1 = int8+bf16", [codec_named("int4"), codec_named(("int8", "bf16")), codec_named("int4")]),
         ({"0": "auto", "1-2": ("int8", "int4")}, [None, *[codec_named(("int8", "int4"))] * 2]),
     ],
-)  # fmt: skip
+)
 def test_what_each_layer_is_stored_as(given: CodecSpec, formats: list[Any]) -> None:
     found = resolve(given)
     assert isinstance(found, LayerCodecs)
@@ -73,7 +73,7 @@ def test_one_format_for_all_is_that_format() -> None:
         ({0: "int4"}, "is no layer range"),
         ({"0": 4}, "is no layer range"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(given: Any, match: str) -> None:
     with pytest.raises(OptionError, match=match):
         resolve(given)

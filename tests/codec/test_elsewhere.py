@@ -62,12 +62,22 @@ def tour(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor) ->
 
 
 CASES = [
-    ("int4", "h2o", {"sinks": 1}), ("kivi2", "full", {}), ("kvquant3", "full", {}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("int4", "full", {}), ("flexgen4", "window", {"sinks": 0}), ("fp8", "tova", {}), ("think", "full", {}),
-        ("mikv", "h2o", {}), ("rotated4", "h2o", {}), ("kvquant3", "h2o", {}),
-    ]),
-]  # fmt: skip
+    ("int4", "h2o", {"sinks": 1}),
+    ("kivi2", "full", {}),
+    ("kvquant3", "full", {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("int4", "full", {}),
+            ("flexgen4", "window", {"sinks": 0}),
+            ("fp8", "tova", {}),
+            ("think", "full", {}),
+            ("mikv", "h2o", {}),
+            ("rotated4", "h2o", {}),
+            ("kvquant3", "h2o", {}),
+        ]
+    ),
+]
 
 
 @pytest.mark.parametrize(("codec", "method", "options"), CASES)

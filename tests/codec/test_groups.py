@@ -46,11 +46,16 @@ def test_a_swapped_axis_is_far_worse() -> None:
 @pytest.mark.parametrize(
     ("side", "bits"),
     [
-        (integers(2, 32, by_channel=True), 3.0), (integers(2, 64, by_channel=True), 2.5),
-        (integers(2, 128, by_channel=True), 2.25), (integers(4, 32), 5.0), (integers(4, 64), 4.5),
-        (integers(8, 0, symmetric=True), 8.125), (integers(3, 32, by_channel=True), 4.0), (integers(2), 2.25),
+        (integers(2, 32, by_channel=True), 3.0),
+        (integers(2, 64, by_channel=True), 2.5),
+        (integers(2, 128, by_channel=True), 2.25),
+        (integers(4, 32), 5.0),
+        (integers(4, 64), 4.5),
+        (integers(8, 0, symmetric=True), 8.125),
+        (integers(3, 32, by_channel=True), 4.0),
+        (integers(2), 2.25),
     ],
-)  # fmt: skip
+)
 def test_true_bits(side: Side, bits: float) -> None:
     assert Coder(side).bits_per_element(slots=128, dim=128) == bits
 
@@ -61,10 +66,14 @@ def test_flexgen_error_on_gaussian_data() -> None:
 
 
 @given(
-    bits=st.sampled_from([2, 3, 4, 8]), group=st.sampled_from([32, 64, 128]), by_channel=st.booleans(),
-    symmetric=st.booleans(), dim=st.sampled_from([32, 64, 96, 128]), seed=st.integers(0, 99),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    group=st.sampled_from([32, 64, 128]),
+    by_channel=st.booleans(),
+    symmetric=st.booleans(),
+    dim=st.sampled_from([32, 64, 96, 128]),
+    seed=st.integers(0, 99),
     offset=st.sampled_from([0.0, 3.0, -50.0]),
-)  # fmt: skip
+)
 @settings(max_examples=examples(60))
 def test_error_is_at_most_half_a_step(
     bits: int, group: int, by_channel: bool, symmetric: bool, dim: int, seed: int, offset: float

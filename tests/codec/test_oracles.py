@@ -46,9 +46,15 @@ def test_hqq_groups_along_the_channels(bits: int) -> None:
     hqq = oracle("hqq.core.quantize")
     x = exact_ranges(bits)
     packed, meta = hqq.Quantizer.quantize(
-        x.view(-1, GROUP), nbits=bits, group_size=GROUP, axis=1, optimize=False, round_zero=False, device="cpu",
+        x.view(-1, GROUP),
+        nbits=bits,
+        group_size=GROUP,
+        axis=1,
+        optimize=False,
+        round_zero=False,
+        device="cpu",
         compute_dtype=torch.float32,
-    )  # fmt: skip
+    )
     theirs = hqq.Quantizer.dequantize(packed, meta).view(1, 64, 64).float()
     coder = Coder(integers(bits, GROUP))
     torch.testing.assert_close(coder.decode(coder.encode(x)), theirs, rtol=1e-4, atol=1e-4)

@@ -12,11 +12,18 @@ from millpond.errors import OptionError
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("kivi2", 3.0), ("kivi4", 5.0), ("flexgen4", 4.75), ("flexgen4_paper", 4.5),
-        ("rotated4", 4.5), ("int4", 4.375), ("int2", 2.375), ("int8", 8.375),
-        ("mikv", 2.25), ("bf16", 16.0),
+        ("kivi2", 3.0),
+        ("kivi4", 5.0),
+        ("flexgen4", 4.75),
+        ("flexgen4_paper", 4.5),
+        ("rotated4", 4.5),
+        ("int4", 4.375),
+        ("int2", 2.375),
+        ("int8", 8.375),
+        ("mikv", 2.25),
+        ("bf16", 16.0),
     ],
-)  # fmt: skip
+)
 def test_true_bits(name: str, bits: float) -> None:
     assert codec_named(name).bits_per_element(128, 128) == bits
 

@@ -121,10 +121,18 @@ def test_beside_a_grammar_both_hold_or_the_answer_ends_with_an_error() -> None:
         sampler(["a"], logits)
 
 
-@pytest.mark.parametrize(("min_tokens", "text", "found"), [
-    (0, "", "ab"), (1, "", "ab"), (2, "abx", "ab"), (4, "abx", "ab"), (5, "abxa", "ba"), (7, "abxaba", "ab"),
-    (8, "abxabaab", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "found"),
+    [
+        (0, "", "ab"),
+        (1, "", "ab"),
+        (2, "abx", "ab"),
+        (4, "abx", "ab"),
+        (5, "abxa", "ba"),
+        (7, "abxaba", "ab"),
+        (8, "abxabaab", None),
+    ],
+)
 def test_stop_texts_are_looked_for_behind_the_least_tokens(min_tokens: int, text: str, found: str | None) -> None:
     """A stop text that is complete with a later token counts, whichever token it began in."""
     tokenizer = byte_tokenizer()
@@ -186,14 +194,19 @@ def test_an_engine_without_a_tokenizer_takes_no_words() -> None:
         engine_for().add(ask(40, greedy(bad_words=("a",))))
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"min_tokens": -1}, "min_tokens=-1: must be at least 0"),
-    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is more than max_tokens=4"),
-    ({"typical_p": 0}, "typical_p=0 leaves no token"), ({"typical_p": 1.5}, "typical_p=1.5: .* at most 1"),
-    ({"bad_words": ("a", " ")}, "bad_words holds ' '"), ({"bad_words": ("a" * 101,)}, "101 characters; .* 100"),
-    ({"bad_words": ("a",) * (MOST_BAD_WORDS + 1)}, "1,001 texts and may have 1,000"),
-    ({"allowed_token_ids": ()}, "allowed_token_ids has 0 ids: must have 1 to"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"min_tokens": -1}, "min_tokens=-1: must be at least 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is more than max_tokens=4"),
+        ({"typical_p": 0}, "typical_p=0 leaves no token"),
+        ({"typical_p": 1.5}, "typical_p=1.5: .* at most 1"),
+        ({"bad_words": ("a", " ")}, "bad_words holds ' '"),
+        ({"bad_words": ("a" * 101,)}, "101 characters; .* 100"),
+        ({"bad_words": ("a",) * (MOST_BAD_WORDS + 1)}, "1,001 texts and may have 1,000"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids has 0 ids: must have 1 to"),
+    ],
+)
 def test_values_out_of_range_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         mp.SamplingParams(**given)

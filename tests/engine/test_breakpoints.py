@@ -28,9 +28,12 @@ FIRST, SECOND, THIRD = BASE[:50] + prompt(23), BASE[:50] + prompt(31), BASE[:50]
 
 #: name -> method and options: sums of attention, moments of queries, and the queries themselves.
 SUMMING: dict[str, tuple[str, dict[str, Any]]] = {
-    "h2o": ("h2o", {}), "h2o:decay": ("h2o", {"decay": 0.9, "reduce": "max"}), "ada:h2o": ("ada", {"score": "h2o"}),
-    "expected_attention": ("expected_attention", {}), "fastgen": ("fastgen", METHODS["fastgen"]),
-}  # fmt: skip
+    "h2o": ("h2o", {}),
+    "h2o:decay": ("h2o", {"decay": 0.9, "reduce": "max"}),
+    "ada:h2o": ("ada", {"score": "h2o"}),
+    "expected_attention": ("expected_attention", {}),
+    "fastgen": ("fastgen", METHODS["fastgen"]),
+}
 SEEDED = mp.SamplingParams(max_tokens=5, temperature=0.9, seed=3, n=2)
 
 
@@ -306,10 +309,12 @@ def test_an_llm_takes_breakpoints_of_all_prompts_or_of_each() -> None:
 @pytest.mark.parametrize(
     ("places", "why"),
     [
-        ((0,), "breakpoint 0 must be a number of tokens from 1 to the prompt's 73"), ((74,), "breakpoint 74"),
-        ((True,), "breakpoint True"), ((1, 2, 3, 4, 5), "5 breakpoints: must be at most 4"),
+        ((0,), "breakpoint 0 must be a number of tokens from 1 to the prompt's 73"),
+        ((74,), "breakpoint 74"),
+        ((True,), "breakpoint True"),
+        ((1, 2, 3, 4, 5), "5 breakpoints: must be at most 4"),
     ],
-)  # fmt: skip
+)
 def test_breakpoints_outside_the_prompt_are_refused(places: tuple[int, ...], why: str) -> None:
     engine = engine_of("h2o")
     with pytest.raises(OptionError, match=why):

@@ -37,9 +37,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadGate]:
 def engine(folder: Path, *, stored: bool = True, **options: Any) -> Engine:
     """An engine whose chunks A, B and C lie in files alone."""
     of = Engine(
-        shared_model("llama"), method="full", max_step_tokens=16, page_slots=4,
+        shared_model("llama"),
+        method="full",
+        max_step_tokens=16,
+        page_slots=4,
         chunk_store=ChunkStore(folder, memory=1, **options),
-    )  # fmt: skip
+    )
     if stored:
         for part in (A, B, C):
             run(of, name="store", asked=chunked(part))

@@ -44,9 +44,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
 def model() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, attn_implementation="sdpa", eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        attn_implementation="sdpa",
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -59,9 +67,12 @@ def alone(case: str, length: int) -> list[int]:
     method, options, budget, codec = CASES[case]
     with mp.compress(model(), method, budget, codec, **options) as kept:
         out = model().generate(
-            torch.tensor([prompt(length)]), cache=kept, max_new_tokens=NEW, do_sample=False,
+            torch.tensor([prompt(length)]),
+            cache=kept,
+            max_new_tokens=NEW,
+            do_sample=False,
             attention_mask=torch.ones(1, length, dtype=torch.long),
-        )  # fmt: skip
+        )
     return [int(i) for i in out[0, length:]]
 
 
@@ -111,10 +122,16 @@ def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "case",
     [
-        "full int4", "h2o int4", "h2o mikv", "snapkv think", "full rotated4", "full by layer", "h2o by layer",
+        "full int4",
+        "h2o int4",
+        "h2o mikv",
+        "snapkv think",
+        "full rotated4",
+        "full by layer",
+        "h2o by layer",
         "h2o by age",
     ],
-)  # fmt: skip
+)
 def test_carried_out_and_back_as_alone(case: str) -> None:
     engine = engine_for(case, kv_memory="800kB", overcommit=8)
     for n in LENGTHS:

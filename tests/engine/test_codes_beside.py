@@ -34,10 +34,18 @@ def model(dtype: torch.dtype, head_dim: int = 64) -> Any:
     """Wide weights, so that a code that differs by one is seen in the log probabilities."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=512, attn_implementation="sdpa",
-        eos_token_id=None, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        attn_implementation="sdpa",
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
     return LlamaForCausalLM(config).eval().to(dtype)
 
 

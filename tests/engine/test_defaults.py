@@ -32,7 +32,7 @@ SHORT = mp.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 )
 def test_what_is_chosen(
     method: Any, budget: Any, codec: Any, preset: str | None, evicting: bool, picked: tuple[Any, ...]
-) -> None:  # fmt: skip
+) -> None:
     assert choose(method, budget, codec, preset, evicting) == Choice(*picked)
 
 
@@ -84,7 +84,7 @@ def test_an_engine_evicts_nothing_by_default() -> None:
 )
 def test_a_request_that_names_something_has_that_and_no_default_format(
     asked: dict[str, Any], kept: tuple[str, str]
-) -> None:  # fmt: skip
+) -> None:
     with mp.LLM("pond-recall") as llm:
         found = llm.engine._recipes.complete(CacheOptions(**asked))
     assert (found.method, found.codec) == kept

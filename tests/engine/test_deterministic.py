@@ -85,9 +85,13 @@ def same(found: dict[str, Any], method: str, dtype: torch.dtype, codec: str | No
 
 
 CASES = [
-    ("full", torch.bfloat16, None), ("full", torch.float32, None), ("h2o", torch.float32, None),
-    ("snapkv", torch.float32, None), ("streaming", torch.bfloat16, None), ("h2o", torch.bfloat16, "int4"),
-]  # fmt: skip
+    ("full", torch.bfloat16, None),
+    ("full", torch.float32, None),
+    ("h2o", torch.float32, None),
+    ("snapkv", torch.float32, None),
+    ("streaming", torch.bfloat16, None),
+    ("h2o", torch.bfloat16, "int4"),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{str(case[1])[6:]}-{case[2]}")

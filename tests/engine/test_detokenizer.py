@@ -36,8 +36,11 @@ def tokenizer_of(kind: str) -> Any:
         )
     elif kind == "byte-fallback":  # Llama 2, Mistral, Gemma
         tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcmilthe", "▁a", "▁m", "él"]
-        made = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [("▁", "a"), ("▁", "m")], byte_fallback=True,
-                                    unk_token="<unk>"))  # fmt: skip
+        made = Tokenizer(
+            models.BPE(
+                {t: i for i, t in enumerate(tokens)}, [("▁", "a"), ("▁", "m")], byte_fallback=True, unk_token="<unk>"
+            )
+        )
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
         made.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -277,9 +280,10 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 
 @settings(max_examples=examples(300))
 @given(
-    texts=st.lists(st.text("ab", max_size=5), max_size=12), include=st.booleans(),
+    texts=st.lists(st.text("ab", max_size=5), max_size=12),
+    include=st.booleans(),
     stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4, unique=True),
-)  # fmt: skip
+)
 def test_stop_texts_however_the_text_is_cut(texts: list[str], stops: list[str], include: bool) -> None:
     writer = Writer(Letters(texts), SamplingParams(stop=tuple(stops), include_stop=include))
     full, found, parts = "".join(texts), first_stop("".join(texts), stops), []

@@ -61,8 +61,11 @@ def test_requests_hold_them_and_others_answer_as_before(method: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_without_them_a_first_message_is_lost_whole() -> None:
     engine = small_engine("window")
-    add(engine, ask(LENGTH, name="plain", tell_forgotten=SPANS), ask(LENGTH, name="fair", tell_forgotten=SPANS,
-                                                                     fair_shares=FAIR))  # fmt: skip
+    add(
+        engine,
+        ask(LENGTH, name="plain", tell_forgotten=SPANS),
+        ask(LENGTH, name="fair", tell_forgotten=SPANS, fair_shares=FAIR),
+    )
     done = finish(engine)
     assert [done[name].completions[0].forgotten[0].share == 1 for name in ("plain", "fair")] == [True, False]
     engine.close()

@@ -391,7 +391,7 @@ class Sometimes:
         {"planned": True, "deterministic": False},
     ],
     ids=["shared", "preempted", "planned"],
-)  # fmt: skip
+)
 def test_faults_at_any_time(options: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in parts that begin alike, requests that are preempted, and trunks; two answers each."""
     chosen, way = dict(options), list(WAYS)[seed % len(WAYS)]

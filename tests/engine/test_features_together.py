@@ -89,9 +89,14 @@ def test_sums_at_breakpoints_beside_a_disk_of_blocks(tmp_path: Path) -> None:
         expected |= logprobs(alone, one)
     alone.close()
     engine = Engine(
-        model(), method="h2o", budget=48, prefix_cache=True, prefix_disk="2MiB", prefix_folder=tmp_path,
+        model(),
+        method="h2o",
+        budget=48,
+        prefix_cache=True,
+        prefix_disk="2MiB",
+        prefix_folder=tmp_path,
         kv_memory="400KiB",
-    )  # fmt: skip
+    )
     for one in (*asked, *others, *asked[::-1], *plain, *others, *plain[::-1], *asked):
         found = logprobs(engine, one)
         assert [token for token, _ in found[one.request_id]] == [token for token, _ in expected[one.request_id]]
@@ -115,9 +120,15 @@ def test_breakpoints_and_a_disk_move_no_bits_of_a_deterministic_engine(tmp_path:
         expected |= logprobs(alone, one)
     alone.close()
     engine = Engine(
-        own, method="h2o", budget=48, deterministic=True, prefix_cache=True, prefix_disk="4MiB",
-        prefix_folder=tmp_path, kv_memory="1300KiB",
-    )  # fmt: skip
+        own,
+        method="h2o",
+        budget=48,
+        deterministic=True,
+        prefix_cache=True,
+        prefix_disk="4MiB",
+        prefix_folder=tmp_path,
+        kv_memory="1300KiB",
+    )
     for one in (*asked, *others, *plain, *asked, *others, *plain):
         assert logprobs(engine, one)[one.request_id] == expected[one.request_id]
     assert engine.stats().shared_tokens > 0

@@ -121,9 +121,13 @@ def test_an_answer_that_is_cut_off_tells_too() -> None:
 
 @pytest.mark.parametrize(
     ("spans", "match"),
-    [(((0, LENGTH + 1),), "must lie in the prompt"), (((-1, 3),), "must lie"), (((5, 4),), "must lie"),
-     (((0, 1),) * 5000, "5000 spans")],
-)  # fmt: skip
+    [
+        (((0, LENGTH + 1),), "must lie in the prompt"),
+        (((-1, 3),), "must lie"),
+        (((5, 4),), "must lie"),
+        (((0, 1),) * 5000, "5000 spans"),
+    ],
+)
 def test_bad_spans_are_refused(spans: Any, match: str) -> None:
     engine = engine_for("h2o")
     with pytest.raises(OptionError, match=match):

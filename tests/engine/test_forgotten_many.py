@@ -49,9 +49,15 @@ def test_it_is_what_the_inspector_shows(n_requests: int) -> None:
             options["codec"] = draw.choice(["auto", "rotated4"]) if method in ("h2o", "snapkv", "full") else "auto"
             asked[str(n)] = spans
             engine.add(
-                Request(request_id=str(n), prompt=prompt(length), params=greedy(draw.randint(2, 12)), watch=True,
-                        tell_forgotten=spans, cache=CacheOptions(method=method, **options))
-            )  # fmt: skip
+                Request(
+                    request_id=str(n),
+                    prompt=prompt(length),
+                    params=greedy(draw.randint(2, 12)),
+                    watch=True,
+                    tell_forgotten=spans,
+                    cache=CacheOptions(method=method, **options),
+                )
+            )
         for done in engine.drain():
             found, spans = done.completions[0].forgotten, asked[done.request_id]
             assert list(found) == [pytest.approx(one) for one in expected(engine, done.request_id, spans)]

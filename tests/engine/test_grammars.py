@@ -48,24 +48,30 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     assert grammars.of(params) is grammars.of(SamplingParams(json_schema=dict(SCHEMA)))
 
 
-@pytest.mark.parametrize(("params", "words"), [
-    ({"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "no value"),
-    ({"json_schema": {"type": "array", "contains": {}}}, "contains"),
-    ({"grammar": "root ::= missing"}, "missing"),
-    ({"grammar": "x" * 70_000}, "may have"),
-    ({"choice": tuple(map(str, range(2_000)))}, "may have"),
-    ({"regex": "(?=a)a"}, "cannot be enforced"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "no value"),
+        ({"json_schema": {"type": "array", "contains": {}}}, "contains"),
+        ({"grammar": "root ::= missing"}, "missing"),
+        ({"grammar": "x" * 70_000}, "may have"),
+        ({"choice": tuple(map(str, range(2_000)))}, "may have"),
+        ({"regex": "(?=a)a"}, "cannot be enforced"),
+    ],
+)
 def test_what_cannot_be_followed_is_an_option_error(grammars: Grammars, params: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         grammars.of(SamplingParams(**params))
 
 
-@pytest.mark.parametrize(("limits", "words"), [
-    (CompileLimits(cpu_seconds=1, memory_bytes=1 << 30, result_bytes=1 << 26), "more than 1 s of a processor"),
-    (CompileLimits(cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26), "more than 1 MiB to compile"),
-    (CompileLimits(20, 1 << 30, 1 << 26, clock_seconds=0.05), r"more than 0\.05 s to compile"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (CompileLimits(cpu_seconds=1, memory_bytes=1 << 30, result_bytes=1 << 26), "more than 1 s of a processor"),
+        (CompileLimits(cpu_seconds=20, memory_bytes=1 << 20, result_bytes=1 << 26), "more than 1 MiB to compile"),
+        (CompileLimits(20, 1 << 30, 1 << 26, clock_seconds=0.05), r"more than 0\.05 s to compile"),
+    ],
+)
 def test_time_and_memory_are_bounded(limits: CompileLimits, words: str, worker: GrammarProcess) -> None:
     worker.limits = limits
     grammars = Grammars(byte_tokenizer(), worker=worker)
@@ -152,9 +158,9 @@ def test_a_bystander_goes_on_while_a_schema_is_compiled(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(llm._engine.grammars, "wait_for", slow)
         monkeypatch.setattr(llm._engine.grammars, "of", lambda params, ask=None: None)
-        waits = asyncio.create_task(anext(llm.stream(Request(
-            request_id="slow", prompt=(5, 6), params=SamplingParams(json_schema=SCHEMA)
-        ))))  # fmt: skip
+        waits = asyncio.create_task(
+            anext(llm.stream(Request(request_id="slow", prompt=(5, 6), params=SamplingParams(json_schema=SCHEMA))))
+        )
         free = Request(request_id="free", prompt=(5, 6), params=SamplingParams(max_tokens=4, temperature=0))
         tokens = [output async for output in llm.stream(free)][-1].completions[0].token_ids
         done = waits.done()

@@ -22,9 +22,19 @@ pytestmark = [
 FAST = ["lfm2", "qwen3_next", "bamba"]
 #: With the ones above all hybrids that write text, but for those that store latents.
 OTHERS = [
-    "falcon_h1", "granitemoehybrid", "jamba", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text",
-    "qwen3_5_moe_text", "zamba", "zamba2", "zaya",
-]  # fmt: skip
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2_moe",
+    "lfm3",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "zamba",
+    "zamba2",
+    "zaya",
+]
 ALL = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 
 

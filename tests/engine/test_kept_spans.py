@@ -23,9 +23,14 @@ OPTIONS = METHODS | {"snapkv": {"window": 4}, "pyramidkv": {"score": "snapkv/win
 
 def small_engine(method: str, **more: Any) -> Engine:
     return Engine(
-        shared_model("llama"), method=method, options=OPTIONS[method], budget="30%", max_step_tokens=16, page_slots=4,
+        shared_model("llama"),
+        method=method,
+        options=OPTIONS[method],
+        budget="30%",
+        max_step_tokens=16,
+        page_slots=4,
         **more,
-    )  # fmt: skip
+    )
 
 
 def steps_that_hold(engine: Engine, names: tuple[str, ...]) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of 155 MB, of which embeddings and head take 61 each, and a text reads a few rows of the former."""
     folder = tmp_path_factory.mktemp("large")
     made = family("qwen2").make(
-        hidden_size=512, intermediate_size=2048, num_hidden_layers=4, vocab_size=60_000, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=4, vocab_size=60_000, tie_word_embeddings=False
+    )
     made.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -41,13 +41,26 @@ METHODS: dict[str, tuple[dict[str, Any], str | None]] = {
 #: Formats of every kind of page: as they are, in fewer bits, by group, by channel, rotated, with layers or ages of
 #: their own.
 CODECS = (
-    None, "bf16", "int8", "int4", "kivi2", "fp8", "flexgen4", "rotated4", "0=bf16,1=int4", "bf16:20,kivi4:50,kivi2",
-)  # fmt: skip
+    None,
+    "bf16",
+    "int8",
+    "int4",
+    "kivi2",
+    "fp8",
+    "flexgen4",
+    "rotated4",
+    "0=bf16,1=int4",
+    "bf16:20,kivi4:50,kivi2",
+)
 #: Prompts: two that begin alike on several levels, and some that do not.
 TEXTS = (
-    tuple(prompt(300)), tuple(prompt(300)[:200] + prompt(90)[:70]), tuple(prompt(300)[:97]), tuple(prompt(210)),
-    tuple(prompt(150)), tuple(prompt(33)),
-)  # fmt: skip
+    tuple(prompt(300)),
+    tuple(prompt(300)[:200] + prompt(90)[:70]),
+    tuple(prompt(300)[:97]),
+    tuple(prompt(210)),
+    tuple(prompt(150)),
+    tuple(prompt(33)),
+)
 NEW = 24
 
 
@@ -118,23 +131,35 @@ class PoolLife(RuleBasedStateMachine):
     """Whatever formats and methods meet: a request that fits alone ends without an error, with its own tokens."""
 
     @initialize(
-        memory=st.sampled_from([1.0, 1.1, 1.5, 3.0]), overcommit=st.sampled_from([1, 3]),
-        prefix=st.sampled_from([False, "lru", "lfu"]), disk=st.booleans(),
-    )  # fmt: skip
+        memory=st.sampled_from([1.0, 1.1, 1.5, 3.0]),
+        overcommit=st.sampled_from([1, 3]),
+        prefix=st.sampled_from([False, "lru", "lfu"]),
+        disk=st.booleans(),
+    )
     def begin(self, memory: float, overcommit: int, prefix: str | bool, disk: bool) -> None:
         most = max(need(method, codec, len(TEXTS[0]), n=n) for method in METHODS for codec in CODECS for n in (1, 2))
         self.limit = int(most * memory)
         self.engine = Engine(
-            model(), method="full", kv_memory=self.limit, overcommit=overcommit, prefix_cache=prefix,
-            prefix_disk="1MiB" if disk and prefix else None, page_slots=16, max_step_tokens=256, deterministic=True,
-        )  # fmt: skip
+            model(),
+            method="full",
+            kv_memory=self.limit,
+            overcommit=overcommit,
+            prefix_cache=prefix,
+            prefix_disk="1MiB" if disk and prefix else None,
+            page_slots=16,
+            max_step_tokens=256,
+            deterministic=True,
+        )
         self.asked: dict[str, tuple[str, str | None, int]] = {}
         self.done: set[str] = set()
 
     @rule(
-        method=st.sampled_from(list(METHODS)), codec=st.sampled_from(CODECS),
-        text=st.integers(0, len(TEXTS) - 1), new=st.integers(1, NEW), n=st.integers(1, 2),
-    )  # fmt: skip
+        method=st.sampled_from(list(METHODS)),
+        codec=st.sampled_from(CODECS),
+        text=st.integers(0, len(TEXTS) - 1),
+        new=st.integers(1, NEW),
+        n=st.integers(1, 2),
+    )
     def come(self, method: str, codec: str | None, text: int, new: int, n: int) -> None:
         name = str(len(self.asked))
         self.asked[name] = method, codec, text
@@ -181,8 +206,7 @@ class PoolLife(RuleBasedStateMachine):
 
 def run_life(n: int) -> None:
     run_state_machine_as_test(
-        PoolLife,
-        settings=settings(max_examples=n, stateful_step_count=14, suppress_health_check=list(HealthCheck)),
+        PoolLife, settings=settings(max_examples=n, stateful_step_count=14, suppress_health_check=list(HealthCheck))
     )
 
 

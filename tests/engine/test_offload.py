@@ -63,9 +63,13 @@ def prompt(length: int) -> tuple[int, ...]:
 def options(method: str, codec: str = "auto", name: str = "llama") -> dict[str, Any]:
     absolute = method == "streaming" and (codec != "auto" or name == "opt")  # codes and learned positions do not turn
     return {
-        "method": method, "budget": None if method == "full" else "20%", "codec": codec, "max_step_tokens": 256,
-        "max_running": 16, "options": {"positions": "absolute"} if absolute else {},
-    }  # fmt: skip
+        "method": method,
+        "budget": None if method == "full" else "20%",
+        "codec": codec,
+        "max_step_tokens": 256,
+        "max_running": 16,
+        "options": {"positions": "absolute"} if absolute else {},
+    }
 
 
 def outputs(engine: Engine, **params: Any) -> list[Any]:
@@ -92,11 +96,7 @@ def in_memory(name: str, method: str, codec: str = "auto") -> list[Any]:
 
 
 def opened(
-    folder: Path,
-    plan: Plan | None = None,
-    config: dict[str, Any] | None = None,
-    memory: str = MEMORY,
-    **streaming: Any,
+    folder: Path, plan: Plan | None = None, config: dict[str, Any] | None = None, memory: str = MEMORY, **streaming: Any
 ) -> Opened:
     plan = plan or Plan(weights={"disk": 1.0}, slots=2, prompt_rows=256)
     return open_in_memory(folder, memory, plan, None, EngineConfig(**(config or options("h2o"))), **streaming)

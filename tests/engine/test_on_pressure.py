@@ -25,9 +25,14 @@ def engine_for(method: str, budget: Any = BUDGET, options: Any = None, **more: A
     chosen = OPTIONS[method] if options is None else options
     budget = "30%" if method == "infllm" else budget  # of what is looked up
     return Engine(
-        shared_model("llama"), method=method, options=chosen, budget=None if method in KEEP_ALL else budget,
-        max_step_tokens=16, page_slots=4, **more,
-    )  # fmt: skip
+        shared_model("llama"),
+        method=method,
+        options=chosen,
+        budget=None if method in KEEP_ALL else budget,
+        max_step_tokens=16,
+        page_slots=4,
+        **more,
+    )
 
 
 def refusing(new: int | None, name: str = "one", length: int = LENGTH, **more: Any) -> Request:
@@ -79,9 +84,15 @@ def test_what_is_not_refused_forgets_nothing(method: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("ada", {"score": "h2o"}), ("snapkv", {"decode": "evict"}), ("h2o", {"decode": "grow"}),
-     ("merge_on_evict", {"score": "h2o"}), ("pyramidkv", {"score": "h2o"}), ("kvmerger", {"decode": "merge"})],
-)  # fmt: skip
+    [
+        ("ada", {"score": "h2o"}),
+        ("snapkv", {"decode": "evict"}),
+        ("h2o", {"decode": "grow"}),
+        ("merge_on_evict", {"score": "h2o"}),
+        ("pyramidkv", {"score": "h2o"}),
+        ("kvmerger", {"decode": "merge"}),
+    ],
+)
 @pytest.mark.parametrize("budget", [BUDGET, "20%, at least 64", "100%", "40KiB"])
 def test_it_holds_for_other_options_and_budgets(method: str, options: dict[str, Any], budget: Any) -> None:
     engine = engine_for(method, budget, options)

@@ -19,10 +19,11 @@ SIZE = 13
 
 params_of = st.builds(
     SamplingParams,
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]), presence_penalty=st.sampled_from([0.0, -0.7, 1.1]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
+    presence_penalty=st.sampled_from([0.0, -0.7, 1.1]),
     frequency_penalty=st.sampled_from([0.0, -0.3, 0.9]),
     logit_bias=st.dictionaries(st.integers(0, SIZE - 1), st.floats(-100, 100, width=32), max_size=3),
-)  # fmt: skip
+)
 tokens_of = st.lists(st.integers(0, SIZE - 1), max_size=6)
 
 
@@ -41,8 +42,9 @@ def plain(logits: Tensor, params: SamplingParams, prompt: list[int], answer: lis
 @settings(max_examples=examples(50))
 @given(
     requests=st.lists(st.tuples(params_of, tokens_of, tokens_of), min_size=1, max_size=7),
-    seed=st.integers(0, 1000), data=st.data(),
-)  # fmt: skip
+    seed=st.integers(0, 1000),
+    data=st.data(),
+)
 def test_any_batch_in_any_order(
     requests: list[tuple[SamplingParams, list[int], list[int]]], seed: int, data: st.DataObject
 ) -> None:

@@ -44,9 +44,8 @@ MEMORY = "40kB"
 def request(number: int, method: str = "full") -> Request:
     budget = None if method == "full" else 40
     return Request(
-        request_id=f"{number}", prompt=TEXTS[number], params=greedy(6),
-        cache=CacheOptions(method=method, budget=budget),
-    )  # fmt: skip
+        request_id=f"{number}", prompt=TEXTS[number], params=greedy(6), cache=CacheOptions(method=method, budget=budget)
+    )
 
 
 @cache

@@ -60,8 +60,11 @@ def test_each_prompt_is_one_access_to_each_of_its_blocks() -> None:
         tree.keep("kind", np.array([0, 1, 2, 3, 9, 9, 9, 9])[:end], [tables[1]], part)
     later = rule.facts[3:]
     assert [(facts.depth, facts.request, facts.known) for facts in later] == [
-        (0, part, 2), (1, part, 2), (2, part, 2), (3, part, 2)
-    ]  # fmt: skip
+        (0, part, 2),
+        (1, part, 2),
+        (2, part, 2),
+        (3, part, 2),
+    ]
     assert [facts.key for facts in later[:2]] == [facts.key for facts in rule.facts[:2]]
     assert len({facts.key for facts in rule.facts}) == 5
     tree.clear()

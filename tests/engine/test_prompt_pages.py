@@ -30,9 +30,7 @@ from tests.helpers.engine.helpers import finish
 from tests.matrix.test_codecs import llama
 
 CODECS = mp.list_codecs()
-METHODS: dict[str, dict[str, Any]] = {
-    "full": {}, "h2o": {}, "ada": {"every": 0}, "snapkv": {"window": 8},
-}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {"full": {}, "h2o": {}, "ada": {"every": 0}, "snapkv": {"window": 8}}
 LENGTH, NEW = 150, 6
 
 
@@ -53,9 +51,14 @@ def method_of(codec: str) -> str:
 
 def engine_for(method: str, codec: str, **more: Any) -> Engine:
     return Engine(
-        llama(), method=method, options=METHODS[method], budget=None if method == "full" else "60%", codec=codec,
-        calibration=calibration() if codec.startswith("kvquant") else None, **more,
-    )  # fmt: skip
+        llama(),
+        method=method,
+        options=METHODS[method],
+        budget=None if method == "full" else "60%",
+        codec=codec,
+        calibration=calibration() if codec.startswith("kvquant") else None,
+        **more,
+    )
 
 
 def answered(engine: Engine, **more: Any) -> mp.RequestOutput:

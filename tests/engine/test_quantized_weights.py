@@ -65,10 +65,11 @@ FILES: dict[str, dict[str, Any]] = {
     "Q4_0": {"kind": "Q4_0"},
     "Q8_0": {"kind": "Q8_0"},
     "mixed": {
-        "kind": "Q4_1", "kinds": {"attn_v": "Q8_0", "output.weight": "Q6_K", "ffn_gate": "Q8_0", "ffn_up": "Q4_0"}
+        "kind": "Q4_1",
+        "kinds": {"attn_v": "Q8_0", "output.weight": "Q6_K", "ffn_gate": "Q8_0", "ffn_up": "Q4_0"},
     },
     "tied": {"kind": "Q4_1", "kinds": {"token_embd": "Q8_0"}, "leave_out": "output.weight"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -168,9 +169,18 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="unknown dtype 'f8'"):
         mp.LLM(saved("llama", tmp_path / "llama"), weights="int4", dtype="f8")
     narrow = build(
-        "LlamaConfig", "LlamaForCausalLM", vocab_size=96, hidden_size=40, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     narrow.save_pretrained(tmp_path / "narrow")
     with pytest.raises(UnsupportedModelError, match=r"groups of 32 numbers"):
         mp.LLM(str(tmp_path / "narrow"), weights="int4")

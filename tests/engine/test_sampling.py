@@ -18,13 +18,17 @@ from tests.helpers.examples import examples
 
 SIZE = 30
 ANY = [
-    SamplingParams(temperature=0), SamplingParams(seed=1),
+    SamplingParams(temperature=0),
+    SamplingParams(seed=1),
     SamplingParams(seed=1, temperature=0.4, top_p=0.8, logprobs=3),
-    SamplingParams(seed=2, top_k=4, repetition_penalty=1.4), SamplingParams(temperature=0, frequency_penalty=2.0),
-    SamplingParams(seed=-5, min_p=0.2, logit_bias={3: 4.0}), SamplingParams(seed=2**80, presence_penalty=1.0),
-    SamplingParams(temperature=0, logprobs=0, logit_bias={0: 100}), SamplingParams(seed=3, typical_p=0.4),
+    SamplingParams(seed=2, top_k=4, repetition_penalty=1.4),
+    SamplingParams(temperature=0, frequency_penalty=2.0),
+    SamplingParams(seed=-5, min_p=0.2, logit_bias={3: 4.0}),
+    SamplingParams(seed=2**80, presence_penalty=1.0),
+    SamplingParams(temperature=0, logprobs=0, logit_bias={0: 100}),
+    SamplingParams(seed=3, typical_p=0.4),
     SamplingParams(seed=4, min_tokens=3, stop_token_ids=(2, 5), allowed_token_ids=(2, 5, 7, 8)),
-]  # fmt: skip
+]
 
 
 def logits_at(key: int, step: int) -> Tensor:

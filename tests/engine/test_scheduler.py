@@ -123,9 +123,15 @@ class Life(RuleBasedStateMachine):
         self.number = 0
 
     @rule(
-        prompt=st.integers(1, 60), reading=st.integers(1, 500), each=st.integers(1, 120), width=st.integers(1, 4),
-        priority=st.integers(0, 2), tokens=st.integers(1, 5), whole=st.booleans(), client=st.sampled_from("abc"),
-    )  # fmt: skip
+        prompt=st.integers(1, 60),
+        reading=st.integers(1, 500),
+        each=st.integers(1, 120),
+        width=st.integers(1, 4),
+        priority=st.integers(0, 2),
+        tokens=st.integers(1, 5),
+        whole=st.booleans(),
+        client=st.sampled_from("abc"),
+    )
     def come(
         self, prompt: int, reading: int, each: int, width: int, priority: int, tokens: int, whole: bool, client: str
     ) -> None:

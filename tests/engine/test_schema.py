@@ -26,44 +26,47 @@ def one_of(*kinds: str) -> dict[str, Any]:
     return {"oneOf": [part(kind) for kind in kinds]}
 
 
-@pytest.mark.parametrize(("schema", "keyword"), [
-    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "contains": INT}, "contains"),
-    ({"type": "array", "items": [INT], "additionalItems": False}, "additionalItems"),
-    ({"not": INT}, "not"),
-    ({"type": "integer", "not": {"const": 1}}, "not"),
-    ({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 7}}, "if"),
-    ({"$ref": "https://example.org/schema.json"}, "$ref"),
-    ({"$ref": "#anchor"}, "$ref"),
-    ({"$ref": "#/properties/missing"}, "$ref"),
-    ({"$defs": {"x": INT}, "$ref": "#/$defs/x", "minimum": 5}, "minimum"),
-    ({"$dynamicRef": "#x"}, "$dynamicRef"),
-    ({"allOf": [INT, {"minimum": 5}]}, "allOf"),
-    ({"type": "integer", "allOf": [{"minimum": 5}]}, "type"),
-    ({"type": "integer", "anyOf": [{"minimum": 3}]}, "type"),
-    ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "oneOf"),
-    (one_of("a", "b", "a"), "oneOf"),
-    ({"type": "string", "enum": ["a", 1]}, "enum"),
-    ({"const": 5, "minimum": 3}, "minimum"),
-    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
-    ({"type": "integer", "multipleOf": 2_000}, "multipleOf"),
-    ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "maxLength"),
-    ({"type": "string", "format": "email", "minLength": 3}, "minLength"),
-    ({"type": "string", "format": "regex"}, "format"),
-    ({"type": "string", "format": "json-pointer"}, "format"),
-    ({"type": "string", "pattern": "^(?=a)a"}, "pattern"),
-    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
-    ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
-    ({"type": "object", "properties": {"aa": {}}, "propertyNames": {"maxLength": 1}}, "propertyNames"),
-    ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": INT}}, "patternProperties"),
-    ({"type": "object", "minProperties": 2}, "minProperties"),
-    ({"type": "object", "properties": {"a": {"type": "string", "nullable": True}}}, "nullable"),
-    ({"type": "integer", "minimun": 3}, "minimun"),
-    ({"minimum": 3, "maxLength": 2}, "type"),
-    ({"type": "object", "properties": {"a": {"contains": {}}}}, "contains"),
-    ({"$defs": {"unused": {"not": {}}}, "type": "null"}, "not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": INT}, "contains"),
+        ({"type": "array", "items": [INT], "additionalItems": False}, "additionalItems"),
+        ({"not": INT}, "not"),
+        ({"type": "integer", "not": {"const": 1}}, "not"),
+        ({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 7}}, "if"),
+        ({"$ref": "https://example.org/schema.json"}, "$ref"),
+        ({"$ref": "#anchor"}, "$ref"),
+        ({"$ref": "#/properties/missing"}, "$ref"),
+        ({"$defs": {"x": INT}, "$ref": "#/$defs/x", "minimum": 5}, "minimum"),
+        ({"$dynamicRef": "#x"}, "$dynamicRef"),
+        ({"allOf": [INT, {"minimum": 5}]}, "allOf"),
+        ({"type": "integer", "allOf": [{"minimum": 5}]}, "type"),
+        ({"type": "integer", "anyOf": [{"minimum": 3}]}, "type"),
+        ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "oneOf"),
+        (one_of("a", "b", "a"), "oneOf"),
+        ({"type": "string", "enum": ["a", 1]}, "enum"),
+        ({"const": 5, "minimum": 3}, "minimum"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 2_000}, "multipleOf"),
+        ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "maxLength"),
+        ({"type": "string", "format": "email", "minLength": 3}, "minLength"),
+        ({"type": "string", "format": "regex"}, "format"),
+        ({"type": "string", "format": "json-pointer"}, "format"),
+        ({"type": "string", "pattern": "^(?=a)a"}, "pattern"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
+        ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
+        ({"type": "object", "properties": {"aa": {}}, "propertyNames": {"maxLength": 1}}, "propertyNames"),
+        ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": INT}}, "patternProperties"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "properties": {"a": {"type": "string", "nullable": True}}}, "nullable"),
+        ({"type": "integer", "minimun": 3}, "minimun"),
+        ({"minimum": 3, "maxLength": 2}, "type"),
+        ({"type": "object", "properties": {"a": {"contains": {}}}}, "contains"),
+        ({"$defs": {"unused": {"not": {}}}, "type": "null"}, "not"),
+    ],
+)
 def test_a_keyword_that_is_not_enforced_is_refused_by_name(schema: Any, keyword: str) -> None:
     with pytest.raises(OptionError) as refused:
         enforceable(schema)
@@ -86,16 +89,19 @@ def nested(depth: int) -> dict[str, Any]:
     return {"items": nested(depth - 1)} if depth else {}
 
 
-@pytest.mark.parametrize("schema", [
-    {"enum": [f"value {i}" for i in range(20_000)]},
-    {"anyOf": [{"enum": list(range(i, i + 10))} for i in range(0, MOST_VALUES + 10, 10)]},
-    {"type": "object", "properties": {f"p{i}": {} for i in range(MOST_SCHEMAS + 1)}},
-    {"description": "x" * MOST_BYTES},
-    {"type": "string", "pattern": "a" * 5_000},
-    {"type": "string", "maxLength": 10**6},
-    nested(MOST_DEPTH + 2),
-    nested(900),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value {i}" for i in range(20_000)]},
+        {"anyOf": [{"enum": list(range(i, i + 10))} for i in range(0, MOST_VALUES + 10, 10)]},
+        {"type": "object", "properties": {f"p{i}": {} for i in range(MOST_SCHEMAS + 1)}},
+        {"description": "x" * MOST_BYTES},
+        {"type": "string", "pattern": "a" * 5_000},
+        {"type": "string", "maxLength": 10**6},
+        nested(MOST_DEPTH + 2),
+        nested(900),
+    ],
+)
 def test_what_is_too_large_is_refused_at_once(schema: Any) -> None:
     began = time.thread_time()  # other processes have nothing to do with it
     with pytest.raises(OptionError, match=r"may have|more than"):
@@ -103,21 +109,24 @@ def test_what_is_too_large_is_refused_at_once(schema: Any) -> None:
     assert time.thread_time() - began < 1
 
 
-@pytest.mark.parametrize("schema", [
-    False,
-    {"$ref": "#"},
-    {"anyOf": [False, False]},
-    {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
-    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    {"type": "object", "properties": {"a": False}, "required": ["a"]},
-    {"type": "object", "required": ["a"], "additionalProperties": False},
-    {"type": "integer", "minimum": 3, "maximum": 2},
-    {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4},
-    {"type": "number", "minimum": 3, "exclusiveMaximum": 3},
-    {"type": "string", "minLength": 3, "maxLength": 2},
-    {"type": "array", "minItems": 3, "maxItems": 2},
-    {"enum": []},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        {"$ref": "#"},
+        {"anyOf": [False, False]},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4},
+        {"type": "number", "minimum": 3, "exclusiveMaximum": 3},
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"type": "array", "minItems": 3, "maxItems": 2},
+        {"enum": []},
+    ],
+)
 def test_what_nothing_can_follow_is_refused(schema: Any) -> None:
     with pytest.raises(OptionError):
         enforceable(schema)
@@ -187,20 +196,23 @@ class Made:
         low = self.random.randint(0, 3)
         return {"type": "string"} | self._some(
             minLength=low, maxLength=low + 2, pattern=self.random.choice(self.PATTERNS)
-        )  # fmt: skip
+        )
 
     def _number(self, _: int) -> Any:
         bounds = [self.random.choice([0, 1, -3, 7, 0.5, -2.25, 12, 100]) for _ in range(4)]
         return {"type": self.random.choice(["integer", "number"])} | self._some(
-            minimum=min(bounds), maximum=max(bounds), exclusiveMinimum=bounds[2], exclusiveMaximum=bounds[3],
+            minimum=min(bounds),
+            maximum=max(bounds),
+            exclusiveMinimum=bounds[2],
+            exclusiveMaximum=bounds[3],
             multipleOf=3,
-        )  # fmt: skip
+        )
 
     def _array(self, depth: int) -> Any:
         first = [self.schema(depth - 1) for _ in range(2)]
         return {"type": "array"} | self._some(
             items=self.schema(depth - 1), prefixItems=first, minItems=self.random.randint(0, 3), maxItems=3
-        )  # fmt: skip
+        )
 
     def _object(self, depth: int) -> Any:
         names = self.random.sample("abcde", 3)

@@ -29,9 +29,13 @@ def choice_of(
     rows: int, temperature: float, top_k: int, top_p: float, min_p: float, keys: Tensor, typical_p: float = 1.0
 ) -> TokenChoice:
     return TokenChoice(
-        torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
-        torch.full((rows,), min_p), torch.full((rows,), typical_p, dtype=torch.float64), keys,
-    )  # fmt: skip
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p, dtype=torch.float64),
+        torch.full((rows,), min_p),
+        torch.full((rows,), typical_p, dtype=torch.float64),
+        keys,
+    )
 
 
 def evenly(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -41,9 +45,13 @@ def evenly(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
 
 
 def shares(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     typical_p: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The distribution (V,) that draws follow: drawn at evenly spaced points, so right to 1 / POINTS per token."""
     with patch.object(token_choice, "race", evenly):
         choice = choice_of(POINTS, temperature, top_k, top_p, min_p, torch.arange(POINTS), typical_p)
@@ -70,10 +78,18 @@ def of_transformers(
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
-        (1.0, 0, 1.0, 0.0), (0.3, 0, 1.0, 0.0), (3.0, 7, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1),
-        (0.8, 50, 0.9, 0.02), (1.5, 400, 0.5, 0.0), (2.0, 0, 0.99, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 10_000, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.3, 0, 1.0, 0.0),
+        (3.0, 7, 1.0, 0.0),
+        (1.0, 0, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (0.8, 50, 0.9, 0.02),
+        (1.5, 400, 0.5, 0.0),
+        (2.0, 0, 0.99, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 10_000, 0.7, 0.0),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("size", [40, CANDIDATES, 700])
 @pytest.mark.parametrize("scale", [0.3, 3.0])
 def test_the_distribution_is_transformers(
@@ -124,9 +140,10 @@ def plain(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[in
 @given(
     # quarters: sums of their exponentials never lie as near to the limits below as rounding reaches
     logits=st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=1, max_size=12),
-    top_k=st.integers(0, 14), top_p=st.sampled_from([0.111, 0.437, 0.763, 0.951, 1.0]),
+    top_k=st.integers(0, 14),
+    top_p=st.sampled_from([0.111, 0.437, 0.763, 0.951, 1.0]),
     min_p=st.sampled_from([0.0, 0.0701, 0.511, 1.0]),
-)  # fmt: skip
+)
 def test_what_is_left_to_choose_from(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
     ours = shares(torch.tensor(logits), top_k=top_k, top_p=top_p, min_p=min_p)
     assert set(ours.nonzero()[:, 0].tolist()) == plain(logits, top_k, top_p, min_p)
@@ -143,11 +160,13 @@ def test_a_row_does_not_depend_on_the_others(seed: int, rows: int, size: int) ->
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, size, generator=g)
     choice = TokenChoice(
-        torch.rand(rows, generator=g) + 0.1, torch.randint(0, 400, (rows,), generator=g),
-        torch.rand(rows, generator=g, dtype=torch.float64).clamp(0.05), torch.rand(rows, generator=g) ** 8,
+        torch.rand(rows, generator=g) + 0.1,
+        torch.randint(0, 400, (rows,), generator=g),
+        torch.rand(rows, generator=g, dtype=torch.float64).clamp(0.05),
+        torch.rand(rows, generator=g) ** 8,
         (2 * torch.rand(rows, generator=g, dtype=torch.float64)).clamp(0.05, 1.0),
         torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g),
-    )  # fmt: skip
+    )
     together = choose(logits, choice)
     alone = [choose(logits[i : i + 1], choice[torch.tensor([i])]).item() for i in range(rows)]
     assert together.tolist() == alone

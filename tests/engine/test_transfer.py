@@ -146,9 +146,16 @@ def test_answers_that_have_ended_go_with_those_that_continue(pair: tuple[Engine,
 def test_everything_about_an_answer_goes_on(pair: tuple[Engine, Engine]) -> None:
     first, second = pair
     params: dict[str, Any] = {
-        "temperature": 0.9, "seed": 11, "logprobs": 2, "prompt_logprobs": 1, "repetition_penalty": 1.3,
-        "frequency_penalty": 0.4, "logit_bias": {5: 1.5}, "min_tokens": 3, "top_p": 0.9,
-    }  # fmt: skip
+        "temperature": 0.9,
+        "seed": 11,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "logit_bias": {5: 1.5},
+        "min_tokens": 3,
+        "top_p": 0.9,
+    }
     expected = undisturbed(second, request("alone", "snapkv", **params))
     found = moved(first, second, request("moved", "snapkv", **params), at=4)
     assert tokens(found) == tokens(expected)

@@ -24,9 +24,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NEW = 16
 #: Codecs and the methods that the product allows with them on this shape.
 CASES = [
-    ("full", "int8"), ("full", "think"), ("full", "kivi2"), ("h2o", "int4"), ("h2o", "mikv"), ("h2o", "rotated4"),
-    ("ada", "int4"), ("h2o", "0=bf16,*=int4"), ("h2o", "bf16:10%,kivi4:30%,kivi2"),
-]  # fmt: skip
+    ("full", "int8"),
+    ("full", "think"),
+    ("full", "kivi2"),
+    ("h2o", "int4"),
+    ("h2o", "mikv"),
+    ("h2o", "rotated4"),
+    ("ada", "int4"),
+    ("h2o", "0=bf16,*=int4"),
+    ("h2o", "bf16:10%,kivi4:30%,kivi2"),
+]
 
 
 def asked(method: str, codec: str | None, length: int = 150) -> Request:
@@ -126,7 +133,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_made_up_tensors_are_refused_with_a_right_checksum(
     engines: tuple[Engine, Engine], data: bytes, change: str
-) -> None:  # fmt: skip
+) -> None:
     about, stored = unpack(data)
     allowed = {"log_masses", "recent", "capacities", "shape"}  # any number is one that an engine could have chosen
     for name in ("keys", "values", "positions", "scores", "lens", "head_rules", "capacities", "recent", "shape"):
@@ -153,12 +160,22 @@ def test_made_up_codes_are_refused(engines: tuple[Engine, Engine]) -> None:
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("params", {"max_tokens": -1}), ("params", {"n": 10**9}), ("params", {"stop": [5]}), ("params", None),
-        ("cache", {"method": "none", "budget": None}), ("cache", {"method": "ada", "budget": [1, 2]}),
-        ("answers", []), ("answers", [{"seed": "x"}]), ("caches", 7), ("caches", True), ("ages", {"arrived": "now"}),
-        ("request", {"request_id": 5}), ("prompt_logprobs", [[1]]), ("text", 5),
+        ("params", {"max_tokens": -1}),
+        ("params", {"n": 10**9}),
+        ("params", {"stop": [5]}),
+        ("params", None),
+        ("cache", {"method": "none", "budget": None}),
+        ("cache", {"method": "ada", "budget": [1, 2]}),
+        ("answers", []),
+        ("answers", [{"seed": "x"}]),
+        ("caches", 7),
+        ("caches", True),
+        ("ages", {"arrived": "now"}),
+        ("request", {"request_id": 5}),
+        ("prompt_logprobs", [[1]]),
+        ("text", 5),
     ],
-)  # fmt: skip
+)
 def test_made_up_headers_are_refused(engines: tuple[Engine, Engine], data: bytes, part: str, value: Any) -> None:
     about, stored = unpack(data)
     header = {**json.loads(about["request"]), part: value}

@@ -40,9 +40,16 @@ def tiny_task() -> Iterator[None]:
 @cache
 def model() -> PreTrainedModel:
     return build(
-        "LlamaConfig", "LlamaForCausalLM", vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
-    )  # fmt: skip
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+    )
 
 
 def calibration(path: Path, seed: int) -> str:
@@ -53,9 +60,13 @@ def calibration(path: Path, seed: int) -> str:
 
 def go(folder: Path, codecs: str, file: str | None = None) -> list[SummaryRow]:
     plan = EvalPlan(
-        "tiny", parse_specs("full", "method"), parse_specs("tiny", "tasks"), codecs=codecs.split(","), samples=2,
+        "tiny",
+        parse_specs("full", "method"),
+        parse_specs("tiny", "tasks"),
+        codecs=codecs.split(","),
+        samples=2,
         calibration=file,
-    )  # fmt: skip
+    )
     return run(plan, model(), tiny_tokenizer(), folder)
 
 
@@ -68,9 +79,13 @@ def test_a_run_says_which_calibration_it_used(tmp_path: Path) -> None:
     rows = go(tmp_path / "out", "int4,kvquant4", file)
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     assert said(tmp_path / "out") == {
-        "file": "one.safetensors", "sha256": digest, "model": "LlamaForCausalLM", "bits": [2, 3, 4], "outliers": 0.01,
+        "file": "one.safetensors",
+        "sha256": digest,
+        "model": "LlamaForCausalLM",
+        "bits": [2, 3, 4],
+        "outliers": 0.01,
         "sinks": 1,
-    }  # fmt: skip
+    }
     assert digest in (tmp_path / "out" / "summary.md").read_text()
     assert go(tmp_path / "out", "int4,kvquant4", file) == rows
 

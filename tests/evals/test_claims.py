@@ -131,10 +131,13 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_a_table_says_how_much_and_whether() -> None:
-    parts = tables([
-        *finding("merge", "d2o", "h2o", 0.25), *finding("merge", "d2o", "h2o", -0.05, protocol="agnostic"),
-        *finding("merge", "cam", "streaming:positions=absolute", -0.3),
-    ])  # fmt: skip
+    parts = tables(
+        [
+            *finding("merge", "d2o", "h2o", 0.25),
+            *finding("merge", "d2o", "h2o", -0.05, protocol="agnostic"),
+            *finding("merge", "cam", "streaming:positions=absolute", -0.3),
+        ]
+    )
     heads, *body = cells(parts["merge"])
     assert heads == ["pair", "protocol", "5%", "20%", "all budgets", "verdict"]
     assert body == [
@@ -209,9 +212,12 @@ def test_some_pairs_measured_anew() -> None:
         return replace(finding("heavy", first, "window", mean)[0], protocol=protocol)
 
     before = [
-        known("h2o", "aware", 0.1), known("h2o", TEXT, 0.2), known("ada", "aware", 0.3), known("ada", TEXT, 0.4),
+        known("h2o", "aware", 0.1),
+        known("h2o", TEXT, 0.2),
+        known("ada", "aware", 0.3),
+        known("ada", TEXT, 0.4),
         known("snapkv", TEXT, 0.5),
-    ]  # fmt: skip
+    ]
     found = [known("ada", TEXT, 0.6), known("h2o", TEXT, 0.5), known("tova", TEXT, 0.7)]
     assert renewed(before, found) == [before[0], found[1], before[2], found[0], before[4], found[2]]
     assert renewed([], found) == found

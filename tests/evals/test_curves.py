@@ -94,8 +94,15 @@ def test_the_section_has_every_number() -> None:
     press = f"`{PRESSES['ada']}` (kvpress 0.5.5)"
     assert lines[0] == ["protocol", "budget", "`ada`", "bytes of full", press, "bytes of full", "window", "oracle"]
     assert lines[2] == [
-        "aware", "5%", "60.0% (57.8% to 62.2%)", "20.0%", "60.0% (57.8% to 62.2%)", "100.0% †", "20.0%", "80.0%",
-    ]  # fmt: skip
+        "aware",
+        "5%",
+        "60.0% (57.8% to 62.2%)",
+        "20.0%",
+        "60.0% (57.8% to 62.2%)",
+        "100.0% †",
+        "20.0%",
+        "80.0%",
+    ]
     assert [line[:2] for line in lines[2:]] == [["aware", "5%"], ["aware", "20%"]]
     assert "![Quality of ada over budgets](x.svg)" in text
     assert "`m`: the mean over `a`, `b`, 200 questions each, seed 7" in text

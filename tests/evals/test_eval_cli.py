@@ -40,10 +40,27 @@ def call(*arguments: str) -> Result:
 def test_a_local_model_from_end_to_end(folder: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = [
-        "--model", folder, "--method", "full,h2o:recent=0.25,window", "--budget", "30%,7", "--tasks", "tiny",
-        "--samples", "3", "--seed", "7", "--protocol", "aware,agnostic,turns", "--batch-size", "5", "--device", "cpu",
-        "--out", str(out),
-    ]  # fmt: skip
+        "--model",
+        folder,
+        "--method",
+        "full,h2o:recent=0.25,window",
+        "--budget",
+        "30%,7",
+        "--tasks",
+        "tiny",
+        "--samples",
+        "3",
+        "--seed",
+        "7",
+        "--protocol",
+        "aware,agnostic,turns",
+        "--batch-size",
+        "5",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     result = call(*arguments)
     assert result.exit_code == 0, result.output + str(result.exception)
     rows = json.loads((out / "summary.json").read_text())
@@ -81,9 +98,21 @@ def test_failures_are_said_aloud(folder: str, tmp_path: Path, monkeypatch: pytes
 
 def test_the_bundled_model_answers_its_own_task(tmp_path: Path) -> None:
     result = call(
-        "--method", "full,window", "--tasks", "recall:length=256:pairs=16:questions=4", "--protocol", "agnostic",
-        "--budget", "20%", "--samples", "3", "--device", "cpu", "--out", str(tmp_path),
-    )  # fmt: skip
+        "--method",
+        "full,window",
+        "--tasks",
+        "recall:length=256:pairs=16:questions=4",
+        "--protocol",
+        "agnostic",
+        "--budget",
+        "20%",
+        "--samples",
+        "3",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    )
     assert result.exit_code == 0, result.output + str(result.exception)
     rows = {row["method"]: row for row in json.loads((tmp_path / "summary.json").read_text())}
     assert rows["full"]["n"] == rows["window"]["n"] == 12

@@ -33,9 +33,16 @@ CONTEXT, CONTINUATION, WINDOWS = 150, 5, 45
 def model(seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     return build(
-        "LlamaConfig", "LlamaForCausalLM", vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=48,
-    )  # fmt: skip
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=48,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +56,19 @@ def novel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def table(novel: Path) -> Fit:
     return mp.fit(
-        model(), tiny_tokenizer(), novel, "h2o", budgets=BUDGETS, codecs=CODECS, context=CONTEXT,
-        continuation=CONTINUATION, windows=WINDOWS, batch=8, out=novel.with_suffix(".json"), sinks=1,
-    )  # fmt: skip
+        model(),
+        tiny_tokenizer(),
+        novel,
+        "h2o",
+        budgets=BUDGETS,
+        codecs=CODECS,
+        context=CONTEXT,
+        continuation=CONTINUATION,
+        windows=WINDOWS,
+        batch=8,
+        out=novel.with_suffix(".json"),
+        sinks=1,
+    )
 
 
 def made(*rows: tuple[str | None, str, float, float], method: str = "h2o", **more: Any) -> Fit:
@@ -123,7 +140,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"context": 800}, DataError, "45 are needed"),
         ({"text": "/nowhere.txt"}, DataError, "nowhere"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_measured(changed: dict[str, Any], error: type[Exception], match: str, novel: Path) -> None:
     given: dict[str, Any] = {"text": novel, "method": "h2o", **changed}
     with pytest.raises(error, match=match):
@@ -218,7 +235,7 @@ def test_a_method_without_a_budget_chooses_a_format() -> None:
         ({"max_kl": 1, "fit": "/nowhere.json"}, DataError, "no table '/nowhere.json'"),
         ({"max_kl": 1, "fit": None}, DataError, "measure one with 'millpond fit"),
     ],
-)  # fmt: skip
+)
 def test_what_compress_refuses(given: dict[str, Any], error: type[Exception], match: str) -> None:
     settings: dict[str, Any] = {"method": "h2o", "budget": "auto", "fit": made(("16", "auto", 0.1, 0.1)), **given}
     with pytest.raises(error, match=match):
@@ -294,10 +311,28 @@ def test_the_command_line(novel: Path, tmp_path: Path) -> None:
 
     out = tmp_path / "fit.json"
     arguments = [
-        "fit", "--text", str(novel), "--model", save_tiny(tmp_path / "tiny"), "--method", "window", "--budget", "8,50%",
-        "--codec", "auto", "--length", "30", "--continuation", "2", "--windows", "45", "--batch", "45", "--out",
+        "fit",
+        "--text",
+        str(novel),
+        "--model",
+        save_tiny(tmp_path / "tiny"),
+        "--method",
+        "window",
+        "--budget",
+        "8,50%",
+        "--codec",
+        "auto",
+        "--length",
+        "30",
+        "--continuation",
+        "2",
+        "--windows",
+        "45",
+        "--batch",
+        "45",
+        "--out",
         str(out),
-    ]  # fmt: skip
+    ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "| 50%, at least 15 | auto |" in done.output

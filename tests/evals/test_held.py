@@ -50,9 +50,14 @@ def test_bytes_are_those_of_the_codec_and_the_full_cache_is_in_the_models_number
 
 
 def compare(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], method: str, budget: str,
-    codec: str, protocol: Protocol,
-) -> None:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: list[Sample],
+    method: str,
+    budget: str,
+    codec: str,
+    protocol: Protocol,
+) -> None:
     """Records of a batch of prompts beside the statistics of caches that read each prompt alone."""
     spec = Spec.parse(method)
     prompts = tuple(prompt for sample in samples for prompt in encode(sample, tokenizer, "generate", protocol))

@@ -124,10 +124,18 @@ def test_every_key(browser: Browser, file: Path, trace: Trace) -> None:
     at(browser, file)
     last = trace.n_steps
     for key, wanted in [
-        ("ArrowRight", [1, 0, 0]), ("ArrowRight", [2, 0, 0]), ("ArrowLeft", [1, 0, 0]), ("ArrowDown", [1, 0, 1]),
-        ("ArrowDown", [1, 0, 1]), ("PageDown", [1, 1, 1]), ("ArrowUp", [1, 1, 0]), ("PageUp", [1, 0, 0]),
-        ("End", [last, 0, 0]), ("ArrowRight", [last, 0, 0]), ("Home", [0, 0, 0]),
-    ]:  # fmt: skip
+        ("ArrowRight", [1, 0, 0]),
+        ("ArrowRight", [2, 0, 0]),
+        ("ArrowLeft", [1, 0, 0]),
+        ("ArrowDown", [1, 0, 1]),
+        ("ArrowDown", [1, 0, 1]),
+        ("PageDown", [1, 1, 1]),
+        ("ArrowUp", [1, 1, 0]),
+        ("PageUp", [1, 0, 0]),
+        ("End", [last, 0, 0]),
+        ("ArrowRight", [last, 0, 0]),
+        ("Home", [0, 0, 0]),
+    ]:
         browser.press(key)
         assert browser.run(STATE) == wanted, key
         assert browser.run("location.hash") == "#step={}&layer={}&head={}".format(*wanted)
@@ -240,10 +248,14 @@ def large() -> Trace:
         return HeadTrace(tuple(first), changes, 1e-3, 50.0, levels)
 
     return Trace(
-        {"method": "h2o"}, tuple(f" word{i % 97}" for i in range(n + steps + 1)), n,
-        tuple(tuple(one() for _ in range(4)) for _ in range(8)), tuple(range(0, steps + 1, 4)),
-        (1,) * (steps + 1), (5,) * (steps + 1),
-    )  # fmt: skip
+        {"method": "h2o"},
+        tuple(f" word{i % 97}" for i in range(n + steps + 1)),
+        n,
+        tuple(tuple(one() for _ in range(4)) for _ in range(8)),
+        tuple(range(0, steps + 1, 4)),
+        (1,) * (steps + 1),
+        (5,) * (steps + 1),
+    )
 
 
 @in_browser
@@ -267,12 +279,16 @@ def test_a_full_cache_of_that_size_stays_below_15_mb() -> None:
     whole = tuple(range(4096))
     heads = tuple(
         tuple(
-            replace(h, first=whole, changes=tuple(Change((), c.added) for c in h.changes),
-                    levels=tuple(bytes(4096 + 4 * f) for f in range(33)))
+            replace(
+                h,
+                first=whole,
+                changes=tuple(Change((), c.added) for c in h.changes),
+                levels=tuple(bytes(4096 + 4 * f) for f in range(33)),
+            )
             for h in layer
         )
         for layer in made.heads
-    )  # fmt: skip
+    )
     assert len(page(replace(made, heads=heads))) < 15_000_000
 
 
@@ -290,10 +306,24 @@ def test_the_command_writes_page_and_trace(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(text(60, 5))
     done = CliRunner().invoke(
         app,
-        ["inspect", "--prompt-file", str(tmp_path / "prompt.txt"), "--model", model, "--budget", "24", "-o", "sinks=2",
-         "--max-new-tokens", "4", "--out", str(tmp_path / "x" / "page.html"),
-         "--trace", str(tmp_path / "a.trace.json")],
-    )  # fmt: skip
+        [
+            "inspect",
+            "--prompt-file",
+            str(tmp_path / "prompt.txt"),
+            "--model",
+            model,
+            "--budget",
+            "24",
+            "-o",
+            "sinks=2",
+            "--max-new-tokens",
+            "4",
+            "--out",
+            str(tmp_path / "x" / "page.html"),
+            "--trace",
+            str(tmp_path / "a.trace.json"),
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "61 tokens read, 4 written" in done.output
     trace = read_trace(tmp_path / "a.trace.json")

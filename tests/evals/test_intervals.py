@@ -17,9 +17,12 @@ def of(right: int, n: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("right", "n", "low", "high"),
     [  # Newcombe (1998), Statistics in Medicine 17:857, table I, method 3
-        (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718),
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
     ],
-)  # fmt: skip
+)
 def test_right_answers_have_wilsons_interval(right: int, n: int, low: float, high: float) -> None:
     found = share_interval(of(right, n))
     assert found.mean == right / n

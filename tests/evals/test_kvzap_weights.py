@@ -21,8 +21,11 @@ def test_the_order_is_nearly_that_of_the_heads(
     folder = tmp_path / "nvidia" / "KVzap-mlp-pond-recall"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert {name: config[name] for name in ("input_dim", "hidden_dim", "output_dim", "n_modules")} == {
-        "input_dim": 192, "hidden_dim": 384, "output_dim": 2, "n_modules": 5,
-    }  # fmt: skip
+        "input_dim": 192,
+        "hidden_dim": 384,
+        "output_dim": 2,
+        "n_modules": 5,
+    }
     with safe_open(folder / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert shapes["layers.4.0.weight"] == (384, 192)

@@ -55,11 +55,13 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [
         {
-            "text": s.context + s.questions[0].text, "choices": list(s.questions[0].choices),
-            "right": s.questions[0].right, "answer": s.questions[0].references[0],
+            "text": s.context + s.questions[0].text,
+            "choices": list(s.questions[0].choices),
+            "right": s.questions[0].right,
+            "answer": s.questions[0].references[0],
         }
         for s in one_question_each()
-    ]  # fmt: skip
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\ntest_split: test\n"
     (tmp_path / "pond_choice.yaml").write_text(
@@ -95,9 +97,13 @@ def test_a_local_task_gives_the_numbers_of_our_harness(
 
     arguments = {"pretrained": folder, "method": method, **({"budget": budget} if budget else {}), "device": "cpu"}
     result = simple_evaluate(
-        model="millpond", model_args=arguments, tasks=["pond_choice", "pond_say"], batch_size=size,
-        task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0,
-    )  # fmt: skip
+        model="millpond",
+        model_args=arguments,
+        tasks=["pond_choice", "pond_say"],
+        batch_size=size,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
     items = one_question_each()
     chosen = examined(TinyTask("choice", items), method, budget)
     assert result["results"]["pond_choice"]["acc,none"] == pytest.approx(sum(r.score for r in chosen) / 6)
@@ -221,10 +227,23 @@ def test_the_command_names_the_model_where_nobody_does() -> None:
 @pytest.mark.slow  # lm-eval reads its own thousands of tasks first
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_runs_a_local_task(door: Any, folder: str, tasks: Path) -> None:
-    result = CliRunner().invoke(app, [
-        "lm-eval", "--model_args", f"pretrained={folder},method=h2o,budget=30%", "--tasks", "pond_say",
-        "--device", "cpu", "--include_path", str(tasks), "--output_path", str(tasks / "out"), "--log_samples",
-    ])  # fmt: skip
+    result = CliRunner().invoke(
+        app,
+        [
+            "lm-eval",
+            "--model_args",
+            f"pretrained={folder},method=h2o,budget=30%",
+            "--tasks",
+            "pond_say",
+            "--device",
+            "cpu",
+            "--include_path",
+            str(tasks),
+            "--output_path",
+            str(tasks / "out"),
+            "--log_samples",
+        ],
+    )
     assert result.exit_code == 0, result.output + str(result.exception)
     (written,) = (tasks / "out").rglob("results_*.json")
     assert json.loads(written.read_text())["config"]["kept_share"] == pytest.approx(0.3, abs=0.02)

@@ -122,9 +122,15 @@ def test_classes() -> None:
 
 def test_letters() -> None:
     for answer, score in (
-        ("B", 1.0), ("(B)", 1.0), ("B. Because A is wrong", 1.0), ("The answer is B", 1.0),
-        ("A", 0.0), ("A and B", 0.0), ("", 0.0), ("Bob", 0.0),
-    ):  # fmt: skip
+        ("B", 1.0),
+        ("(B)", 1.0),
+        ("B. Because A is wrong", 1.0),
+        ("The answer is B", 1.0),
+        ("A", 0.0),
+        ("A and B", 0.0),
+        ("", 0.0),
+        ("Bob", 0.0),
+    ):
         assert m.letters_chosen(["B"], answer) == score, answer
     for answer in ("ACD", "A, C, D", "A, C and D", "D C A"):
         assert m.letters_chosen(["ACD"], answer) == 1.0, answer

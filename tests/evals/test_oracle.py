@@ -313,10 +313,15 @@ def test_recall_of_the_bundled_model() -> None:
 @pytest.mark.parametrize(
     ("kind", "protocol"),
     [
-        ("generate", "aware"), ("generate", "agnostic"), ("generate", "turns"), ("choice", "agnostic"),
-        ("choice", "turns"), ("perplexity", "turns"), ("fidelity", "agnostic"),
+        ("generate", "aware"),
+        ("generate", "agnostic"),
+        ("generate", "turns"),
+        ("choice", "agnostic"),
+        ("choice", "turns"),
+        ("perplexity", "turns"),
+        ("fidelity", "agnostic"),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_tasks_and_protocols(kind: Any, protocol: Any) -> None:
     """A budget of everything gives the full cache's numbers; a small one is the same in any batch."""
     task = TinyTask(kind, tiny_samples(3))

@@ -10,9 +10,7 @@ from millpond.evals.harness.paired_difference import difference
 
 
 def records(scores: list[float], weight: float = 1.0, question: int = 0) -> list[Record]:
-    return [
-        Record("c", f"s{i}", question, "", score, weight, 10, 0.2, 20, 100) for i, score in enumerate(scores)
-    ]  # fmt: skip
+    return [Record("c", f"s{i}", question, "", score, weight, 10, 0.2, 20, 100) for i, score in enumerate(scores)]
 
 
 def test_the_mean_is_over_tasks_of_the_mean_over_questions() -> None:

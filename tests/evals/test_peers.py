@@ -61,10 +61,18 @@ def tiny_tasks() -> Iterator[None]:
 
 
 def plan(methods: str = "full,SnapKVPress", peer: str = "fake 1.0", **changes: Any) -> PeerPlan:
-    return PeerPlan(**{
-        "model": "tiny", "methods": parse_specs(methods, "method"), "tasks": parse_specs("tiny", "tasks"),
-        "budgets": ["30%"], "samples": 3, "batch_size": 1, "peer": peer, **changes,
-    })  # fmt: skip
+    return PeerPlan(
+        **{
+            "model": "tiny",
+            "methods": parse_specs(methods, "method"),
+            "tasks": parse_specs("tiny", "tasks"),
+            "budgets": ["30%"],
+            "samples": 3,
+            "batch_size": 1,
+            "peer": peer,
+            **changes,
+        }
+    )
 
 
 def go(folder: Path, plan: PeerPlan, **options: Any) -> list[Any]:
@@ -114,8 +122,11 @@ def test_answers_are_scored_by_our_tasks_and_stand_in_our_folder(tmp_path: Path)
     told: list[Any] = []
     rows = go(tmp_path, plan(), progress=lambda cell, done, total: told.append((cell.method, done, total)))
     assert [(r.peer, r.method) for r in rows] == [
-        ("millpond", "full"), ("millpond", "h2o"), ("fake 1.0", "full"), ("fake 1.0", "SnapKVPress"),
-    ]  # fmt: skip
+        ("millpond", "full"),
+        ("millpond", "h2o"),
+        ("fake 1.0", "full"),
+        ("fake 1.0", "SnapKVPress"),
+    ]
     assert rows == read_rows(tmp_path)
     assert told[0] == ("full", 0, 3)
     assert told[-1] == ("SnapKVPress", 3, 3)
@@ -151,9 +162,13 @@ def test_a_peer_that_masks_is_said_to_mask_also_when_we_go_on(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("press", "failures", "match"),
-    [("refuses", 9, "fake 1.0: AssertionError: window too long"), ("garbled", 9, "the reply is to 'another'"),
-     ("half", 9, "no hyperplane"), ("dies", 3, "exit status 3")],
-)  # fmt: skip
+    [
+        ("refuses", 9, "fake 1.0: AssertionError: window too long"),
+        ("garbled", 9, "the reply is to 'another'"),
+        ("half", 9, "no hyperplane"),
+        ("dies", 3, "exit status 3"),
+    ],
+)
 def test_a_peer_that_fails_is_a_counted_failure(tmp_path: Path, press: str, failures: int, match: str) -> None:
     (row,) = go(tmp_path, plan(f"SnapKVPress_{press}"))
     assert (row.n, row.failures) == (9, failures)
@@ -261,8 +276,22 @@ def test_mistakes_of_the_command_are_one_sentence(arguments: list[str], match: s
 @pytest.mark.skipif(not KVPRESS.exists(), reason="needs kvpress: run benchmarks/peers/kvpress_env.sh")
 def test_kvpress_answers_as_we_do_with_the_full_cache(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
-    both = ["--model", folder, "--tasks", "tiny_long", "--samples", "2", "--protocol", "aware,agnostic",
-            "--budget", "30%", "--out", str(tmp_path / "out"), "--dtype", "f32"]  # fmt: skip
+    both = [
+        "--model",
+        folder,
+        "--tasks",
+        "tiny_long",
+        "--samples",
+        "2",
+        "--protocol",
+        "aware,agnostic",
+        "--budget",
+        "30%",
+        "--out",
+        str(tmp_path / "out"),
+        "--dtype",
+        "f32",
+    ]
     assert CliRunner().invoke(app, ["eval", *both, "--method", "full,h2o", "--device", "cpu"]).exit_code == 0
     presses = (
         "full,SnapKVPress:window_size=16,ObservedAttentionPress,AdaKVPress(SnapKVPress):window_size=16,"

@@ -60,9 +60,12 @@ def test_the_curves_are_those_of_every_method(programs: Path) -> None:
     assert words(option(agnostic, "method"), "method") == [name for name in named if name != "oracle"]
     assert {name.partition(":")[0] for name in named} == {*METHODS.names(), "oracle"} - {"minference"}
     plan = EvalPlan(
-        "m", parse_specs(option(aware, "method"), "method"), parse_specs(option(aware, "tasks"), "tasks"),
-        words(option(aware, "budget"), "budget"), samples=int(option(aware, "samples")),
-    )  # fmt: skip
+        "m",
+        parse_specs(option(aware, "method"), "method"),
+        parse_specs(option(aware, "tasks"), "tasks"),
+        words(option(aware, "budget"), "budget"),
+        samples=int(option(aware, "samples")),
+    )
     assert len(plan.built) == 4
     assert plan.samples == 40
     assert len(plan.cells()) == 4 * (1 + 4 * (len(named) - 1))
@@ -87,9 +90,7 @@ def test_every_counterpart_is_asked(programs: Path) -> None:
     ours = called(programs, "curves")[0]
     for name in ("tasks", "budget", "samples", "seed", "out"):
         assert option(aware, name) == option(ours, name)
-    plan = PeerPlan(
-        "m", parse_specs(presses, "method"), parse_specs(option(aware, "tasks"), "tasks"), ["5%"], peer="x"
-    )  # fmt: skip
+    plan = PeerPlan("m", parse_specs(presses, "method"), parse_specs(option(aware, "tasks"), "tasks"), ["5%"], peer="x")
     assert len(plan.cells()) == 4 * len(words(presses, "method"))
 
 
@@ -149,6 +150,13 @@ def test_the_orderings_are_made_of_curves_needles_and_text(programs: Path) -> No
     (call,) = called(programs, "orderings")
     out = f"{programs}/out"
     assert call == [
-        "python", "benchmarks/quality/orderings.py", f"{out}/curves-aware", f"{out}/needles-aware",
-        f"{out}/curves-agnostic", f"{out}/needles-agnostic", f"{out}/pairs-text", "--out", f"{out}/orderings.json",
-    ]  # fmt: skip
+        "python",
+        "benchmarks/quality/orderings.py",
+        f"{out}/curves-aware",
+        f"{out}/needles-aware",
+        f"{out}/curves-agnostic",
+        f"{out}/needles-agnostic",
+        f"{out}/pairs-text",
+        "--out",
+        f"{out}/orderings.json",
+    ]

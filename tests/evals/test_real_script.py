@@ -36,10 +36,15 @@ def plan(call: list[str]) -> EvalPlan:
     """What `millpond eval` would run."""
     said = dict(zip(call[2::2], call[3::2], strict=True))
     return EvalPlan(
-        said["--model"], parse_specs(said["--method"], "method"), parse_specs(said["--tasks"], "tasks"),
-        words(said["--budget"], "budget") if "--budget" in said else None, [said.get("--codec", "auto")],
-        words(said.get("--protocol", "aware"), "protocol"), int(said["--samples"]), int(said["--seed"]),
-    )  # fmt: skip
+        said["--model"],
+        parse_specs(said["--method"], "method"),
+        parse_specs(said["--tasks"], "tasks"),
+        words(said["--budget"], "budget") if "--budget" in said else None,
+        [said.get("--codec", "auto")],
+        words(said.get("--protocol", "aware"), "protocol"),
+        int(said["--samples"]),
+        int(said["--seed"]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,15 @@ def test_evaluations_compare_with_the_full_cache_on_held_out_books(
     cells = []
     for said in called(tmp_path, part):
         plan = EvalPlan(
-            said["--model"], parse_specs(said["--method"], "method"), parse_specs(said["--tasks"], "tasks"),
-            words(said["--budget"], "budget") if "--budget" in said else None, ["auto"],
-            words(said.get("--protocol", "aware"), "protocol"), int(said["--samples"]), int(said["--seed"]),
-        )  # fmt: skip
+            said["--model"],
+            parse_specs(said["--method"], "method"),
+            parse_specs(said["--tasks"], "tasks"),
+            words(said["--budget"], "budget") if "--budget" in said else None,
+            ["auto"],
+            words(said.get("--protocol", "aware"), "protocol"),
+            int(said["--samples"]),
+            int(said["--seed"]),
+        )
         assert all(spec.options.get("path", spec.options.get("essay")) in HELD_OUT for spec in plan.tasks)
         cells += plan.cells()
     assert {(cell.protocol, cell.task.partition(":")[0]) for cell in cells} == {(protocol, task)}

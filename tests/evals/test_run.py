@@ -43,10 +43,17 @@ def tiny_tasks() -> Iterator[None]:
 
 
 def plan(**changes: Any) -> EvalPlan:
-    return EvalPlan(**{
-        "model": "tiny", "methods": parse_specs("full,h2o,window", "method"), "tasks": parse_specs("tiny", "tasks"),
-        "budgets": ["30%", "7"], "samples": 3, "batch_size": 4, **changes,
-    })  # fmt: skip
+    return EvalPlan(
+        **{
+            "model": "tiny",
+            "methods": parse_specs("full,h2o,window", "method"),
+            "tasks": parse_specs("tiny", "tasks"),
+            "budgets": ["30%", "7"],
+            "samples": 3,
+            "batch_size": 4,
+            **changes,
+        }
+    )
 
 
 def go(folder: Path, plan: EvalPlan, **options: Any) -> list[Any]:
@@ -206,9 +213,12 @@ def test_records_without_their_run_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("items", "match"),
-    [((), "has no sample"), ((*tiny_samples(1), *tiny_samples(1)), "the same id"),
-     ((replace(tiny_samples(1)[0], questions=()),), "asks nothing")],
-)  # fmt: skip
+    [
+        ((), "has no sample"),
+        ((*tiny_samples(1), *tiny_samples(1)), "the same id"),
+        ((replace(tiny_samples(1)[0], questions=()),), "asks nothing"),
+    ],
+)
 def test_a_task_without_proper_samples_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: Any, match: str
 ) -> None:

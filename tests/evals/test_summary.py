@@ -17,9 +17,19 @@ def record(
     sample: str, score: float, weight: float = 1.0, question: int = 0, failure: str = "", **extra: float
 ) -> Record:
     return Record(
-        CELL.key, sample, question, "", score, weight, 10, 0.25, 0 if failure else 100, 0 if failure else 400, failure,
+        CELL.key,
+        sample,
+        question,
+        "",
+        score,
+        weight,
+        10,
+        0.25,
+        0 if failure else 100,
+        0 if failure else 400,
+        failure,
         extra=extra,
-    )  # fmt: skip
+    )
 
 
 def test_a_share_of_right_answers_has_the_interval_of_its_binomial() -> None:

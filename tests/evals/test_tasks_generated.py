@@ -257,17 +257,21 @@ SQUAD = {
     "data": [
         {
             "paragraphs": [
-                {"context": "The mill was built in 1612 by Anna.", "qas": [
-                    {"question": "When was the mill built?", "answers": [{"text": "1612"}, {"text": "in 1612"}]},
-                    {"id": "b", "question": "Who sold it?", "answers": [], "is_impossible": True},
-                ]},
-                {"context": "The pond is four metres deep.", "qas": [
-                    {"id": "c", "question": "How deep is the pond?", "answers": [{"text": "four metres"}]},
-                ]},
+                {
+                    "context": "The mill was built in 1612 by Anna.",
+                    "qas": [
+                        {"question": "When was the mill built?", "answers": [{"text": "1612"}, {"text": "in 1612"}]},
+                        {"id": "b", "question": "Who sold it?", "answers": [], "is_impossible": True},
+                    ],
+                },
+                {
+                    "context": "The pond is four metres deep.",
+                    "qas": [{"id": "c", "question": "How deep is the pond?", "answers": [{"text": "four metres"}]}],
+                },
             ]
         }
     ]
-}  # fmt: skip
+}
 HOTPOT = [
     {
         "question": "Who?",

@@ -7,10 +7,17 @@ import millpond as mp
 from tests.helpers.hf.families import family, generate, left_padded, shared_model, text
 
 ALL = [
-    ("full", None, {}), ("h2o", 12, {}), ("h2o", 12, {"prefill": "greedy"}), ("snapkv", 12, {"window": 4}),
-    ("snapkv", 12, {"window": 4, "decode": "evict"}), ("ada", 12, {"score": "h2o"}), ("tova", 9, {}),
-    ("streaming", 12, {}), ("window", 9, {}), ("random", 12, {}),
-]  # fmt: skip
+    ("full", None, {}),
+    ("h2o", 12, {}),
+    ("h2o", 12, {"prefill": "greedy"}),
+    ("snapkv", 12, {"window": 4}),
+    ("snapkv", 12, {"window": 4, "decode": "evict"}),
+    ("ada", 12, {"score": "h2o"}),
+    ("tova", 9, {}),
+    ("streaming", 12, {}),
+    ("window", 9, {}),
+    ("random", 12, {}),
+]
 
 
 def repeating(length: int) -> dict[str, torch.Tensor]:

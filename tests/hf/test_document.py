@@ -18,12 +18,14 @@ from tests.helpers.matrix.models import llama
 IDS = torch.randint(2, 96, (1, 90), generator=torch.Generator().manual_seed(4))
 QUESTION = torch.randint(2, 96, (1, 5), generator=torch.Generator().manual_seed(5))
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dms": {"window": 8}, "duo_attention": {"recent": 8}, "simlayerkv": {"recent": 8},
+    "dms": {"window": 8},
+    "duo_attention": {"recent": 8},
+    "simlayerkv": {"recent": 8},
     "fastgen": {"special": "2;3", "punctuation": "5;6", "threshold": 0.7},
     "infllm": {"sinks": 2, "block": 4, "local": 8, "representatives": 2},
     "kvzip": {"ask": "5;6"},
     "layer_table": {"table": "3;1"},
-}  # fmt: skip
+}
 REFUSED = {"sirllm"}
 
 
@@ -75,9 +77,16 @@ def wide() -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        attn_implementation="sdpa",
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -47,7 +47,7 @@ PAGES: dict[str, Change] = {
     "too few pages": with_("0.sealed.pages.0", lambda t: t[1:]),
     "pages that are not there": with_("0.sealed.owned", lambda t: t + 50),
     "more dead than alive": with_("0.sealed.dead", lambda t: t + 10**6),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,12 @@ from tests.helpers.hf.families import NAMES, left_padded, shared_model, text
 
 LENGTHS, STEPS = [19, 26, 13], 8
 METHODS = [
-    ("h2o", 9, {}), ("tova", 7, {}), ("random", 7, {}), ("ada", 9, {"score": "h2o"}), ("snapkv", 9, {"window": 3}),
-]  # fmt: skip
+    ("h2o", 9, {}),
+    ("tova", 7, {}),
+    ("random", 7, {}),
+    ("ada", 9, {"score": "h2o"}),
+    ("snapkv", 9, {"window": 3}),
+]
 
 
 class Oracle:

@@ -24,9 +24,13 @@ def model_of(name: str, dtype: torch.dtype) -> torch.nn.Module:
 def assert_same_logits(model, prompt: torch.Tensor, n_new: int, **options) -> None:
     """Each logit of assisted generation is that of plain decoding, bit by bit."""
     settings = {
-        "max_new_tokens": n_new, "do_sample": False, "return_dict_in_generate": True, "output_logits": True,
-        "eos_token_id": None, "pad_token_id": 0,
-    }  # fmt: skip
+        "max_new_tokens": n_new,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     ones = torch.ones_like(prompt)
     with mp.compress(model, "full") as cache:
         plain = model.generate(prompt, attention_mask=ones, cache=cache, **settings)

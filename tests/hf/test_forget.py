@@ -172,9 +172,16 @@ def test_tokens_are_taken_back_where_a_pass_is_recorded() -> None:
 
 @pytest.mark.parametrize(
     ("span", "said"),
-    [((5, 5), "one token at least"), ((-1, 3), "lie in"), ((3, 21), "0 to 19"), ((1.0, 3), "whole"), (7, "whole"),
-     ((True, 3), "whole"), ("ab", "whole")],
-)  # fmt: skip
+    [
+        ((5, 5), "one token at least"),
+        ((-1, 3), "lie in"),
+        ((3, 21), "0 to 19"),
+        ((1.0, 3), "whole"),
+        (7, "whole"),
+        ((True, 3), "whole"),
+        ("ab", "whole"),
+    ],
+)
 @torch.no_grad()
 def test_spans_outside_the_text_are_refused(span: Any, said: str) -> None:
     with mp.compress(model(), "full", attach=False) as cache:
@@ -218,10 +225,17 @@ def test_methods_that_cannot_forget_say_why(method: str, said: str) -> None:
 
 #: Methods that remember more of a text than its entries, and options under which a plan counts them.
 OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("h2o", {"decode": "once"}), ("h2o", {"decode": "grow"}), ("snapkv", {"window": 8}), ("ada", {"score": "h2o"}),
-    ("fastgen", {"special": "0;1", "punctuation": "2"}), ("kvzip", {"ask": "none"}), ("expected_attention", {}),
-    ("streaming", {"positions": "absolute"}), ("lagkv", {}), ("keydiff", {}),
-]  # fmt: skip
+    ("h2o", {"decode": "once"}),
+    ("h2o", {"decode": "grow"}),
+    ("snapkv", {"window": 8}),
+    ("ada", {"score": "h2o"}),
+    ("fastgen", {"special": "0;1", "punctuation": "2"}),
+    ("kvzip", {"ask": "none"}),
+    ("expected_attention", {}),
+    ("streaming", {"positions": "absolute"}),
+    ("lagkv", {}),
+    ("keydiff", {}),
+]
 
 
 @pytest.mark.parametrize(("method", "options"), OTHERS)

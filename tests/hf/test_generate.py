@@ -11,10 +11,15 @@ from tests.helpers.hf.families import family, generate, left_padded, most_stored
 #: One of each way to store: per head; windows and a soft cap; latents.
 MODELS = ["llama", "gemma2", "deepseek_v3"]
 SMALL = [
-    ("h2o", 12, {}), ("ada", 12, {"score": "h2o"}), ("snapkv", 12, {"window": 4}), ("tova", 9, {}),
-    ("streaming", 12, {}), ("random", 12, {}), ("snapkv", 12, {"window": 4, "decode": "evict"}),
+    ("h2o", 12, {}),
+    ("ada", 12, {"score": "h2o"}),
+    ("snapkv", 12, {"window": 4}),
+    ("tova", 9, {}),
+    ("streaming", 12, {}),
+    ("random", 12, {}),
+    ("snapkv", 12, {"window": 4, "decode": "evict"}),
     ("h2o", 12, {"prefill": "greedy"}),
-]  # fmt: skip
+]
 
 
 def rotates(name: str, method: str) -> bool:
@@ -144,9 +149,11 @@ def test_a_chosen_batch_goes_on_like_a_batch_made_of_the_chosen(name, method, bu
             for column in range(6):
                 mask = torch.cat([mask, mask.new_ones(4, 1)], 1)
                 out = model(
-                    input_ids=more[:, column : column + 1], attention_mask=mask,
-                    position_ids=(last + column)[:, None], cache=cache,
-                )  # fmt: skip
+                    input_ids=more[:, column : column + 1],
+                    attention_mask=mask,
+                    position_ids=(last + column)[:, None],
+                    cache=cache,
+                )
                 logits.append(out.logits)
             cache.check_integrity()
     torch.testing.assert_close(torch.cat(logits[:6]), torch.cat(logits[6:]), atol=1e-5, rtol=0)

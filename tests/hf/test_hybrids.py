@@ -22,9 +22,20 @@ from tests.helpers.hf.tiny_types import STEPS, WITHIN, ids_of, model_of, stock_o
 FAST = ["lfm2", "qwen3_next", "zamba2", "jamba"]
 #: With the ones above all hybrids that write text, but for those that the page of types has as refused.
 OTHERS = [
-    "bamba", "bailing_hybrid", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2_moe", "lfm3", "nemotron_h",
-    "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "zamba", "zaya",
-]  # fmt: skip
+    "bamba",
+    "bailing_hybrid",
+    "falcon_h1",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2_moe",
+    "lfm3",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "zamba",
+    "zaya",
+]
 ALL = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 
 

@@ -29,16 +29,25 @@ from tests.helpers.hf.families import VOCABULARY, build, family, left_padded, ru
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
     "llama 80": ("llama", {"head_dim": 80}),
-    "yarn": ("llama", {"head_dim": 32, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
-    }}),
+    "yarn": (
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "gpt_neox": ("gpt_neox", {"hidden_size": 64}),
     "phi": ("phi", {"hidden_size": 128, "partial_rotary_factor": 0.5}),
     "cohere": ("cohere", {"hidden_size": 64}),
     "gemma3": ("gemma3", {"head_dim": 16}),
     "gpt2": ("gpt2", {"hidden_size": 64}),
-}  # fmt: skip
+}
 LENGTH, STEPS = 120, 40
 
 
@@ -200,8 +209,17 @@ def test_a_codec_that_needs_one_asks_for_it() -> None:
 
 
 def test_another_model_is_told_by_its_weights_but_not_by_its_dtype() -> None:
-    other = build("LlamaConfig", "LlamaForCausalLM", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2,
-                  num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48)  # fmt: skip
+    other = build(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+    )
     with pytest.raises(CacheMismatchError, match="made for another model"):
         mp.compress(other, codec="kvquant4", calibration=calibrated("llama"))
     same = family("llama").make(head_dim=16).bfloat16()
@@ -221,9 +239,14 @@ def test_files_that_are_no_calibration(tmp_path: Path) -> None:
         load_calibration(tmp_path / "other")
     calibrated("llama").save(tmp_path / "good")
     about = {
-        "format": "millpond calibration 1", "model": "x", "name": "x", "layers": "2", "bits": "[4]", "outliers": "0.01",
+        "format": "millpond calibration 1",
+        "model": "x",
+        "name": "x",
+        "layers": "2",
+        "bits": "[4]",
+        "outliers": "0.01",
         "sinks": "1",
-    }  # fmt: skip
+    }
     tensors = load_file(tmp_path / "good")
     save_file({name: t for name, t in tensors.items() if name != "1.key_scale"}, tmp_path / "lacks", about)
     save_file(tensors | {"0.key_table.4": torch.zeros(15)}, tmp_path / "short", about)

@@ -65,10 +65,17 @@ def both(model, latents, expanded, columns, mask, shape):
 
 
 METHODS_WITH_BUDGETS = [
-    ("full", 99, {}), ("h2o", 6, {}), ("h2o", 6, {"average": True, "sinks": 1}), ("h2o", 6, {"prefill": "greedy"}),
-    ("h2o", 6, {"decay": 0.7}), ("h2o", 6, {"decay": 0.7, "reduce": "max"}),
-    ("h2o", 6, {"reduce": "sum"}), ("tova", 5, {}), ("window", 5, {}), ("snapkv", 6, {"window": 3, "pool": "none"}),
-]  # fmt: skip
+    ("full", 99, {}),
+    ("h2o", 6, {}),
+    ("h2o", 6, {"average": True, "sinks": 1}),
+    ("h2o", 6, {"prefill": "greedy"}),
+    ("h2o", 6, {"decay": 0.7}),
+    ("h2o", 6, {"decay": 0.7, "reduce": "max"}),
+    ("h2o", 6, {"reduce": "sum"}),
+    ("tova", 5, {}),
+    ("window", 5, {}),
+    ("snapkv", 6, {"window": 3, "pool": "none"}),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "softcap", "sinks", "window"])

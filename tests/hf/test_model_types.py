@@ -14,31 +14,50 @@ from tests.helpers.hf.families import COMMON, build, generate, one, run
 #: type -> configuration, model, settings beside the common ones.
 WORK: dict[str, tuple[str, str, dict[str, Any]]] = {
     "afmoe": (
-        "AfmoeConfig", "AfmoeForCausalLM",
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
         {
-            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-            "num_dense_layers": 1, "sliding_window": 12,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+            "sliding_window": 12,
         },
     ),
     "jetmoe": ("JetMoeConfig", "JetMoeForCausalLM", {"kv_channels": 8, "num_local_experts": 4}),
     "gemma4_text": (
-        "Gemma4TextConfig", "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
         {
-            "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8, "sliding_window": 12,
-            "vocab_size_per_layer_input": 96, "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "sliding_window": 12,
+            "vocab_size_per_layer_input": 96,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
     "phimoe": (  # whose window is in its mask alone
-        "PhimoeConfig", "PhimoeForCausalLM", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "PhimoeConfig",
+        "PhimoeForCausalLM",
+        {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "beam": (
-        "BeamConfig", "BeamForCausalLM",
+        "BeamConfig",
+        "BeamForCausalLM",
         {
-            "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
-            "topk_group": 1, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-}  # fmt: skip
+}
 REFUSED = {
     "diffllama": ("DiffLlamaConfig", "DiffLlamaForCausalLM", {}, "attends to the keys of each layer twice"),
     "doge": ("DogeConfig", "DogeForCausalLM", {}, "masks attention by the values of all tokens"),
@@ -138,12 +157,23 @@ def test_keys_that_are_attended_to_twice_are_refused():
 def test_heads_of_several_sizes_are_left_to_the_model():
     """Values of other sizes than keys: the native pass would write beyond its buffers."""
     model = build(
-        "MiMoV2FlashConfig", "MiMoV2FlashForCausalLM",
-        **(COMMON | {
-            "head_dim": 8, "v_head_dim": 6, "swa_head_dim": 8, "swa_v_head_dim": 6, "n_routed_experts": 4,
-            "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 12, "attn_implementation": "eager",
-        }),
-    )  # fmt: skip
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        **(
+            COMMON
+            | {
+                "head_dim": 8,
+                "v_head_dim": 6,
+                "swa_head_dim": 8,
+                "swa_v_head_dim": 6,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "sliding_window": 12,
+                "attn_implementation": "eager",
+            }
+        ),
+    )
     expected = generate(model, one(15), 6)
     with mp.compress(model, "full") as cache:
         assert torch.equal(generate(model, one(15), 6, cache=cache), expected)

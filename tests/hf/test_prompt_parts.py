@@ -38,9 +38,14 @@ def widths(model: Any, found: list[int]) -> Any:
 
 
 def run(
-    method: str, ids: Tensor, mask: Tensor, model: Any = None, budget: Any = None, given: dict[str, Any] | None = None,
+    method: str,
+    ids: Tensor,
+    mask: Tensor,
+    model: Any = None,
+    budget: Any = None,
+    given: dict[str, Any] | None = None,
     generate: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, list[Any], list[int]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, list[Any], list[int]]:
     """New tokens, their log probabilities, the positions kept and the tokens of each pass of the prompt."""
     model, passes = model or llama("gqa", torch.float32), []
     settings = {} if method in BUDGETLESS else {"budget": budget or 170}
@@ -48,9 +53,15 @@ def run(
     try:
         with torch.no_grad(), mp.compress(model, method, **settings, **GIVEN.get(method, {}), **(given or {})) as cache:
             out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, cache=cache,
-                output_logits=True, return_dict_in_generate=True, **(generate or {}),
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=6,
+                do_sample=False,
+                cache=cache,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **(generate or {}),
+            )
             kept = [[cache.positions(layer, s) for s in range(len(ids))] for layer in range(len(cache.layers))]
             cache.check_integrity()
     finally:
@@ -236,9 +247,20 @@ def test_what_was_broken_off_between_two_parts_can_go_on() -> None:
 def _model(**options: Any) -> Any:
     """A Llama whose passes are larger than the entries of its two layers."""
     torch.manual_seed(0)
-    config: Any = LlamaConfig(**{
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": None, **options,
-    })  # fmt: skip
+    config: Any = LlamaConfig(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            **options,
+        }
+    )
     return LlamaForCausalLM(config).eval()

@@ -233,10 +233,17 @@ def test_what_comes_back_passes_natively_again(name, native_passes):
 
 
 IN_THE_ENGINE = [
-    "a lora adapter", "a lora adapter, disabled and on again", "a linear layer of another class", "a feed-forward",
-    "a norm", "an activation", "a bias", "the forward of a linear layer", "the forward of a class",
+    "a lora adapter",
+    "a lora adapter, disabled and on again",
+    "a linear layer of another class",
+    "a feed-forward",
+    "a norm",
+    "an activation",
+    "a bias",
+    "the forward of a linear layer",
+    "the forward of a class",
     "the scale of attention",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", IN_THE_ENGINE)

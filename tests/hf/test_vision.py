@@ -54,9 +54,12 @@ def vision_model(name: str) -> PreTrainedModel:
         kind: Any = transformers.Qwen2VLForConditionalGeneration
     else:
         vision |= {
-            "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
-        }  # fmt: skip
+        }
         text |= {"head_dim": 8}
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
         kind = transformers.Qwen3VLForConditionalGeneration

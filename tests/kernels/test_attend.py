@@ -30,10 +30,17 @@ def runs(draw: st.DrawFn) -> tuple[Call, Tensor, float]:
     longest = draw(st.sampled_from([3, 40, 300]))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     call = Case(
-        draw(st.lists(st.integers(0, longest), min_size=heads, max_size=heads)), 1, heads, group,
-        draw(st.sampled_from([1, 16, 40, 64, 128])), draw(st.sampled_from([1, 16, 40, 128])),
-        draw(st.sampled_from([8, 64])), dtype, masses=draw(st.booleans()), seed=draw(st.integers(0, 999)),
-    ).build()  # fmt: skip
+        draw(st.lists(st.integers(0, longest), min_size=heads, max_size=heads)),
+        1,
+        heads,
+        group,
+        draw(st.sampled_from([1, 16, 40, 64, 128])),
+        draw(st.sampled_from([1, 16, 40, 128])),
+        draw(st.sampled_from([8, 64])),
+        dtype,
+        masses=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    ).build()
     gen = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     n_seq = draw(st.sampled_from([1, 2, 7, 33]))
     q = torch.randn(n_seq, heads * group, call.case.key_dim, generator=gen).to(dtype)
@@ -83,7 +90,7 @@ def test_what_was_found_elsewhere_is_put_together_as_in_the_reference(
     (expected, total), (found, both) = (
         impl.attend(AttendArgs(q, call.regions, 0.3, softcap, members, (out.clone(), lse.clone())))
         for impl in (reference, native)
-    )  # fmt: skip
+    )
     tol = TOLERANCE[q.dtype]
     torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
     torch.testing.assert_close(both, total, rtol=tol, atol=tol)
@@ -102,7 +109,7 @@ def test_what_was_found_may_be_of_the_dtype_of_the_queries(impl: ModuleType, dty
     found, both = (
         impl.attend(AttendArgs(q, call.regions, 0.3, 0.0, members, (out.to(wide, copy=True), lse.clone())))
         for wide in (dtype, torch.float32)
-    )  # fmt: skip
+    )
     assert found[0].dtype is dtype
     assert torch.equal(found[0], both[0].to(dtype))
     assert torch.equal(found[1], both[1])

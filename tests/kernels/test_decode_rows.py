@@ -45,11 +45,21 @@ def passes(draw: st.DrawFn) -> tuple[Case, list[list[bool]], bool]:
     lens = [n for n in draw(st.lists(size, min_size=n_seq, max_size=n_seq)) for _ in range(heads)]
     n = draw(st.integers(1, 9))
     case = Case(
-        lens, n_seq, heads, group, draw(st.sampled_from([8, 40, 64, 80, 128])), draw(st.sampled_from([8, 40, 64, 128])),
-        draw(st.sampled_from([4, 16, 64])), draw(st.sampled_from(list(TOLERANCE))), room=n, masses=draw(st.booleans()),
-        softcap=draw(st.sampled_from([0.0, 5.0])), window=draw(st.sampled_from([0, 3, 200, 700])),
-        sinks=draw(st.booleans()), seed=draw(st.integers(0, 999)),
-    )  # fmt: skip
+        lens,
+        n_seq,
+        heads,
+        group,
+        draw(st.sampled_from([8, 40, 64, 80, 128])),
+        draw(st.sampled_from([8, 40, 64, 128])),
+        draw(st.sampled_from([4, 16, 64])),
+        draw(st.sampled_from(list(TOLERANCE))),
+        room=n,
+        masses=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 5.0])),
+        window=draw(st.sampled_from([0, 3, 200, 700])),
+        sinks=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )
     there = draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=n_seq, max_size=n_seq))
     return case, there, draw(st.booleans())
 

@@ -43,10 +43,16 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @each_library
 @given(
-    m=st.one_of(st.integers(1, 40), st.integers(380, 800)), n=st.integers(1, 100), blocks=st.integers(1, 5),
-    act=st.sampled_from(list(ACTIVATE)), halves=st.booleans(), biased=st.booleans(), added=st.booleans(),
-    norm=st.sampled_from(["", "rms", "layer"]), seed=st.integers(0, 99),
-)  # fmt: skip
+    m=st.one_of(st.integers(1, 40), st.integers(380, 800)),
+    n=st.integers(1, 100),
+    blocks=st.integers(1, 5),
+    act=st.sampled_from(list(ACTIVATE)),
+    halves=st.booleans(),
+    biased=st.booleans(),
+    added=st.booleans(),
+    norm=st.sampled_from(["", "rms", "layer"]),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=examples(60))
 def test_against_float64(
     isa: str, m: int, n: int, blocks: int, act: int, halves: bool, biased: bool, added: bool, norm: str, seed: int

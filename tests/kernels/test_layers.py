@@ -47,9 +47,14 @@ def parts(dtype: torch.dtype, seed: int) -> tuple[native.Linears, native.Behind,
 
 
 @given(
-    m=st.integers(1, 14), dtype=DTYPES, rule=st.sampled_from(RULES), n_layers=st.integers(1, 3),
-    window=st.sampled_from([0, 6]), sinks=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    m=st.integers(1, 14),
+    dtype=DTYPES,
+    rule=st.sampled_from(RULES),
+    n_layers=st.integers(1, 3),
+    window=st.sampled_from([0, 6]),
+    sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_call_is_layer_by_layer(
     isa: str, m: int, dtype: torch.dtype, rule: DecodeRule, n_layers: int, window: int, sinks: bool, seed: int
@@ -57,9 +62,20 @@ def test_one_call_is_layer_by_layer(
     draw, n_regions = draws(dtype, seed), m * KV_HEADS
     lens = [9 + (seed + r // KV_HEADS) % 7 for r in range(n_regions)]
     case = Case(
-        lens, m, KV_HEADS, GROUP, DIM, DIM, dtype=dtype, rule=rule, window=window, sinks=sinks, caps=list(lens),
-        recent=[2] * n_regions, softcap=30.0 * (seed % 2),
-    )  # fmt: skip
+        lens,
+        m,
+        KV_HEADS,
+        GROUP,
+        DIM,
+        DIM,
+        dtype=dtype,
+        rule=rule,
+        window=window,
+        sinks=sinks,
+        caps=list(lens),
+        recent=[2] * n_regions,
+        softcap=30.0 * (seed % 2),
+    )
     calls = [replace(case, seed=seed + layer).build() for layer in range(n_layers)]
     twins = [call.clone() for call in calls]
     layers = [parts(dtype, seed + layer) for layer in range(n_layers)]

@@ -117,12 +117,26 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from(Signal)), draw(st.sampled_from(Reduce)), draw(st.sampled_from(Evict)), 0.9, 2, shared
     )
     return Case(
-        lens, n_seq, n_kv_heads, group, draw(st.sampled_from([7, 16, 64])), draw(st.sampled_from([8, 20, 64])),
-        draw(st.sampled_from([8, 64])), draw(st.sampled_from(list(TOLERANCE))), 4,
+        lens,
+        n_seq,
+        n_kv_heads,
+        group,
+        draw(st.sampled_from([7, 16, 64])),
+        draw(st.sampled_from([8, 20, 64])),
+        draw(st.sampled_from([8, 64])),
+        draw(st.sampled_from(list(TOLERANCE))),
+        4,
         [max(1, m + draw(st.sampled_from([0, 2]))) for m in lens] if not shared else [max(1, m) for m in lens],
-        [3] * n, draw(st.sampled_from([set(), {0}])), rule, draw(st.sampled_from([0.0, 2.0])),
-        draw(st.sampled_from([0, 0, 5, 60])), draw(st.booleans()), shared, masses=True, seed=draw(st.integers(0, 999)),
-    )  # fmt: skip
+        [3] * n,
+        draw(st.sampled_from([set(), {0}])),
+        rule,
+        draw(st.sampled_from([0.0, 2.0])),
+        draw(st.sampled_from([0, 0, 5, 60])),
+        draw(st.booleans()),
+        shared,
+        masses=True,
+        seed=draw(st.integers(0, 999)),
+    )
 
 
 def check_same(a: Call, b: Call, expected: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> None:
@@ -182,9 +196,9 @@ def test_by_hand(impl: ModuleType) -> None:
     one, new = torch.ones(1, 1, 1), torch.full((1, 1, 1), 40.0)
     caps, zero, here = lens * 0 + 2, lens * 0, torch.tensor([5], dtype=torch.int32)
     rule = DecodeRule(Signal.LAST, evict=Evict.OLDEST)
-    out, lse, evicted = impl.decode(decode_args(
-        one, one * 0, new, pages, table, lens, caps, zero, here, rule, scale=1.0, softcap=0.5
-    ))  # fmt: skip
+    out, lse, evicted = impl.decode(
+        decode_args(one, one * 0, new, pages, table, lens, caps, zero, here, rule, scale=1.0, softcap=0.5)
+    )
     assert out.item() == pytest.approx((3 * 10 + 20 + 40) / 5)
     assert lse.item() == pytest.approx(math.log(5))
     assert evicted.tolist() == [0]
@@ -196,11 +210,8 @@ def test_by_hand(impl: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("impl", "dtype"),
-    [
-        (reference, torch.float64), (reference, torch.float32),
-        pytest.param(native, torch.float32, marks=needs_native),
-    ],
-)  # fmt: skip
+    [(reference, torch.float64), (reference, torch.float32), pytest.param(native, torch.float32, marks=needs_native)],
+)
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_merging_duplicates_is_lossless(impl: ModuleType, dtype: torch.dtype, group: int) -> None:
     """A region in which entry j occurs m[j] times, and one that holds it once with mass m[j]."""
@@ -300,10 +311,12 @@ def duplicates(dtype: torch.dtype, group: int) -> tuple[Prompt, Prompt, Tensor]:
 @pytest.mark.parametrize(
     ("impl", "dtype", "tol"),
     [
-        (reference, torch.float64, 1e-12), (blockwise, torch.float64, 1e-12), (reference, torch.float32, 1e-5),
+        (reference, torch.float64, 1e-12),
+        (blockwise, torch.float64, 1e-12),
+        (reference, torch.float32, 1e-5),
         pytest.param(native, torch.float32, 1e-5, marks=needs_native),
     ],
-)  # fmt: skip
+)
 def test_merged_past_is_lossless(impl: ModuleType, dtype: torch.dtype, tol: float, group: int) -> None:
     whole, merged, counts = duplicates(dtype, group)
     want, found = whole.run(impl, Reduce.SUM), merged.run(impl, Reduce.SUM)
@@ -367,10 +380,21 @@ def test_compiles_with_masses() -> None:
     torch.library.opcheck(torch.ops.millpond.prefill.default, (*arguments, None, 0, 0.2, 0.0, 0, 1.0))
 
     def step(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        out, _, _ = ops.decode(decode_args(
-            call.q, call.k_new, call.v_new, call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos,
-            KEEP_ALL, scale=0.25,
-        ))  # fmt: skip
+        out, _, _ = ops.decode(
+            decode_args(
+                call.q,
+                call.k_new,
+                call.v_new,
+                call.pages,
+                call.table,
+                call.lens,
+                call.caps,
+                call.recent,
+                call.q_pos,
+                KEEP_ALL,
+                scale=0.25,
+            )
+        )
         dense = ops.read(PageRegions(call.pages, call.table, call.lens), 10)
         return out, dense.keys, dense.log_masses
 

@@ -78,13 +78,20 @@ def cases(draw: st.DrawFn) -> tuple[Call, MergeRule, DecodeRule]:
     lens = draw(st.lists(st.integers(0, 70), min_size=n_seq * heads, max_size=n_seq * heads))
     leaving = draw(st.sampled_from([1, 1, 3, 9]))
     case = Case(
-        lens=lens, n_seq=n_seq, n_kv_heads=heads, group=2,
-        key_dim=draw(st.sampled_from([4, 16, 24, 33])), value_dim=draw(st.sampled_from([4, 16, 40])),
-        slots=draw(st.sampled_from([4, 16])), dtype=draw(st.sampled_from(list(TOLERANCE))),
+        lens=lens,
+        n_seq=n_seq,
+        n_kv_heads=heads,
+        group=2,
+        key_dim=draw(st.sampled_from([4, 16, 24, 33])),
+        value_dim=draw(st.sampled_from([4, 16, 40])),
+        slots=draw(st.sampled_from([4, 16])),
+        dtype=draw(st.sampled_from(list(TOLERANCE))),
         caps=[max(1, n - draw(st.integers(0, leaving))) for n in lens],
         recent=[draw(st.integers(0, max(0, n // 4))) for n in lens],
-        inactive={1} if draw(st.booleans()) else set(), masses=draw(st.booleans()), seed=draw(st.integers(0, 999)),
-    )  # fmt: skip
+        inactive={1} if draw(st.booleans()) else set(),
+        masses=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )
     rule = stored(draw(st.sampled_from(list(RULES.values()))), case.masses)
     evict = draw(st.sampled_from([Evict.ACC, Evict.ACC_MEAN, Evict.OLDEST, Evict.RANDOM]))
     evict = Evict.ACC if rule.weigh is Weigh.SCORE else evict
@@ -103,9 +110,17 @@ def test_native_against_plain_torch(drawn: tuple[Call, MergeRule, DecodeRule]) -
 def test_every_instruction_set(name: str, masses: bool, isa: str, two_threads: None) -> None:
     lens = [300, 280, 0, 60, 500, 41]
     case = Case(
-        lens, n_seq=3, n_kv_heads=2, group=2, caps=[n - 2 if n else 1 for n in lens], recent=[9] * 6, masses=masses,
-        slots=16, dtype=torch.bfloat16, inactive={1},
-    )  # fmt: skip
+        lens,
+        n_seq=3,
+        n_kv_heads=2,
+        group=2,
+        caps=[n - 2 if n else 1 for n in lens],
+        recent=[9] * 6,
+        masses=masses,
+        slots=16,
+        dtype=torch.bfloat16,
+        inactive={1},
+    )
     call, rule = case.build(), stored(RULES[name], masses)
     leave = DecodeRule(evict=Evict.OLDEST if rule.weigh is Weigh.CHANCE else Evict.ACC, sinks=2)
     found = same(call, rule, leave)
@@ -175,9 +190,15 @@ def test_what_is_written_in_place_must_allow_it() -> None:
 
 @settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(
-    st.integers(1, 4), st.integers(1, 150), st.sampled_from([3, 16, 64, 130]), st.floats(0, 1), st.booleans(),
-    st.sampled_from(list(TOLERANCE)), st.sampled_from([-math.inf, -0.5, 0.0, 0.2, 0.6]), st.integers(0, 999),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(1, 150),
+    st.sampled_from([3, 16, 64, 130]),
+    st.floats(0, 1),
+    st.booleans(),
+    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from([-math.inf, -0.5, 0.0, 0.2, 0.6]),
+    st.integers(0, 999),
+)
 def test_likeness_and_means(
     heads: int, n: int, dim: int, share: float, both: bool, dtype: torch.dtype, floor: float, seed: int
 ) -> None:

@@ -44,18 +44,35 @@ def cases(draw: st.DrawFn) -> Case:
     slack = draw(st.lists(st.sampled_from([0, 0, 1, 9]), min_size=n, max_size=n))
     caps = [max(1, m + (slack[0] if shared else s)) for m, s in zip(lens, slack, strict=True)]
     rule = DecodeRule(
-        draw(st.sampled_from(Signal)), draw(st.sampled_from(Reduce)), draw(st.sampled_from(Evict)),
-        draw(st.sampled_from([1.0, 0.9])), draw(st.sampled_from([0, 4])), shared, draw(st.integers(0, 2**32)),
+        draw(st.sampled_from(Signal)),
+        draw(st.sampled_from(Reduce)),
+        draw(st.sampled_from(Evict)),
+        draw(st.sampled_from([1.0, 0.9])),
+        draw(st.sampled_from([0, 4])),
+        shared,
+        draw(st.integers(0, 2**32)),
         Spacing(draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 1])), draw(st.sampled_from([0, 3, 4]))),
-    )  # fmt: skip
+    )
     return Case(
-        lens, n_seq, n_kv_heads, draw(st.integers(1, 9)), draw(DIMS), draw(DIMS),
-        draw(st.sampled_from([8, 16, 64, 256])), draw(st.sampled_from(list(TOLERANCE))),
-        draw(st.sampled_from([1, 2, 8])), caps, [draw(st.sampled_from([0, 3, 30]))] * n,
-        draw(st.sampled_from([set(), {0}])), rule,
-        draw(st.sampled_from([0.0, 2.0, 30.0])), draw(st.sampled_from([0, 0, 1, 5, 60])), draw(st.booleans()), shared,
+        lens,
+        n_seq,
+        n_kv_heads,
+        draw(st.integers(1, 9)),
+        draw(DIMS),
+        draw(DIMS),
+        draw(st.sampled_from([8, 16, 64, 256])),
+        draw(st.sampled_from(list(TOLERANCE))),
+        draw(st.sampled_from([1, 2, 8])),
+        caps,
+        [draw(st.sampled_from([0, 3, 30]))] * n,
+        draw(st.sampled_from([set(), {0}])),
+        rule,
+        draw(st.sampled_from([0.0, 2.0, 30.0])),
+        draw(st.sampled_from([0, 0, 1, 5, 60])),
+        draw(st.booleans()),
+        shared,
         seed=draw(st.integers(0, 1000)),
-    )  # fmt: skip
+    )
 
 
 def assert_same(a: Call, b: Call, expected: tuple[Tensor, ...], found: tuple[Tensor, ...], tol: float) -> None:
@@ -104,9 +121,20 @@ def test_many_steps_stay_equal() -> None:
 # ------------------------------------------------------------------------------------------- what must change nothing
 
 LONG = Case(
-    [2500, 0, 1100, 3000], 2, 2, 4, 64, 80, 64, torch.bfloat16, 8, caps=[2500, 3, 4000, 3000], recent=[3] * 4,
-    rule=DecodeRule(Signal.SUM, evict=Evict.ACC, decay=0.9), window=4000,
-)  # fmt: skip
+    [2500, 0, 1100, 3000],
+    2,
+    2,
+    4,
+    64,
+    80,
+    64,
+    torch.bfloat16,
+    8,
+    caps=[2500, 3, 4000, 3000],
+    recent=[3] * 4,
+    rule=DecodeRule(Signal.SUM, evict=Evict.ACC, decay=0.9),
+    window=4000,
+)
 
 
 def everything(call: Call, results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -201,15 +229,26 @@ def test_infinite_half_precision_values() -> None:
 
 
 @given(
-    dtype=st.sampled_from(list(TOLERANCE)), source=st.sampled_from(list(TOLERANCE)), slots=st.sampled_from([8, 64]),
-    n=st.integers(1, 4), width=st.integers(0, 700), dims=st.tuples(DIMS, DIMS), with_scores=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    source=st.sampled_from(list(TOLERANCE)),
+    slots=st.sampled_from([8, 64]),
+    n=st.integers(1, 4),
+    width=st.integers(0, 700),
+    dims=st.tuples(DIMS, DIMS),
+    with_scores=st.booleans(),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 @settings(max_examples=examples(25))
 def test_write_and_read_equal_reference(
-    dtype: torch.dtype, source: torch.dtype, slots: int, n: int, width: int, dims: tuple[int, int], with_scores: bool,
+    dtype: torch.dtype,
+    source: torch.dtype,
+    slots: int,
+    n: int,
+    width: int,
+    dims: tuple[int, int],
+    with_scores: bool,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     gen = torch.Generator().manual_seed(seed)
     a = Case([0] * n, n, 1, 1, *dims, slots, dtype, 8).build().pages
     n_table = (width + 5) // slots + 1
@@ -250,9 +289,23 @@ def op_arguments(call: Call) -> tuple[object, ...]:
     pool = [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, abi.DTYPES[pages.dtype]]
     pool.append(int(pages.masses))
     return (
-        call.q, call.k_new, call.v_new, pages.bases, call.table, call.lens, call.caps, call.recent, call.q_pos,
-        call.sink_logits, pool, [0, 0, 0, 0, 0, 0, 1, 0, 0], 0, 0.25, 0.0, 1.0,
-    )  # fmt: skip
+        call.q,
+        call.k_new,
+        call.v_new,
+        pages.bases,
+        call.table,
+        call.lens,
+        call.caps,
+        call.recent,
+        call.q_pos,
+        call.sink_logits,
+        pool,
+        [0, 0, 0, 0, 0, 0, 1, 0, 0],
+        0,
+        0.25,
+        0.0,
+        1.0,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -277,10 +330,21 @@ def test_compiles_without_graph_breaks() -> None:
 
     def step(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         q = call.q * 1.5
-        out, lse, evicted = ops.decode(decode_args(
-            q, call.k_new, call.v_new, call.pages, call.table, call.lens, call.caps, call.recent, call.q_pos, rule,
-            scale=0.25,
-        ))  # fmt: skip
+        out, lse, evicted = ops.decode(
+            decode_args(
+                q,
+                call.k_new,
+                call.v_new,
+                call.pages,
+                call.table,
+                call.lens,
+                call.caps,
+                call.recent,
+                call.q_pos,
+                rule,
+                scale=0.25,
+            )
+        )
         return out + 1, lse, evicted
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -42,9 +42,12 @@ class Written:
         rotated, interleaved = self.layout.key_dim // 2, self.rope == "interleaved"
         rope = rope_for(self.layout.key_dim, POSITIONS, rotated, interleaved=interleaved, scale=1.2)
         case = PackedCase(
-            Case([0] * 3, 1, 3, 1, self.layout.key_dim, self.layout.value_dim), [2 * SLOTS] * 3, self.layout.key,
-            self.layout.value, rope=rope if self.rope else None,
-        )  # fmt: skip
+            Case([0] * 3, 1, 3, 1, self.layout.key_dim, self.layout.value_dim),
+            [2 * SLOTS] * 3,
+            self.layout.key,
+            self.layout.value,
+            rope=rope if self.rope else None,
+        )
         return case.build().packed
 
     def rows(self) -> tuple[Tensor, ...]:
@@ -72,13 +75,19 @@ def written(draw: st.DrawFn) -> Written:
     key = side(draw(st.sampled_from(GROUPED)), by_channel, group, symmetric and not fixed)
     value = side(draw(st.sampled_from(list(Format))), False, draw(st.sampled_from([0, 16])), symmetric)
     layout = PackedLayout(
-        SLOTS, dim, value_dim, replace(key, fixed=fixed, n_extra=draw(extra)),
+        SLOTS,
+        dim,
+        value_dim,
+        replace(key, fixed=fixed, n_extra=draw(extra)),
         replace(value, n_extra=draw(extra) if value.format.grouped else 0),
-    )  # fmt: skip
+    )
     return Written(
-        layout, draw(st.sampled_from([torch.float32, torch.bfloat16])), draw(st.sampled_from([0, 1, 4])),
-        draw(st.sampled_from(["halves", "interleaved", ""])) if fixed else "", draw(st.integers(0, 99)),
-    )  # fmt: skip
+        layout,
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        draw(st.sampled_from([0, 1, 4])),
+        draw(st.sampled_from(["halves", "interleaved", ""])) if fixed else "",
+        draw(st.integers(0, 99)),
+    )
 
 
 def assert_same_bytes(case: Written) -> None:

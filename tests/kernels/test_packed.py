@@ -54,16 +54,34 @@ def cases(draw: st.DrawFn) -> PackedCase:
     live = [p + m - min(m, dead) for p, m in zip(plain, lens, strict=True)]
     slack = draw(st.sampled_from([0, 0, 3]))
     rule = DecodeRule(
-        draw(st.sampled_from(Signal)), draw(st.sampled_from(Reduce)),
+        draw(st.sampled_from(Signal)),
+        draw(st.sampled_from(Reduce)),
         draw(st.sampled_from([Evict.NEVER, Evict.ACC, Evict.ACC_MEAN, Evict.OLDEST, Evict.RANDOM])),
-        draw(st.sampled_from([1.0, 0.9])), draw(st.sampled_from([0, 4])), False, draw(st.integers(0, 99)),
-    )  # fmt: skip
+        draw(st.sampled_from([1.0, 0.9])),
+        draw(st.sampled_from([0, 4])),
+        False,
+        draw(st.integers(0, 99)),
+    )
     case = Case(
-        plain, n_seq, n_kv_heads, draw(st.integers(1, 7)), dim, value_dim, 16, torch.float32, 4,
-        [max(1, m + slack) for m in live], [draw(st.sampled_from([0, 9]))] * n, draw(st.sampled_from([set(), {0}])),
-        rule, draw(st.sampled_from([0.0, 20.0])), draw(st.sampled_from([0, 0, 50])), draw(st.booleans()),
-        masses=draw(st.booleans()), seed=draw(st.integers(0, 500)),
-    )  # fmt: skip
+        plain,
+        n_seq,
+        n_kv_heads,
+        draw(st.integers(1, 7)),
+        dim,
+        value_dim,
+        16,
+        torch.float32,
+        4,
+        [max(1, m + slack) for m in live],
+        [draw(st.sampled_from([0, 9]))] * n,
+        draw(st.sampled_from([set(), {0}])),
+        rule,
+        draw(st.sampled_from([0.0, 20.0])),
+        draw(st.sampled_from([0, 0, 50])),
+        draw(st.booleans()),
+        masses=draw(st.booleans()),
+        seed=draw(st.integers(0, 500)),
+    )
     return PackedCase(case, lens, key, value, 64, dead, balanced=draw(st.booleans()))
 
 
@@ -192,16 +210,28 @@ def test_threads_do_not_matter(threads: int) -> None:
 
 @needs_native
 @given(
-    format=st.sampled_from(Format), dim=st.sampled_from([32, 64, 80, 128]), by_channel=st.booleans(),
-    symmetric=st.booleans(), less_mean=st.booleans(),
+    format=st.sampled_from(Format),
+    dim=st.sampled_from([32, 64, 80, 128]),
+    by_channel=st.booleans(),
+    symmetric=st.booleans(),
+    less_mean=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    counts=st.lists(st.integers(0, 3), min_size=2, max_size=4), start=st.integers(0, 2), seed=st.integers(0, 99),
-)  # fmt: skip
+    counts=st.lists(st.integers(0, 3), min_size=2, max_size=4),
+    start=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=examples(50))
 def test_native_packs_the_bytes_of_the_reference(
-    format: Format, dim: int, by_channel: bool, symmetric: bool, less_mean: bool, dtype: torch.dtype,
-    counts: list[int], start: int, seed: int,
-) -> None:  # fmt: skip
+    format: Format,
+    dim: int,
+    by_channel: bool,
+    symmetric: bool,
+    less_mean: bool,
+    dtype: torch.dtype,
+    counts: list[int],
+    start: int,
+    seed: int,
+) -> None:
     key = side(format, by_channel, 32 if by_channel else 0, symmetric)
     key = replace(key, less_mean=less_mean and format.grouped and not by_channel)
     layout = PackedLayout(64, dim, 32, key, side(format, False, 16, symmetric))
@@ -284,15 +314,23 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     other = PackedCase(Case([5], 1, 1, 4, 32, 64, 16), [64], side(Format.INT4), side(Format.INT4)).build().packed
     plain = call.plain
     args = (
-        plain.q, plain.k_new, plain.v_new, plain.pages, plain.table, plain.lens, plain.caps, plain.recent, plain.q_pos,
+        plain.q,
+        plain.k_new,
+        plain.v_new,
+        plain.pages,
+        plain.table,
+        plain.lens,
+        plain.caps,
+        plain.recent,
+        plain.q_pos,
         DecodeRule(),
-    )  # fmt: skip
+    )
     with pytest.raises(OptionError, match="32 channels for plain ones of 64"):
         ops.decode(decode_args(*args, other, scale=0.1))
     fixed = PackedLayout(64, 64, 64, side(Format.NUQ4, True, fixed=True), side(Format.INT4))
     regions = PackedRegions(
         type(other.pages)(4, fixed, torch.device("cpu")), call.packed.table, call.packed.lens, call.packed.dead
-    )  # fmt: skip
+    )
     with pytest.raises(OptionError, match="needs calibrated key_scales"):
         ops.decode(decode_args(*args, regions, scale=0.1))
 

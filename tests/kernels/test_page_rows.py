@@ -64,8 +64,11 @@ def test_pages_become_others(part: PagePart, dtype: torch.dtype, way: str, monke
     move_rows(RowArrays.of_pages(source, part), rows, RowArrays.of_pages(target, part), to, len(rows))
     assert all(torch.equal(a, b) for a, b in zip(whole(target), expected, strict=True))
     found = take(RowArrays.of_pages(target, part), rows)
-    chosen = [x for x, arenas in zip(expected, target.arrays, strict=True) if any(
-        arenas is pieces for pieces in RowArrays.of_pages(target, part).arenas)]  # fmt: skip
+    chosen = [
+        x
+        for x, arenas in zip(expected, target.arrays, strict=True)
+        if any(arenas is pieces for pieces in RowArrays.of_pages(target, part).arenas)
+    ]
     assert all(torch.equal(a, b[torch.from_numpy(rows).long()]) for a, b in zip(found, chosen, strict=True))
     assert len(found) == len(chosen)
 
@@ -139,9 +142,12 @@ def test_runs_come_back_and_a_changed_byte_is_seen(
         runs = RunsInBuffer(*map(np.array, (places, lengths, [(1 << 32) + n for n in range(len(lengths))], checksums)))
         before = whole(target)
         done = unpack_runs(
-            buffer, runs, RowArrays.of_pages(target, PagePart.CONTENTS),
-            WantedPages(np.concatenate(wanted).astype(np.int64), into.astype(np.int64)), first,
-        )  # fmt: skip
+            buffer,
+            runs,
+            RowArrays.of_pages(target, PagePart.CONTENTS),
+            WantedPages(np.concatenate(wanted).astype(np.int64), into.astype(np.int64)),
+            first,
+        )
         assert done == (len(lengths) if damaged is None else damaged)
         for n in range(done):
             for k in (0, 1):

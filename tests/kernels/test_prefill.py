@@ -203,9 +203,11 @@ def test_compiles_without_graph_breaks() -> None:
     prompt = long_prompt(n=20, n_past=4)
 
     def step(q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return ops.prefill(prefill_args(
-            q * 2, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, scale=0.2, colsum=Reduce.MEAN, decay=0.9
-        ))  # fmt: skip
+        return ops.prefill(
+            prefill_args(
+                q * 2, prompt.k, prompt.v, prompt.q_pos, prompt.past_pos, scale=0.2, colsum=Reduce.MEAN, decay=0.9
+            )
+        )
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_identical(compiled(prompt.q), step(prompt.q))

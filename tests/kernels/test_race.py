@@ -60,9 +60,11 @@ def test_numbers_of_neighbours_are_unrelated() -> None:
 
 
 @given(
-    rows=st.integers(1, 5), columns=st.sampled_from([1, 2, 7, 255, 256, 257, 1000]), seed=st.integers(0, 10**6),
+    rows=st.integers(1, 5),
+    columns=st.sampled_from([1, 2, 7, 255, 256, 257, 1000]),
+    seed=st.integers(0, 10**6),
     named=st.booleans(),
-)  # fmt: skip
+)
 def test_cpp_draws_what_torch_draws(rows: int, columns: int, seed: int, named: bool) -> None:
     g = torch.Generator().manual_seed(seed)
     weights = (4 * torch.randn(rows, columns + 3, generator=g)).softmax(-1)[:, 2 : columns + 2]

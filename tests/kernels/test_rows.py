@@ -132,9 +132,13 @@ def test_a_matrix_behind_a_layer_norm(m: int, k: int, dtype: torch.dtype) -> Non
 
 
 @given(
-    m=st.integers(1, 300), heads=st.integers(1, 5), half=st.integers(1, 70), rest=st.integers(0, 5), dtype=DTYPES,
+    m=st.integers(1, 300),
+    heads=st.integers(1, 5),
+    half=st.integers(1, 70),
+    rest=st.integers(0, 5),
+    dtype=DTYPES,
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 @settings(max_examples=examples(40))
 def test_rotary_embedding(m: int, heads: int, half: int, rest: int, dtype: torch.dtype, seed: int) -> None:
     dim = 2 * half + rest  # of which the last ones stay

@@ -35,10 +35,14 @@ def test_absolute_sums_by_hand(impl: ModuleType) -> None:
 
 @needs_native
 @given(
-    seed=SEEDS, heads=st.integers(1, 3), sets=st.integers(1, 3), n=st.sampled_from([1, 47, 200]),
-    others=st.sampled_from([1, 130, 300]), dim=st.sampled_from([1, 24, 64, 130]),
+    seed=SEEDS,
+    heads=st.integers(1, 3),
+    sets=st.integers(1, 3),
+    n=st.sampled_from([1, 47, 200]),
+    others=st.sampled_from([1, 130, 300]),
+    dim=st.sampled_from([1, 24, 64, 130]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-)  # fmt: skip
+)
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_absolute_sums(
     isa: str, seed: int, heads: int, sets: int, n: int, others: int, dim: int, dtype: torch.dtype
@@ -62,10 +66,15 @@ def test_newest_alike_by_hand(impl: ModuleType) -> None:
 
 @needs_native
 @given(
-    seed=SEEDS, heads=st.integers(1, 3), n=st.sampled_from([1, 47, 129, 300, 700]), dim=st.sampled_from([3, 16, 64]),
-    most=st.integers(1, 4), threshold=st.sampled_from([-0.2, 0.3, 0.5, 0.95]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]), threads=st.integers(1, 3),
-)  # fmt: skip
+    seed=SEEDS,
+    heads=st.integers(1, 3),
+    n=st.sampled_from([1, 47, 129, 300, 700]),
+    dim=st.sampled_from([3, 16, 64]),
+    most=st.integers(1, 4),
+    threshold=st.sampled_from([-0.2, 0.3, 0.5, 0.95]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.integers(1, 3),
+)
 @settings(max_examples=examples(80))
 def test_newest_alike(
     seed: int, heads: int, n: int, dim: int, most: int, threshold: float, dtype: torch.dtype, threads: int

@@ -64,9 +64,12 @@ print([started(most) for most in (1, 2, 3, 64)])
 
 def bits(threads: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, threads], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, threads],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env=os.environ | {"MILLPOND_THREADS": threads},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -81,7 +84,10 @@ def test_both_kinds_of_threads_give_the_same_bits() -> None:
 def test_no_more_threads_than_cpus() -> None:
     """A loop for 4 threads starts none beside its caller on 1 CPU, one on 2, two on 3, and no more than 3 on many."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FEWER], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-W", "ignore", "-c", FEWER],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env=os.environ | {"MILLPOND_THREADS": "pool"},
-    )  # fmt: skip
+    )
     assert done.stdout == "[0, 1, 1, 1]\n", done.stdout + done.stderr

@@ -55,14 +55,35 @@ rules = st.builds(
 
 @settings(quick, max_examples=examples(35))
 @given(
-    st.sampled_from(DTYPES), st.integers(1, 3), st.sampled_from((1, 2, 3)), st.sampled_from((1, 2, 4, 7, 16)),
-    st.sampled_from(((16, 16), (24, 40), (80, 8), (5, 32))), st.sampled_from((4, 16, 64)), st.integers(0, 75), rules,
-    st.sampled_from((0.0, 3.0)), st.sampled_from((0, 1, 40)), st.booleans(), st.booleans(), seeds,
-)  # fmt: skip
+    st.sampled_from(DTYPES),
+    st.integers(1, 3),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1, 2, 4, 7, 16)),
+    st.sampled_from(((16, 16), (24, 40), (80, 8), (5, 32))),
+    st.sampled_from((4, 16, 64)),
+    st.integers(0, 75),
+    rules,
+    st.sampled_from((0.0, 3.0)),
+    st.sampled_from((0, 1, 40)),
+    st.booleans(),
+    st.booleans(),
+    seeds,
+)
 def test_decode(
-    dtype: torch.dtype, n_seq: int, n_kv_heads: int, group: int, dims: tuple[int, int], slots: int, longest: int,
-    rule: DecodeRule, softcap: float, window: int, has_sink: bool, small: bool, seed: int,
-) -> None:  # fmt: skip
+    dtype: torch.dtype,
+    n_seq: int,
+    n_kv_heads: int,
+    group: int,
+    dims: tuple[int, int],
+    slots: int,
+    longest: int,
+    rule: DecodeRule,
+    softcap: float,
+    window: int,
+    has_sink: bool,
+    small: bool,
+    seed: int,
+) -> None:
     g = torch.Generator().manual_seed(seed)
     n_regions = n_seq * n_kv_heads
     # one length and one order of positions for the heads of a sequence if they must agree
@@ -185,13 +206,25 @@ def test_nothing_to_do() -> None:
 
 @quick
 @given(
-    st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(((16, 16), (24, 40), (3, 100))),
-    st.sampled_from((4, 16, 64)), st.integers(0, 70), st.booleans(), st.booleans(), seeds,
-)  # fmt: skip
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.sampled_from(((16, 16), (24, 40), (3, 100))),
+    st.sampled_from((4, 16, 64)),
+    st.integers(0, 70),
+    st.booleans(),
+    st.booleans(),
+    seeds,
+)
 def test_write_and_read(
-    dtype: torch.dtype, source: torch.dtype, dims: tuple[int, int], slots: int, width: int, has_scores: bool,
-    expanded: bool, seed: int,
-) -> None:  # fmt: skip
+    dtype: torch.dtype,
+    source: torch.dtype,
+    dims: tuple[int, int],
+    slots: int,
+    width: int,
+    has_scores: bool,
+    expanded: bool,
+    seed: int,
+) -> None:
     g = torch.Generator().manual_seed(seed)
     n, n_rows = 3, width + 5
     start = ints(torch.randint(0, 6, (n,), generator=g))
@@ -226,11 +259,17 @@ def test_write_and_read(
         (torch.bfloat16, 8, (80, 8), 3.0, 40, True, False, DecodeRule(Signal.LAST, Reduce.MAX, Evict.ACC)),
         (torch.float32, 8, (16, 16), 0.0, 40, False, True, KEEP_ALL),
     ],
-)  # fmt: skip
+)
 def test_decode_with_masses(
-    dtype: torch.dtype, group: int, dims: tuple[int, int], softcap: float, window: int, has_sink: bool, small: bool,
+    dtype: torch.dtype,
+    group: int,
+    dims: tuple[int, int],
+    softcap: float,
+    window: int,
+    has_sink: bool,
+    small: bool,
     rule: DecodeRule,
-) -> None:  # fmt: skip
+) -> None:
     g = torch.Generator().manual_seed(11)
     lens = ints([50, 0, 37, 5])
     caps = ints([50, 3, 40, 5])
@@ -250,8 +289,11 @@ def test_decode_with_masses(
     new = (normal(g, 2, 2, dims[0], dtype=dtype), normal(g, 2, 2, dims[1], dtype=dtype))
     rest = (caps, ints([2] * 4), ints([100, 101]), rule)
     options: dict[str, Any] = {
-        "scale": 0.3, "softcap": softcap, "window": window, "sink_logits": normal(g, 2 * group) if has_sink else None,
-    }  # fmt: skip
+        "scale": 0.3,
+        "softcap": softcap,
+        "window": window,
+        "sink_logits": normal(g, 2 * group) if has_sink else None,
+    }
     want = reference.decode(decode_args(q, *new, pages, table, lens, *rest, **options))
     with pytest.MonkeyPatch.context() as patch:
         if small:
@@ -300,10 +342,21 @@ def test_unbounded_regions_grow() -> None:
     pages = new_pool(torch.bfloat16, 16, 16, 4, n_arenas)
     lens, row = ints([0, 0]), normal(g, 1, 2, 16, dtype=torch.bfloat16)
     for step in range(4):
-        gone = gpu.decode(decode_args(
-            row, row, row, pages, table, lens, ints([UNBOUNDED] * 2), ints([0, 0]), ints([step]),
-            DecodeRule(evict=Evict.OLDEST), scale=1.0,
-        ))[2]  # fmt: skip
+        gone = gpu.decode(
+            decode_args(
+                row,
+                row,
+                row,
+                pages,
+                table,
+                lens,
+                ints([UNBOUNDED] * 2),
+                ints([0, 0]),
+                ints([step]),
+                DecodeRule(evict=Evict.OLDEST),
+                scale=1.0,
+            )
+        )[2]
         assert gone.tolist() == [-1, -1]
     assert lens.tolist() == [4, 4]
     assert gpu.read(PageRegions(pages, table, lens), 4)[2].tolist() == [[0, 1, 2, 3]] * 2

@@ -69,11 +69,26 @@ def cases(draw: st.DrawFn) -> PackedCase:
     slack = draw(st.sampled_from([0, 0, 2]))
     caps = [max(1, p + m - min(m, dead) + slack) for p, m in zip(plain, lens, strict=True)]
     case = Case(
-        plain, n_seq, n_kv_heads, draw(st.sampled_from([1, 3, 4])), dim, value_dim, 16,
-        draw(st.sampled_from([torch.float32, torch.bfloat16])), 4, caps, [draw(st.sampled_from([0, 9]))] * regions,
-        draw(st.sampled_from([set(), {0}])), rule, draw(st.sampled_from([0.0, 5.0])), draw(st.sampled_from([0, 50])),
-        draw(st.booleans()), same_slots=rule.shared, masses=draw(st.booleans()), seed=draw(st.integers(0, 500)),
-    )  # fmt: skip
+        plain,
+        n_seq,
+        n_kv_heads,
+        draw(st.sampled_from([1, 3, 4])),
+        dim,
+        value_dim,
+        16,
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        4,
+        caps,
+        [draw(st.sampled_from([0, 9]))] * regions,
+        draw(st.sampled_from([set(), {0}])),
+        rule,
+        draw(st.sampled_from([0.0, 5.0])),
+        draw(st.sampled_from([0, 50])),
+        draw(st.booleans()),
+        same_slots=rule.shared,
+        masses=draw(st.booleans()),
+        seed=draw(st.integers(0, 500)),
+    )
     keep = 16 if dim == 32 and not key.fixed and draw(st.booleans()) else 0
     turned = key.fixed and draw(st.booleans())
     rope = rope_for(dim, 200, draw(st.sampled_from([dim, 16])), interleaved=draw(st.booleans())) if turned else None
@@ -126,9 +141,12 @@ def one(format: Format, **more: Any) -> PackedCase:
     """One region of packed entries beside 5 plain ones."""
     grouped = format.grouped
     return PackedCase(
-        Case([5], 1, 1, 4, 64, 48, 16, **more), [96], side(format, grouped, 32 if grouped else 0),
-        side(format, False, 16 if grouped else 0), SLOTS,
-    )  # fmt: skip
+        Case([5], 1, 1, 4, 64, 48, 16, **more),
+        [96],
+        side(format, grouped, 32 if grouped else 0),
+        side(format, False, 16 if grouped else 0),
+        SLOTS,
+    )
 
 
 @pytest.mark.parametrize("format", list(Format))

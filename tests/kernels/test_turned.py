@@ -44,13 +44,26 @@ def cases(draw: st.DrawFn) -> PackedCase:
     dead = draw(st.sampled_from([0, 5]))
     live = [p + m - min(m, dead) for p, m in zip(plain, lens, strict=True)]
     rule = DecodeRule(
-        draw(st.sampled_from(Signal)), draw(st.sampled_from(Reduce)),
-        draw(st.sampled_from([Evict.NEVER, Evict.OLDEST])), seed=draw(st.integers(0, 99)),
-    )  # fmt: skip
+        draw(st.sampled_from(Signal)),
+        draw(st.sampled_from(Reduce)),
+        draw(st.sampled_from([Evict.NEVER, Evict.OLDEST])),
+        seed=draw(st.integers(0, 99)),
+    )
     case = Case(
-        plain, n_seq, n_kv_heads, draw(st.integers(1, 5)), dim, 32, 16, torch.float32, 4, [max(1, m) for m in live],
-        rule=rule, window=draw(st.sampled_from([0, 50])), seed=draw(st.integers(0, 500)),
-    )  # fmt: skip
+        plain,
+        n_seq,
+        n_kv_heads,
+        draw(st.integers(1, 5)),
+        dim,
+        32,
+        16,
+        torch.float32,
+        4,
+        [max(1, m) for m in live],
+        rule=rule,
+        window=draw(st.sampled_from([0, 50])),
+        seed=draw(st.integers(0, 500)),
+    )
     rope = rope_for(
         dim,
         1000,
@@ -81,9 +94,13 @@ def test_what_is_read_is_what_was_written_turned_and_turned_back() -> None:
     """With a fine format and the outliers exact, keys come back after RoPE as they went in."""
     rope = rope_for(64, 200, 64)
     case = PackedCase(
-        Case([0], 1, 1, 1, 64, 32, 16, seed=3), [128], side(Format.NUQ4, True, fixed=True, n_extra=256),
-        side(Format.NUQ4), 128, rope=rope,
-    )  # fmt: skip
+        Case([0], 1, 1, 1, 64, 32, 16, seed=3),
+        [128],
+        side(Format.NUQ4, True, fixed=True, n_extra=256),
+        side(Format.NUQ4),
+        128,
+        rope=rope,
+    )
     call = case.build()
     found = reference.read_packed(call.packed, 128, 64)
     before = rope.turn_back(call.keys, call.positions)

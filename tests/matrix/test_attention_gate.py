@@ -65,9 +65,14 @@ def test_a_gate_that_keeps_all_is_full_bit_by_bit(decode: str) -> None:
     for method, options in (("full", {}), (METHOD, {"threshold": 0.0, "decode": decode, "every": 2})):
         with torch.no_grad(), mp.compress(model, method, native_layers=False, **options) as cache:
             out = model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache=cache,
-                output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=8,
+                do_sample=False,
+                cache=cache,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
             found.append((torch.stack(out.logits), cache.positions(1, 1)))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
@@ -187,9 +192,13 @@ def test_the_engine_gives_the_tokens_of_generate(decode: str, runner: str) -> No
         ids = torch.tensor([prompt(length)])
         with torch.no_grad(), mp.compress(model, METHOD, **options) as cache:
             out = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, cache=cache,
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=9,
+                do_sample=False,
+                cache=cache,
                 eos_token_id=None,
-            )  # fmt: skip
+            )
         assert tokens(done[str(length)]) == out[0, length:].tolist(), length
 
 

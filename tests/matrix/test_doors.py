@@ -34,8 +34,11 @@ from tests.helpers.server.live import Live, live
 from tests.matrix.test_codecs import llama as wide
 
 METHODS: dict[str, dict[str, Any]] = {
-    "full": {}, "h2o": {"sinks": 2}, "ada": {"score": "snapkv/window=8"}, "snapkv": {"window": 8},
-}  # fmt: skip
+    "full": {},
+    "h2o": {"sinks": 2},
+    "ada": {"score": "snapkv/window=8"},
+    "snapkv": {"window": 8},
+}
 LENGTH, NEW, DOCUMENT = 230, 6, 200
 #: Codecs that take heads of 64.
 WIDE = ("flexgen4", "flexgen4_paper", "think", "think_kivi2")
@@ -211,9 +214,13 @@ def test_nothing_is_left_out() -> None:
 def server() -> Iterator[Live]:
     def make() -> AsyncLLM:
         return AsyncLLM(
-            model(), tokenizer=load_tokenizer("pond-recall"), model_name="pond", method="full", max_step_tokens=300,
+            model(),
+            tokenizer=load_tokenizer("pond-recall"),
+            model_name="pond",
+            method="full",
+            max_step_tokens=300,
             calibration=calibration(),
-        )  # fmt: skip
+        )
 
     with live(make) as running:
         yield running
@@ -229,13 +236,22 @@ def served(server: Live, cases: list[tuple[str, str]]) -> None:
 
     async def ask_all() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-            answers = await asyncio.gather(*(
-                client.post("/v1/completions", json={
-                    "prompt": list(prompt()), "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
-                    "skip_special_tokens": False, "millpond": kept(m, c) | {"options": options(m, c)},
-                })
-                for m, c in cases
-            ))  # fmt: skip
+            answers = await asyncio.gather(
+                *(
+                    client.post(
+                        "/v1/completions",
+                        json={
+                            "prompt": list(prompt()),
+                            "max_tokens": NEW,
+                            "temperature": 0,
+                            "ignore_eos": True,
+                            "skip_special_tokens": False,
+                            "millpond": kept(m, c) | {"options": options(m, c)},
+                        },
+                    )
+                    for m, c in cases
+                )
+            )
         assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
         return [answer.json() for answer in answers]
 
@@ -277,9 +293,16 @@ def test_presets_on_the_command_line(name: str, tmp_path: Path) -> None:
     with mp.LLM(looked_at, tokenizer=tokenizer, **mp.preset(name)) as llm:
         answer = llm.generate([ids], mp.SamplingParams(max_tokens=NEW, temperature=0))[0].completions[0].text
     out = right(
-        "generate", "--preset", name, "--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", str(NEW),
-        "--dtype", "f32",
-    ).stdout  # fmt: skip
+        "generate",
+        "--preset",
+        name,
+        "--prompt-file",
+        str(tmp_path / "prompt"),
+        "--max-new-tokens",
+        str(NEW),
+        "--dtype",
+        "f32",
+    ).stdout
     assert out.split() == answer.split()
 
 

@@ -22,11 +22,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int | str, Rule]] = {
     "streaming_absolute": ("streaming", {"sinks": 3, "positions": "absolute"}, 9, Rule("newest", 9, sinks=3)),
     "tova": ("tova", {}, 11, Rule("last", 11, shared=True)),
     "snapkv": (
-        "snapkv", {"window": 4, "kernel": 3}, 12,
+        "snapkv",
+        {"window": 4, "kernel": 3},
+        12,
         Rule("window", 12, recent=4, window=4, kernel=3, evicts_while_decoding=False),
     ),
     "ada": ("ada", {"alpha": 0.3, "score": "h2o", "every": 0}, 14, Rule("sum", 14, sinks=4, recent=0.5, alpha=0.3)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.covering

@@ -69,7 +69,7 @@ class Shares(Oracle):
         ("tova", {}, Rule("last", 16, shared=True), 0.9),
         ("snapkv", {"window": 4, "kernel": 1}, Rule("window", 16, recent=4, window=4, evicts_while_decoding=False), 1),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_stays_is_what_a_plain_rule_says(
     method: str, options: dict[str, Any], rule: Rule, share: float, batch: int
@@ -239,11 +239,20 @@ def test_each_sequence_has_its_own_and_none_is_the_same_as_before() -> None:
 
 @pytest.mark.parametrize(
     ("spans", "share", "match"),
-    [([(0, 4)], 0, "above 0"), ([(0, 4)], 1.5, "above 0"), ([(0, 4)], True, "above 0"), ([(0, 4)], "1", "above 0"),
-     ([(0, 4)], math.nan, "above 0"), ([(0, 5), (4, 6)], 0.5, "overlaps"), ([(4, 2)], 0.5, "no span"),
-     ([(0, 4), (0, 4)], 0.5, "overlaps"), ([(-1, 4)], 0.5, "no span"), ([(0, 2**40)], 0.5, "no span"),
-     ([(n, n + 1) for n in range(257)], 0.5, "257 spans")],
-)  # fmt: skip
+    [
+        ([(0, 4)], 0, "above 0"),
+        ([(0, 4)], 1.5, "above 0"),
+        ([(0, 4)], True, "above 0"),
+        ([(0, 4)], "1", "above 0"),
+        ([(0, 4)], math.nan, "above 0"),
+        ([(0, 5), (4, 6)], 0.5, "overlaps"),
+        ([(4, 2)], 0.5, "no span"),
+        ([(0, 4), (0, 4)], 0.5, "overlaps"),
+        ([(-1, 4)], 0.5, "no span"),
+        ([(0, 2**40)], 0.5, "no span"),
+        ([(n, n + 1) for n in range(257)], 0.5, "257 spans"),
+    ],
+)
 def test_what_has_no_share_is_refused(spans: Any, share: Any, match: str) -> None:
     with mp.compress(llama(), "h2o", 16) as cache:
         with pytest.raises(OptionError, match=match):
@@ -253,10 +262,14 @@ def test_what_has_no_share_is_refused(spans: Any, share: Any, match: str) -> Non
 
 @pytest.mark.parametrize(
     ("method", "options", "why"),
-    [("streaming", {}, "absolute"), ("infllm", {}, "looks up"),
-     ("fastgen", {"special": "1", "punctuation": "5"}, "rules"),
-     ("duo_attention", {"recent": 4}, "rules"), ("elastic", {}, "rules")],
-)  # fmt: skip
+    [
+        ("streaming", {}, "absolute"),
+        ("infllm", {}, "looks up"),
+        ("fastgen", {"special": "1", "punctuation": "5"}, "rules"),
+        ("duo_attention", {"recent": 4}, "rules"),
+        ("elastic", {}, "rules"),
+    ],
+)
 def test_methods_that_cannot_say_why(method: str, options: dict[str, Any], why: str) -> None:
     with mp.compress(llama(), method, 400, **options) as cache:
         with pytest.raises(OptionError, match=why):

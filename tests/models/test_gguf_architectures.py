@@ -54,9 +54,10 @@ def test_weights_configuration_and_tokens_are_those_of_transformers(name: str, t
 def _differences(written: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """What the file said and the model's configuration does not; floats as near as float32 keeps them."""
     return {
-        key: (value, found.get(key)) for key, value in written.items()
+        key: (value, found.get(key))
+        for key, value in written.items()
         if key not in OF_THE_FILE and not key.endswith("token_id") and not _equal(value, found.get(key))
-    }  # fmt: skip
+    }
 
 
 def _equal(a: object, b: object) -> bool:
@@ -78,7 +79,7 @@ def _equal(a: object, b: object) -> bool:
         ("llama", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, None),
         ("llama", {}, {"blk.0.attn_rot_embd.weight": (8,)}, None),
     ],
-)  # fmt: skip
+)
 def test_what_transformers_does_not_read_is_refused(
     name: str, also: dict[str, Any], more: dict[str, tuple[int, ...]], what: str | None, tmp_path: Path
 ) -> None:

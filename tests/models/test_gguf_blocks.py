@@ -53,10 +53,14 @@ def in_order(rows: np.ndarray, heads: int) -> np.ndarray:
 def expected(matrices: dict[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
     """The numbers of a file by the names of the model."""
     names = {
-        "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
-    }  # fmt: skip
+    }
     found = {"model.embed_tokens.weight": matrices["token_embd.weight"], "lm_head.weight": matrices["output.weight"]}
     for name, rows in matrices.items():
         if name.startswith("blk."):
@@ -96,11 +100,16 @@ def test_a_file_of_several_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("F16", "4 bits"), ("BF16", "4 bits"), ("F32", "4 bits"), ("Q4_K", "4 bits from Q4_K"),
-        ("Q5_0", "8 bits from Q5_0"), ("Q5_1", "8 bits from Q5_1"), ("Q5_K", "8 bits from Q5_K"),
+        ("F16", "4 bits"),
+        ("BF16", "4 bits"),
+        ("F32", "4 bits"),
+        ("Q4_K", "4 bits from Q4_K"),
+        ("Q5_0", "8 bits from Q5_0"),
+        ("Q5_1", "8 bits from Q5_1"),
+        ("Q5_K", "8 bits from Q5_K"),
         ("Q6_K", "8 bits from Q6_K"),
     ],
-)  # fmt: skip
+)
 def test_other_types_are_packed_from_wide_numbers(kind: str, said: str, tmp_path: Path) -> None:
     matrices = write_gguf(tmp_path / "tiny.gguf", kind=kind, tokenizer=False)
     numbers, kinds = packed(converted_folder(tmp_path / "tiny.gguf"), "int4")

@@ -55,16 +55,21 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 
 def tensor(name: str, *dims: int, kind: int = 0, offset: int = 0) -> bytes:
     return (
-        struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", len(dims))
+        struct.pack("<Q", len(name))
+        + name.encode()
+        + struct.pack("<I", len(dims))
         + struct.pack(f"<{len(dims)}QIQ", *dims, kind, offset)
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "cannot be read"), (b"GG", "ends inside its header"), (packed(magic=b"PK\3\4"), "does not begin with"),
-        (packed(version=1), "its version is 1"), (b"GGUF" + (3).to_bytes(4, "big"), "big-endian"),
+        (b"", "cannot be read"),
+        (b"GG", "ends inside its header"),
+        (packed(magic=b"PK\3\4"), "does not begin with"),
+        (packed(version=1), "its version is 1"),
+        (b"GGUF" + (3).to_bytes(4, "big"), "big-endian"),
         (packed(tensors=2**60), "too short for 1,152,921,504,606,846,976 tensors"),
         (packed(keys=2**62), "too short for .* keys"),
         (packed(keys=1, rest=struct.pack("<Q", 2**63) + b"x" * 50), "a key has"),
@@ -82,7 +87,7 @@ def tensor(name: str, *dims: int, kind: int = 0, offset: int = 0) -> bytes:
         (packed(tensors=1, rest=tensor("t", *[1] * 5)), "has 5 dimensions"),
         (packed(tensors=2, rest=2 * tensor("t", 1) + b"0" * 64), "two tensors have one name"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_header_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(DataError, match=message):
@@ -136,10 +141,12 @@ def test_a_number_of_parts_that_is_text_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"feed_forward_length": 2**28}, {"embedding_length": 2**30}, {"vocab_size": 2**40 // WIDTH},
+        {"feed_forward_length": 2**28},
+        {"embedding_length": 2**30},
+        {"vocab_size": 2**40 // WIDTH},
         {"block_count": 2**31},
     ],
-)  # fmt: skip
+)
 def test_metadata_that_name_a_larger_model_allocate_nothing(metadata: dict[str, int], tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tokenizer=False, **{k: min(v, 2**32 - 1) for k, v in metadata.items()})
     with pytest.raises((DataError, OptionError), match=r"tiny\.gguf"):

@@ -67,10 +67,12 @@ def test_gpt_oss_is_refused_as_long_as_transformers_reads_it_wrongly(tmp_path: P
     [
         ({}, r"embedding_length_per_layer_input = 0 \(it takes 256\)"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30 \(it takes None\)"),
-        ({"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
-         r"attention.shared_kv_layers = 2 \(it takes 0\)"),
+        (
+            {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
+            r"attention.shared_kv_layers = 2 \(it takes 0\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_gemma_4_is_refused_where_transformers_takes_its_defaults(
     options: dict[str, object], why: str, tmp_path: Path
 ) -> None:

@@ -85,9 +85,14 @@ def _changed(index: int, by: float) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "factors",
-    [_changed(0, 1.0001), _changed(-2, 1.0001), _changed(-1, 1.5), llama_factors(10_000.0, 16, 8.0, 4096),
-     llama_factors(10_000.0, 32, 8.0)],
-)  # fmt: skip
+    [
+        _changed(0, 1.0001),
+        _changed(-2, 1.0001),
+        _changed(-1, 1.5),
+        llama_factors(10_000.0, 16, 8.0, 4096),
+        llama_factors(10_000.0, 32, 8.0),
+    ],
+)
 def test_factors_of_another_kind_are_refused_with_the_reason(factors: np.ndarray, tmp_path: Path) -> None:
     write_architecture(tmp_path / "l.gguf", "llama", more={FREQS: factors})
     with pytest.raises(
@@ -111,19 +116,28 @@ def _phi3(path: Path, also: dict[str, Any], n: int = 8) -> tuple[list[float], li
 @pytest.mark.parametrize("rotated", [16, 12])
 def test_factors_of_longrope(rotated: int, tmp_path: Path) -> None:
     """Short ones up to the length of training, long ones beyond it; three quarters of a head, as in Phi-4-mini."""
-    also = {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.19, "context_length": 4096,
-            "rope.dimension_count": rotated}  # fmt: skip
+    also = {
+        "rope.scaling.original_context_length": 256,
+        "rope.scaling.attn_factor": 1.19,
+        "context_length": 4096,
+        "rope.dimension_count": rotated,
+    }
     short, long = _phi3(tmp_path / "p.gguf", also, rotated // 2)
     model = load_model(tmp_path / "p.gguf", "f32")
     config = Phi3Config(
-        **AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="p.gguf").config.to_dict() | {
+        **AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="p.gguf").config.to_dict()
+        | {
             "original_max_position_embeddings": 256,
             "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": short, "long_factor": long,
-                "attention_factor": 1.19, "partial_rotary_factor": rotated / 16,
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": short,
+                "long_factor": long,
+                "attention_factor": 1.19,
+                "partial_rotary_factor": rotated / 16,
             },
         }
-    )  # fmt: skip
+    )
     stock = Phi3ForCausalLM(config).eval()
     stock.load_state_dict(model.state_dict())
     for length in (200, 2000):

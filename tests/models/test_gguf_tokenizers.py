@@ -27,9 +27,13 @@ from millpond.models.load import load_tokenizer
 TEXT = "then the rain, \u00fcber them"
 #: Architecture, kind of the tokenizer, tokens of " the"; SentencePiece writes a blank before all text but Gemma's.
 CASES = [
-    ("llama", "gpt2", 1), ("llama", "llama", 2), ("phi3", "llama", 2), ("gemma2", "llama", 1), ("gemma3", "llama", 1),
+    ("llama", "gpt2", 1),
+    ("llama", "llama", 2),
+    ("phi3", "llama", 2),
+    ("gemma2", "llama", 1),
+    ("gemma3", "llama", 1),
     ("gemma3", "gemma4", 1),
-]  # fmt: skip
+]
 #: How many of the 201 texts llama.cpp cuts otherwise than the tokenizers that the models were trained with.
 CASED = ("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
 OTHERWISE = dict.fromkeys(CASED, 26) | {"deepseek-coder": 4, "deepseek-llm": 4, "superbpe": 1}
@@ -79,9 +83,13 @@ def _compare(group: str, name: str, vocabulary: Vocabulary, more: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [*(("byte pairs", rule) for rule in sorted(PRE_TOKENIZERS)), ("pieces", "blank first"),
-     ("pieces", "no blank first"), ("gemma4", "gemma4")],
-)  # fmt: skip
+    [
+        *(("byte pairs", rule) for rule in sorted(PRE_TOKENIZERS)),
+        ("pieces", "blank first"),
+        ("pieces", "no blank first"),
+        ("gemma4", "gemma4"),
+    ],
+)
 def test_ids_are_those_of_llamacpp(group: str, name: str, tmp_path: Path) -> None:
     """Of 201 texts, with a small vocabulary in which each cut shows."""
     differ = _compare(group, name, *_cases()[group, name], tmp_path)
@@ -97,8 +105,11 @@ def test_ids_are_those_of_llamacpp(group: str, name: str, tmp_path: Path) -> Non
     not (SMOLLM2 and SMOLLM2.at_hand), reason="needs the vocabulary of SmolLM2: millpond models get smollm2-135m"
 )
 def test_ids_are_those_of_llamacpp_with_the_vocabulary_of_smollm2(tmp_path: Path) -> None:
-    wrong = {name: differ for group, name, vocabulary, more in smollm2_cases()
-             if (differ := _compare(group, name, vocabulary, more, tmp_path))}  # fmt: skip
+    wrong = {
+        name: differ
+        for group, name, vocabulary, more in smollm2_cases()
+        if (differ := _compare(group, name, vocabulary, more, tmp_path))
+    }
     assert not wrong
 
 
@@ -148,9 +159,13 @@ def test_special_tokens_of_letters_that_no_bytes_spell(tmp_path: Path) -> None:
     n = len(small.tokens)
     write_vocabulary(
         tmp_path / "tiny.gguf",
-        replace(small, tokens=[*small.tokens, *special], types=[*small.types, CONTROL, 4],
-                more={"pre": "deepseek-r1-qwen", "bos_token_id": n, "eos_token_id": n + 1, "add_bos_token": True}),
-    )  # fmt: skip
+        replace(
+            small,
+            tokens=[*small.tokens, *special],
+            types=[*small.types, CONTROL, 4],
+            more={"pre": "deepseek-r1-qwen", "bos_token_id": n, "eos_token_id": n + 1, "add_bos_token": True},
+        ),
+    )
     tokenizer = gguf_tokenizer(tmp_path / "tiny.gguf")
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (n, n + 1, n + 2)
     ids = tokenizer.encode(f"{special[0]}hi{special[1]}")
@@ -224,7 +239,7 @@ DAMAGED = [
     (replace(SMALL, more={"pre": "gpt-2", "eos_token_id": "a"}), "'eos' has the id 'a'"),
     (replace(PIECES, scores=[0.0, 1.0]), "3 tokens and the scores of 2"),
     (replace(PIECES, scores=[]), "tokenizer.ggml.scores is no list"),
-]  # fmt: skip
+]
 
 
 def test_a_damaged_tokenizer_is_refused_before_weights_are_read(

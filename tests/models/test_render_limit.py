@@ -42,9 +42,7 @@ print(sum(profiled()))
 
 @pytest.mark.parametrize(("seconds", "said"), [("0", "written"), ("30", "refused"), ("0.099", None), ("0.1", None)])
 def test_nothing_is_left_to_be_raised(seconds: str, said: str | None) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, seconds], capture_output=True, text=True, check=True, timeout=60
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", CODE, seconds], capture_output=True, text=True, check=True, timeout=60)
     *written, last = done.stdout.split()
     assert last == "3"
     assert set(written) <= {"written", "refused"}

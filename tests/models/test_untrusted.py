@@ -32,9 +32,14 @@ from server.test_tool_templates import TEMPLATES
 PACKAGE = Path(mp.__file__).parent
 #: A model of which each layer has a mask of all its positions.
 MASKS = {
-    "model_type": "gpt_neo", "max_position_embeddings": 2**17, "hidden_size": 64, "num_layers": 2, "num_heads": 2,
-    "attention_types": [[["global", "local"], 1]], "vocab_size": 714,
-}  # fmt: skip
+    "model_type": "gpt_neo",
+    "max_position_embeddings": 2**17,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "attention_types": [[["global", "local"], 1]],
+    "vocab_size": 714,
+}
 #: A model of which the file of weights holds nothing.
 WORDS = {"model_type": "gpt2", "vocab_size": 2**20, "n_embd": 1_024, "n_layer": 1, "n_head": 2}
 #: Processor seconds, and bytes of memory beyond what was taken before, of one refusal.
@@ -133,19 +138,22 @@ HOSTILE_TOKENIZERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a table as tokenizer": (tokenizer_config(tokenizer_class={"a": 1}), "tokenizer_config.json"),
     "an endless template": (text("chat_template.jinja", LOOP), "chat_template.jinja"),
     "another endless template": (
-        text("additional_chat_templates/tool_use.jinja", BRANCHES), "additional_chat_templates/tool_use.jinja"
+        text("additional_chat_templates/tool_use.jinja", BRANCHES),
+        "additional_chat_templates/tool_use.jinja",
     ),
     "a template that doubles": (text("chat_template.jinja", DOUBLING), "chat_template.jinja"),
     "a template of 2**37": (text("chat_template.jinja", "{{ 'x' * 2**37 }}"), "chat_template.jinja"),
     "an endless answer": (
-        text("chat_template.jinja", "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}"), "chat_template.jinja"
+        text("chat_template.jinja", "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}"),
+        "chat_template.jinja",
     ),
     "a deep template": (
-        text("chat_template.jinja", "{{" + "(" * 5_000 + "1" + ")" * 5_000 + "}}"), "chat_template.jinja"
+        text("chat_template.jinja", "{{" + "(" * 5_000 + "1" + ")" * 5_000 + "}}"),
+        "chat_template.jinja",
     ),
     "no template": (text("chat_template.jinja", "{% for %}"), "chat_template.jinja"),
     "a long template": (text("chat_template.jinja", "x" * (2 << 20)), "chat_template.jinja"),
-}  # fmt: skip
+}
 
 
 def _cut(file: Path) -> None:
@@ -206,9 +214,7 @@ def test_a_tokenizer_of_another_model_names_the_token(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["block_count", "expert_count", "embedding_length"])
-def test_numbers_of_gguf_files_are_bounded_too(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_numbers_of_gguf_files_are_bounded_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "tiny.gguf", **{name: 2**32 - 1})
     begin = time.process_time()
@@ -263,15 +269,23 @@ def yes(*_: Any) -> str:
     raise AssertionError("somebody was asked whether to run it")
 
 
-@pytest.mark.parametrize(("make", "load"), [
-    (own_classes, load_model), (own_tokenizer, load_tokenizer), (own_tokenizer, find_tokenizer),
-    (own_classes, lambda folder, **trust: mp.LLM(str(folder), method="full", **trust).close()),
-    (own_tokenizer, lambda folder, **trust: mp.LLM(str(folder), method="full", **trust).close()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "load"),
+    [
+        (own_classes, load_model),
+        (own_tokenizer, load_tokenizer),
+        (own_tokenizer, find_tokenizer),
+        (own_classes, lambda folder, **trust: mp.LLM(str(folder), method="full", **trust).close()),
+        (own_tokenizer, lambda folder, **trust: mp.LLM(str(folder), method="full", **trust).close()),
+    ],
+)
 def test_code_of_a_folder_runs_only_where_the_user_says_so(
-    make: Callable[[Path, Path], None], load: Callable[..., Any], named: Path, tmp_path: Path,
+    make: Callable[[Path, Path], None],
+    load: Callable[..., Any],
+    named: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("builtins.input", yes)
     mark = tmp_path / "it-ran"
     make(named, mark)

@@ -29,10 +29,11 @@ TEMPLATES = {
     ),
     "a system is an error": (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-        + _TURN + "{% endfor %}"
+        + _TURN
+        + "{% endfor %}"
     ),
     "trimmed": "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}",
-}  # fmt: skip
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ORDERS = [order for n in (1, 2, 3) for order in itertools.product(ROLES, repeat=n)]
 

@@ -135,9 +135,11 @@ def variables(tree: ast.Module) -> Iterator[str]:
         else:
             key = node if isinstance(node, ast.Constant) else ast.Constant("")
         value = constants.get(key.id, "") if isinstance(key, ast.Name) else getattr(key, "value", "")
-        if isinstance(value, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", value) and (
-            key is not node or re.match("MILLPOND_|OMP_|OPENBLAS_|MKL_|OPENAI_|TRITON_", value)
-        ):  # fmt: skip
+        if (
+            isinstance(value, str)
+            and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", value)
+            and (key is not node or re.match("MILLPOND_|OMP_|OPENBLAS_|MKL_|OPENAI_|TRITON_", value))
+        ):
             yield value
 
 
@@ -206,11 +208,14 @@ def test_every_paper_has_a_row_with_a_test_that_names_it(generator: ModuleType) 
         assert measured or "## Quality" not in own
 
 
-@pytest.mark.parametrize(("number", "missing"), [
-    ("2412.03594", ("memory-centric", "horizontal fusion")),
-    ("2502.15734", ("second variants", "early termination", "preloading")),
-    ("2210.02775", ("phase bits",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "missing"),
+    [
+        ("2412.03594", ("memory-centric", "horizontal fusion")),
+        ("2502.15734", ("second variants", "early termination", "preloading")),
+        ("2210.02775", ("phase bits",)),
+    ],
+)
 def test_papers_on_serving_have_a_row_with_what_is_missing(number: str, missing: tuple[str, ...]) -> None:
     page = (ROOT / "docs" / "reference" / "papers.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith("| ") and f"abs/{number})" in line]
@@ -235,7 +240,10 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="pip install 'millpond[docs]' to build the site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "millpond.compress" in (tmp_path / "reference" / "api" / "index.html").read_text(encoding="utf-8")

@@ -55,9 +55,14 @@ def test_first_lines_of_modules_are_in_plain_words(part: str) -> None:
 
 #: Files whose strings are text for a model or a word list, or cards that were written with a committed model.
 TEXTS = (
-    "evals/data/synthetic_english.py", "evals/tasks/niah.py", "evals/tasks/recall.py", "models/pond/words.py",
-    "train/recall/card.py", "train/text/card_page.py", "train/text/mix.py",
-)  # fmt: skip
+    "evals/data/synthetic_english.py",
+    "evals/tasks/niah.py",
+    "evals/tasks/recall.py",
+    "models/pond/words.py",
+    "train/recall/card.py",
+    "train/text/card_page.py",
+    "train/text/mix.py",
+)
 #: Packages about tasks, where a question is asked.
 QUESTIONS = ("evals", "train", "models/pond", "cli/demo")
 
@@ -97,6 +102,8 @@ def test_scripts_are_in_plain_words(script: Path) -> None:
 def test_a_vague_word_is_found_in_prose_and_not_in_code() -> None:
     source = 'asked = 1  # nobody\nf"{asked} of `told` entries were carried out"\n"""What was asked."""\n'
     assert [(at, vague(line, questions=False)) for at, line in prose(source) if vague(line, questions=False)] == [
-        (1, ["nobody"]), (2, ["carried out"]), (3, ["asked"]),
-    ]  # fmt: skip
+        (1, ["nobody"]),
+        (2, ["carried out"]),
+        (3, ["asked"]),
+    ]
     assert vague("What was asked.", questions=True) == []

@@ -140,11 +140,15 @@ def test_nested_methods_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("fastgen", {"special": "99999999999"}), ("fastgen", {"punctuation": "1;" * 5000 + "1"}),
-        ("kvzip", {"ask": "9" * 5000}), ("kvzip", {"ask": f"{2**40};1"}), ("layer_table", {"table": "1e308;1e308"}),
-        ("layer_table", {"table": "1;" * 2000 + "1"}), ("layer_table", {"table": "nan;1"}),
+        ("fastgen", {"special": "99999999999"}),
+        ("fastgen", {"punctuation": "1;" * 5000 + "1"}),
+        ("kvzip", {"ask": "9" * 5000}),
+        ("kvzip", {"ask": f"{2**40};1"}),
+        ("layer_table", {"table": "1e308;1e308"}),
+        ("layer_table", {"table": "1;" * 2000 + "1"}),
+        ("layer_table", {"table": "nan;1"}),
     ],
-)  # fmt: skip
+)
 def test_numbers_in_texts_are_bounded(method: str, options: dict[str, str]) -> None:
     with pytest.raises(OptionError) as found:
         METHODS.get(method)(**options)

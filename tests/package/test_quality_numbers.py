@@ -57,14 +57,19 @@ def test_every_score_of_three_places_is_in_the_results() -> None:
 
 
 PARTS = {
-    "`full`": ("full", "auto"), "`full`, int4": ("full", "int4"), "`h2o`: both halves": ("h2o", "auto"),
-    "`h2o`, int4": ("h2o", "int4"), "average per query (`average=true`)": ("h2o:average=true", "auto"),
+    "`full`": ("full", "auto"),
+    "`full`, int4": ("full", "int4"),
+    "`h2o`: both halves": ("h2o", "auto"),
+    "`h2o`, int4": ("h2o", "int4"),
+    "average per query (`average=true`)": ("h2o:average=true", "auto"),
     "forgetting, by half in 69 tokens (`decay=0.99`)": ("h2o:decay=0.99", "auto"),
     "forgetting, by half in 7 tokens (`decay=0.9`)": ("h2o:decay=0.9", "auto"),
     "local statistics (`prefill=greedy`)": ("h2o:prefill=greedy", "auto"),
-    "heavy only (`recent=0:sinks=0`)": ("h2o:recent=0:sinks=0", "auto"), "recent only (`window`)": ("window", "auto"),
-    "the heaviest masked (`no_heavy`)": ("no_heavy", "auto"), "`window` and its first four": ("window:sinks=4", "auto"),
-}  # fmt: skip
+    "heavy only (`recent=0:sinks=0`)": ("h2o:recent=0:sinks=0", "auto"),
+    "recent only (`window`)": ("window", "auto"),
+    "the heaviest masked (`no_heavy`)": ("no_heavy", "auto"),
+    "`window` and its first four": ("window:sinks=4", "auto"),
+}
 TASKS = ("recall", "niah_multivalue", "tracking", "copy", "frequent_words")
 
 

@@ -27,9 +27,13 @@ def walks(model: PreTrainedModel) -> Iterator[list[Stay]]:
     """Of the model into `compress`, by every branch that asks something of its own about it."""
     text = torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(0))
     settings: dict[str, dict[str, Any]] = {
-        "streaming": {}, "expected_attention": {}, "sirllm": {}, "kvzip": {"ask": "5;6"}, "h2o": {"codec": "int4"},
+        "streaming": {},
+        "expected_attention": {},
+        "sirllm": {},
+        "kvzip": {"ask": "5;6"},
+        "h2o": {"codec": "int4"},
         "snapkv": {"codec": "kvquant4", "calibration": calibrate(model, text, bits=(4,), windows=2, length=256)},
-    }  # fmt: skip
+    }
 
     def carries(value: Any) -> bool:
         return value is model or value is model.config or isinstance(value, ModelProfile)
@@ -51,10 +55,18 @@ def passes(model: Any) -> Iterator[tuple[str, list[Stay]]]:
     """Of attention's queries into the cache of a layer: what kind of pass it is, and its walk above the kernels."""
     ids = torch.randint(VOCABULARY, (1, 303), generator=torch.Generator().manual_seed(0))
     methods: dict[str, dict[str, Any]] = {
-        "full": {"budget": None}, "h2o": {"codec": "int4"}, "streaming": {}, "expected_attention": {}, "ada": {},
-        "fastgen": {"special": "0", "punctuation": "1"}, "kvzip": {"ask": "5;6"}, "infllm": {"budget": 170},
-        "minference": {"budget": None}, "rkv": {}, "cam": {},
-    }  # fmt: skip
+        "full": {"budget": None},
+        "h2o": {"codec": "int4"},
+        "streaming": {},
+        "expected_attention": {},
+        "ada": {},
+        "fastgen": {"special": "0", "punctuation": "1"},
+        "kvzip": {"ask": "5;6"},
+        "infllm": {"budget": 170},
+        "minference": {"budget": None},
+        "rkv": {},
+        "cam": {},
+    }
     own, met = LayerCache.attend, []
 
     def attend(layer: LayerCache, q: Tensor, *more: Any) -> Tensor:

@@ -51,9 +51,13 @@ def test_the_official_allocation_shares_out_once() -> None:
 
 @settings(max_examples=examples(200))
 @given(
-    heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),
-    alpha=st.floats(0, 1), seed=st.integers(0, 999),
-)  # fmt: skip
+    heads=st.integers(1, 6),
+    n=st.integers(1, 20),
+    budget=st.integers(1, 20),
+    pinned=st.integers(0, 3),
+    alpha=st.floats(0, 1),
+    seed=st.integers(0, 999),
+)
 def test_the_official_allocation_by_its_formula(
     heads: int, n: int, budget: int, pinned: int, alpha: float, seed: int
 ) -> None:
@@ -77,9 +81,14 @@ def test_the_official_allocation_by_its_formula(
 
 @settings(max_examples=examples(200))
 @given(
-    heads=st.integers(1, 6), n=st.integers(1, 20), budget=st.integers(1, 20), pinned=st.integers(0, 3),
-    alpha=st.floats(0, 1), seed=st.integers(0, 999), ties=st.booleans(),
-)  # fmt: skip
+    heads=st.integers(1, 6),
+    n=st.integers(1, 20),
+    budget=st.integers(1, 20),
+    pinned=st.integers(0, 3),
+    alpha=st.floats(0, 1),
+    seed=st.integers(0, 999),
+    ties=st.booleans(),
+)
 def test_totals_are_exact_and_no_head_is_emptied(
     heads: int, n: int, budget: int, pinned: int, alpha: float, seed: int, ties: bool
 ) -> None:
@@ -121,9 +130,12 @@ def test_bound_of_the_output_error() -> None:
 
 @settings(max_examples=examples(100))
 @given(
-    heads=st.integers(1, 5), n=st.integers(2, 24), seed=st.integers(0, 9999), sharp=st.sampled_from([0.1, 1.0, 4.0]),
+    heads=st.integers(1, 5),
+    n=st.integers(2, 24),
+    seed=st.integers(0, 9999),
+    sharp=st.sampled_from([0.1, 1.0, 4.0]),
     data=st.data(),
-)  # fmt: skip
+)
 def test_no_allocation_of_the_same_total_has_a_lower_bound(
     heads: int, n: int, seed: int, sharp: float, data: st.DataObject
 ) -> None:

@@ -28,9 +28,14 @@ ALL = 1 << 20
 def gates_of(seed: int = 0, n_heads: int = 2, width: int = 4, hidden: int = 8) -> Gates:
     draw, inputs = torch.Generator().manual_seed(seed), (Q + 2 * KV) * DIM
     shapes = (
-        (n_heads * width, inputs), (width, inputs), (width, inputs), (hidden, inputs + n_heads * width), (hidden,),
-        (KV, hidden), (KV,),
-    )  # fmt: skip
+        (n_heads * width, inputs),
+        (width, inputs),
+        (width, inputs),
+        (hidden, inputs + n_heads * width),
+        (hidden,),
+        (KV, hidden),
+        (KV,),
+    )
     return Gates([LayerGate(*(torch.randn(*shape, generator=draw) / 2 for shape in shapes))], "mark", "random")
 
 

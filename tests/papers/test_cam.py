@@ -81,10 +81,7 @@ def test_no_attention_gives_nothing_and_much_gives_all() -> None:
     assert values(attention=[0.0] * 6) == {0: 1, 3: 100, 4: 200, 5: 300}
 
 
-@pytest.mark.parametrize(
-    ("over", "p"),
-    [("targets", [2 / 9, 1.0]), ("recent", [0.25, 1.0]), ("max", [0.125, 0.75])],
-)
+@pytest.mark.parametrize(("over", "p"), [("targets", [2 / 9, 1.0]), ("recent", [0.25, 1.0]), ("max", [0.125, 0.75])])
 def test_what_attention_is_divided_by(over: str, p: list[float]) -> None:
     """The mean of what is behind, that of the kept 1, 2, 3, or the largest of all kept, the sink's 4."""
     first = p[0] * 10 / 4

@@ -40,10 +40,15 @@ def shown(pinned: Tensor | None = None) -> View:
 @pytest.mark.parametrize(
     ("budget", "first", "expected"),
     [
-        (2, 0.5, [0, 4]), (3, 0.5, [0, 3, 4]), (4, 0.5, [0, 1, 3, 4]), (3, 0.0, [0, 3, 4]), (2, 0.0, [3, 4]),
-        (5, 0.0, [0, 1, 3, 4, 5]), (4, 1.0, [0, 1, 2, 3]),
+        (2, 0.5, [0, 4]),
+        (3, 0.5, [0, 3, 4]),
+        (4, 0.5, [0, 1, 3, 4]),
+        (3, 0.0, [0, 3, 4]),
+        (2, 0.0, [3, 4]),
+        (5, 0.0, [0, 1, 3, 4, 5]),
+        (4, 1.0, [0, 1, 2, 3]),
     ],
-)  # fmt: skip
+)
 def test_two_stages_by_hand(budget: int, first: float, expected: list[int]) -> None:
     plan = Policy(score=CriticalValues(AccumulatedAttention(), first)).plan(shown(), budget)
     assert plan.keep[0].nonzero()[:, 0].tolist() == expected

@@ -86,9 +86,13 @@ def test_batches_chunks_and_turns(chunk: int) -> None:
     def kept(rows: list[int], chunk: int | None) -> tuple[Any, Any]:
         with torch.no_grad(), mp.compress(model, "dms", "90%", between_chunks=False, **options) as cache:
             out = model.generate(
-                input_ids=ids[rows], attention_mask=mask[rows], max_new_tokens=6, do_sample=False,
-                cache=cache, prefill_chunk_size=chunk,
-            )  # fmt: skip
+                input_ids=ids[rows],
+                attention_mask=mask[rows],
+                max_new_tokens=6,
+                do_sample=False,
+                cache=cache,
+                prefill_chunk_size=chunk,
+            )
             return out[:, 40:].tolist(), [[cache.positions(layer, s) for layer in (0, 1)] for s in range(len(rows))]
 
     together = kept([0, 1, 2], None)

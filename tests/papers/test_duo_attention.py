@@ -77,7 +77,7 @@ def test_the_share_of_attention_that_goes_far() -> None:
         ((True, False, True), [8, 6, 30], 10, [8, 6, 16]),
         ((True, False, False), [30, 30, 30], 6, [6, 6, 6]),
     ],
-)  # fmt: skip
+)
 def test_counts_by_hand(retrieval: tuple[bool, ...], entries: list[int], budget: int, expected: list[int]) -> None:
     """Two sinks and four newest are protected."""
     place = torch.arange(30)[None]
@@ -89,8 +89,9 @@ def test_counts_by_hand(retrieval: tuple[bool, ...], entries: list[int], budget:
 @settings(max_examples=examples(60))
 @given(
     shares=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=6),
-    budget=st.integers(6, 60), length=st.integers(10, 80),
-)  # fmt: skip
+    budget=st.integers(6, 60),
+    length=st.integers(10, 80),
+)
 def test_layers_share_exactly_and_heads_alike(shares: list[float], budget: int, length: int) -> None:
     """The total is exact; while retrieval heads have room, one gets as much as another in any layer."""
     n, least = len(shares), 6

@@ -153,9 +153,8 @@ def test_growth_can_be_left_out_and_drafts_follow_it() -> None:
         for options in ({}, {"prompt_lookup_num_tokens": 3}):
             with torch.no_grad(), mp.compress(model, "elastic", "40%", distance=-4, grow=grow) as cache:
                 out = model.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache,
-                    **options,
-                )  # fmt: skip
+                    input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False, cache=cache, **options
+                )
                 found.append((out.tolist(), [cache.positions(layer) for layer in (0, 1)]))
                 assert len(cache.positions(0)[0]) == most
         assert found[0] == found[1]

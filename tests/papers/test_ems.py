@@ -114,9 +114,11 @@ def test_heads_of_any_length_go_alone() -> None:
     positions = torch.stack([torch.arange(20), torch.cat([torch.arange(12), torch.full((8,), -1)])]).int()
     for order in ([0, 1], [1, 0]):
         look = view(
-            torch.cat([other, pad(keys, (0, 0, 0, 8))])[order], torch.cat([other, pad(values, (0, 0, 0, 8))])[order],
-            positions[order], signal=torch.cat([torch.ones(1, 20), pad(score, (0, 8))])[order],
-        )  # fmt: skip
+            torch.cat([other, pad(keys, (0, 0, 0, 8))])[order],
+            torch.cat([other, pad(values, (0, 0, 0, 8))])[order],
+            positions[order],
+            signal=torch.cat([torch.ones(1, 20), pad(score, (0, 8))])[order],
+        )
         assert look.signal is not None
         keeps = torch.cat([torch.arange(20)[None] < 5, pad(keep, (0, 8))])[order]
         both = into.merge(look, keeps, look.signal, 0)

@@ -227,9 +227,16 @@ def test_layers_without_rope_are_left_as_they_are(
     config: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = {
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     assert hasattr(transformers, f"{config}Config")
     model = build(f"{config}Config", f"{config}ForCausalLM", **common, **options)
     with mp.compress(model, "expected_attention", 6) as cache:

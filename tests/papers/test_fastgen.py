@@ -52,9 +52,12 @@ def recovered(p: Tensor, chosen: HeadRulesPolicy, classes: list[int]) -> list[li
     value = p.sum(1).mean(0)[None].float()
     local = math.ceil(round(chosen.local * n, 9))
     heads = Heads(
-        value[None], positions[None], torch.tensor([[classes]], dtype=torch.int8), torch.zeros(1, 1).int(),
+        value[None],
+        positions[None],
+        torch.tensor([[classes]], dtype=torch.int8),
+        torch.zeros(1, 1).int(),
         *(torch.tensor([x]) for x in (n, local, UNBOUNDED)),
-    )  # fmt: skip
+    )
     view = View(positions, value, n, 0, head_attention=look)
     return chosen.recovery(view, chosen.by_kind(heads), local)[0].tolist()  # type: ignore[no-any-return]
 

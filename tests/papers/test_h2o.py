@@ -158,10 +158,21 @@ def test_scores_keep_growing_in_float32() -> None:
     zero, one = torch.zeros(1, 1, 1), torch.ones(1, dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)
     for t in range(3000):
-        ops.decode(decode_args(
-            zero, zero, zero, pages, table, one * 2, one * 2, one * 0, one * (1_000_000 + t),
-            DecodeRule(Signal.SUM, evict=Evict.NEVER), scale=1.0,
-        ))  # fmt: skip
+        ops.decode(
+            decode_args(
+                zero,
+                zero,
+                zero,
+                pages,
+                table,
+                one * 2,
+                one * 2,
+                one * 0,
+                one * (1_000_000 + t),
+                DecodeRule(Signal.SUM, evict=Evict.NEVER),
+                scale=1.0,
+            )
+        )
     grown = pages.scores[0][0, :2] - before
     assert torch.allclose(grown, torch.full((2,), 1000.0), rtol=0.05)  # a third each time, rounded to 1/32
     assert pages.scores[0][0, 0] > pages.scores[0][0, 1]

@@ -62,7 +62,7 @@ def test_heavy_only_is_the_top_of_the_column_sums(budget: int, expected: list[in
 
 def follow(
     cache: Any, text: torch.Tensor, held: dict[int, float], leaves: Callable[[dict[int, float], int], int]
-) -> None:  # fmt: skip
+) -> None:
     """From step 20 on the cache holds what plain sums of attention say, less the entry that `leaves` names."""
     for t in range(20, STEPS):
         assert set(kept(cache)) == set(held)

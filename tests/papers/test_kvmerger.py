@@ -28,9 +28,12 @@ def policy(eps: float | None = 0.75, top: float = 0.0, sigma: float = 5.0, recen
     pivots = RunPivots(eps=eps, top=top)
     heads = {} if eps is None else {"heads": AboveThreshold(0.0)}
     return Policy(
-        score=pivots, protect=Protect(recent=recent), merge=GaussianRuns(pivots, sigma), every_step=False,
+        score=pivots,
+        protect=Protect(recent=recent),
+        merge=GaussianRuns(pivots, sigma),
+        every_step=False,
         **heads,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 Slot = tuple[list[float], list[float], float, float]

@@ -158,9 +158,13 @@ def test_assisted_generation_is_refused() -> None:
     ids = ids[:, :8].repeat(1, 5)  # so that drafts are found
     with mp.compress(model, "kvzip", 16, **SETTINGS) as cache, pytest.raises(OptionError, match="assisted generation"):
         model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache=cache,
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=12,
+            do_sample=False,
+            cache=cache,
             prompt_lookup_num_tokens=3,
-        )  # fmt: skip
+        )
 
 
 def test_options() -> None:

@@ -85,9 +85,8 @@ def plain_locret(score: list[float], n: int, budget: int, chunk: int, stabilizer
 def test_the_score_by_hand() -> None:
     """One unit per part: SiLU(1 * 2 + 0.5) * 3 - 1 with SiLU(x) = x / (1 + e^-x)."""
     layer = LayerHeads(
-        torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([0.5]), torch.tensor([[3.0]]), torch.tensor([-1.0]),
-        WIDE[None],
-    )  # fmt: skip
+        torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([0.5]), torch.tensor([[3.0]]), torch.tensor([-1.0]), WIDE[None]
+    )
     expected = 3 * 2.5 / (1 + math.exp(-2.5)) - 1
     assert layer.raw(torch.tensor([[2.0, 9.0, 9.0]])).tolist() == [[pytest.approx(expected)]]
 
@@ -195,8 +194,9 @@ def test_competing_heads_keep_the_best_entries_of_all(by: float, options: dict[s
     heads, (q, k, v) = raised(heads_of(4, 2, 6, seed=4), 1, by), text(seed=4)
     cache = layer_cache(policy_of(heads, sinks=2, recent=3, compete="layer", **options), 14, slots=1)
     read(cache, q, k, v, 0, 60)
-    rest = sorted((s, head, t) for head, own in enumerate(plain_scores(heads, q, k, v)) for t, s in enumerate(own)
-                  if 2 <= t < 57)[-18:]  # fmt: skip
+    rest = sorted(
+        (s, head, t) for head, own in enumerate(plain_scores(heads, q, k, v)) for t, s in enumerate(own) if 2 <= t < 57
+    )[-18:]
     expected = [sorted([0, 1, 57, 58, 59, *(t for _, h, t in rest if h == head)]) for head in range(2)]
     assert sets(cache) == expected
     if by == 40.0:

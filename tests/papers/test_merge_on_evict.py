@@ -26,7 +26,7 @@ def plan(threshold: float = 0.0, sinks: int = 0, masses: list[float] | None = No
     """Values and masses of 0 and 1, which stay of the five."""
     policy = Policy(
         score=AccumulatedAttention(), protect=Protect(sinks=sinks), merge=MergeIntoNearest(threshold, sinks)
-    )  # fmt: skip
+    )
     shown = view(KEYS, VALUES, signal=ATTENTION)
     if masses is not None:
         shown = replace(shown, log_masses=torch.tensor([masses]).log())

@@ -58,9 +58,13 @@ def test_layers_hold_what_was_decided(chunk: int | None) -> None:
         whole = {"between_chunks": chunk is None, "threshold": threshold}
         with mp.compress(model, "simlayerkv", 16, **whole, **SETTINGS) as cache:
             model.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=2, do_sample=False, cache=cache,
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=2,
+                do_sample=False,
+                cache=cache,
                 prefill_chunk_size=chunk,
-            )  # fmt: skip
+            )
             kept = [[cache.positions(layer, s) for layer in range(4)] for s in range(3)]
     lazy = [[x > threshold for x in row] for row in found]
     assert len({tuple(row) for row in lazy}) > 1

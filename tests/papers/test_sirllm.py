@@ -242,9 +242,13 @@ def test_what_it_cannot_do_is_refused() -> None:
         cache.reset()
         with pytest.raises(OptionError, match="assisted generation"):
             model.generate(
-                input_ids=ids[:, :8].repeat(1, 5), attention_mask=mask, max_new_tokens=12, do_sample=False,
-                cache=cache, prompt_lookup_num_tokens=3,
-            )  # fmt: skip
+                input_ids=ids[:, :8].repeat(1, 5),
+                attention_mask=mask,
+                max_new_tokens=12,
+                do_sample=False,
+                cache=cache,
+                prompt_lookup_num_tokens=3,
+            )
     with pytest.raises(UnsupportedModelError, match="LlamaModel predicts no tokens"):
         mp.compress(LlamaModel(model.config).eval(), "sirllm")
     with pytest.raises(OptionError, match=r"decay=0 must be above 0 and at most 1"):

@@ -68,8 +68,9 @@ def test_a_slash_inside_a_value_begins_no_option() -> None:
     text = "duo_attention/heads=some/folder/heads.json/sinks=4"
     assert base_spec("ada", text) == ("duo_attention", {"heads": "some/folder/heads.json", "sinks": "4"})
     assert base_spec("ada", "criticalkv/first=0.5/score=snapkv/pool=avg") == (
-        "criticalkv", {"first": "0.5", "score": "snapkv/pool=avg"},
-    )  # fmt: skip
+        "criticalkv",
+        {"first": "0.5", "score": "snapkv/pool=avg"},
+    )
 
 
 def test_every_door_takes_them() -> None:
@@ -82,9 +83,10 @@ def test_every_door_takes_them() -> None:
     asked = CacheFields(method="criticalkv", budget=8, options=options)
     with LLM(llama()) as llm:
         (out,) = llm.generate(
-            [list(range(2, 34))], SamplingParams(max_tokens=3),
+            [list(range(2, 34))],
+            SamplingParams(max_tokens=3),
             cache=CacheOptions(method=asked.method, budget=asked.budget, options=asked.options),
-        )  # fmt: skip
+        )
     assert len(out.completions[0].token_ids) == 3
 
 

@@ -12,9 +12,12 @@ from tests.helpers.examples import examples
 
 @settings(max_examples=examples(100))
 @given(
-    heads=st.integers(1, 3), n=st.integers(1, 40), first=st.integers(0, 3), size=st.integers(1, 9),
+    heads=st.integers(1, 3),
+    n=st.integers(1, 40),
+    first=st.integers(0, 3),
+    size=st.integers(1, 9),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_every_entry_has_its_place(heads: int, n: int, first: int, size: int, seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     rows = [sorted(torch.randperm(2 * n, generator=gen)[: max(1, n - h)].tolist()) for h in range(heads)]

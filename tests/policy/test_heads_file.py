@@ -78,7 +78,7 @@ def renamed(content: bytes, change: Callable[[dict[str, torch.Tensor]], None]) -
         (lambda c: renamed(c, lambda t: t.update({"0.b2": torch.zeros(0)})), "layer 0 has shapes"),
         (lambda c: renamed(c, lambda t: t.update({"1.b2": t["1.b2"] * torch.nan})), "not finite"),
     ],
-)  # fmt: skip
+)
 def test_broken_files_are_refused(path: Path, broken: Callable[[bytes], bytes], message: str) -> None:
     with pytest.raises(DataError, match=message):
         heads_of(broken(path.read_bytes()), "here")

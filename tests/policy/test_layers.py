@@ -14,9 +14,11 @@ ALLOCATIONS = st.one_of(st.builds(Pyramid, st.sampled_from([1.0, 2.0, 20.0])), s
 
 @settings(max_examples=examples(300))
 @given(
-    layers=ALLOCATIONS, budget=st.integers(1, 60), least=st.integers(0, 6),
+    layers=ALLOCATIONS,
+    budget=st.integers(1, 60),
+    least=st.integers(0, 6),
     most=st.lists(st.integers(1, 60), min_size=3, max_size=8),
-)  # fmt: skip
+)
 def test_totals_are_exact_within_bounds(layers: Pyramid | LayerTable, budget: int, least: int, most: list[int]) -> None:
     got = split_budget(layers, budget, least, most)
     assert sum(got) == budget * len(most)

@@ -53,17 +53,26 @@ def test_against_a_plain_sort(heads: int, n: int, seed: int) -> None:
 
 
 SCORES = [
-    AccumulatedAttention(), AccumulatedAttention(True), LastAttention(), Recency(), RandomPriority(),
+    AccumulatedAttention(),
+    AccumulatedAttention(True),
+    LastAttention(),
+    Recency(),
+    RandomPriority(),
     WindowAttention(4, 3),
-]  # fmt: skip
+]
 
 
 @settings(max_examples=examples(100))
 @given(
     score=st.sampled_from(SCORES),
-    heads=st.integers(1, 4), n=st.integers(1, 30), budget=st.integers(5, 20), sinks=st.integers(0, 2),
-    recent=st.integers(0, 3), shared=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    heads=st.integers(1, 4),
+    n=st.integers(1, 30),
+    budget=st.integers(5, 20),
+    sinks=st.integers(0, 2),
+    recent=st.integers(0, 3),
+    shared=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_plans(
     score: AccumulatedAttention, heads: int, n: int, budget: int, sinks: int, recent: int, shared: bool, seed: int
 ) -> None:

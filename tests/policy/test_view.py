@@ -81,8 +81,11 @@ def test_empty_columns_are_zero_and_half_precision_is_widened() -> None:
 def test_no_copy_where_no_score_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     before = PagedAttention.contents
-    monkeypatch.setattr(PagedAttention, "contents", lambda self, table, found, part: (
-        asked.append(part), before(self, table, found, part))[1])  # fmt: skip
+    monkeypatch.setattr(
+        PagedAttention,
+        "contents",
+        lambda self, table, found, part: (asked.append(part), before(self, table, found, part))[1],
+    )
     model, (ids, _) = llama(), prompts(1)
     for method, expected in (("h2o", []), ("knorm", ["keys"] * 2), ("lagkv", ["keys", "values"] * 2)):
         asked.clear()

@@ -23,9 +23,10 @@ def line(name: str, **body: Any) -> dict[str, Any]:
 
 
 CHAT = {
-    "custom_id": "chat", "url": "/v1/chat/completions",
+    "custom_id": "chat",
+    "url": "/v1/chat/completions",
     "body": {"messages": [{"role": "user", "content": "anna"}], "max_tokens": 2},
-}  # fmt: skip
+}
 
 #: A line that is refused, and what is said of it.
 BAD: list[tuple[Any, str]] = [

@@ -89,10 +89,15 @@ def test_limits_are_the_settings_and_texts_do_not_count() -> None:
     assert "160 values" in found.json()["error"]["message"]
 
 
-@given(st.recursive(
-    st.none() | st.integers() | st.text(max_size=8) | st.sampled_from(['"', '\\"', "\\\\", ",", "[{:"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=12,
-), st.booleans(), st.sampled_from([1, 2, 3, 7, 2**16]))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=8) | st.sampled_from(['"', '\\"', "\\\\", ",", "[{:"]),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+        max_leaves=12,
+    ),
+    st.booleans(),
+    st.sampled_from([1, 2, 3, 7, 2**16]),
+)
 def test_counts_are_those_of_the_parsed_text(value: Any, ascii_: bool, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_parsing, "_PIECE", piece)

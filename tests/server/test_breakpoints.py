@@ -32,9 +32,7 @@ SLOTS = 8
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[mp.AsyncLLM]:
-    made = mp.AsyncLLM(
-        "pond-recall", method="h2o", budget="30%", dtype="f32", prefix_cache=True, page_slots=SLOTS,
-    )  # fmt: skip
+    made = mp.AsyncLLM("pond-recall", method="h2o", budget="30%", dtype="f32", prefix_cache=True, page_slots=SLOTS)
     yield made
     asyncio.run(made.close())
 
@@ -121,9 +119,11 @@ def test_a_marked_message_is_shared(llm: mp.AsyncLLM) -> None:
 def test_too_many_marks_and_other_marks_are_refused(llm: mp.AsyncLLM) -> None:
     said = [{"role": "user", "content": f"rain {n}", **MARK} for n in range(5)]
     refused, none, kind = ask(
-        llm, body(said, "marks"), body(said[:4], "marks"),
+        llm,
+        body(said, "marks"),
+        body(said[:4], "marks"),
         body([{"role": "user", "content": "rain", "cache_control": {"type": "forever"}}], "marks"),
-    )  # fmt: skip
+    )
     assert (refused.status_code, none.status_code, kind.status_code) == (400, 200, 400)
     assert "5 messages have cache_control: at most 4" in refused.json()["error"]["message"]
 
@@ -203,11 +203,16 @@ def test_a_place_in_the_middle_of_a_token_is_before_it(llm: mp.AsyncLLM) -> None
 
 @pytest.mark.parametrize(
     ("prompt", "places", "rest", "match"),
-    [("anna", [5], {}, "number of characters from 1 to the prompt's 4"), ("anna", [0], {}, "from 1 to"),
-     ([3, 4], [3], {}, "number of tokens from 1 to the prompt's 2"), ("anna", [True], {}, "valid integer"),
-     ("anna", [1, 1, 1, 1, 1], {}, "at most 4"), (["anna", "kettle"], [1], {}, "one prompt"),
-     ("anna", [1], {"echo": True, "logprobs": 1}, "is not shared")],
-)  # fmt: skip
+    [
+        ("anna", [5], {}, "number of characters from 1 to the prompt's 4"),
+        ("anna", [0], {}, "from 1 to"),
+        ([3, 4], [3], {}, "number of tokens from 1 to the prompt's 2"),
+        ("anna", [True], {}, "valid integer"),
+        ("anna", [1, 1, 1, 1, 1], {}, "at most 4"),
+        (["anna", "kettle"], [1], {}, "one prompt"),
+        ("anna", [1], {"echo": True, "logprobs": 1}, "is not shared"),
+    ],
+)
 def test_bad_places_of_a_completion_are_refused(
     llm: mp.AsyncLLM, prompt: Any, places: Any, rest: Any, match: str
 ) -> None:
@@ -217,8 +222,10 @@ def test_bad_places_of_a_completion_are_refused(
     assert found.json()["error"]["param"].startswith("millpond.breakpoints")
 
 
-@pytest.mark.parametrize(("path", "sent"), [("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-                                            ("responses", {"input": "a"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [("chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("responses", {"input": "a"})],
+)
 def test_places_go_with_completions_alone(llm: mp.AsyncLLM, path: str, sent: dict[str, Any]) -> None:
     (found,) = ask(llm, {**sent, "millpond": {"breakpoints": [1]}}, path=path)
     assert found.status_code == 400
@@ -244,8 +251,8 @@ def stripping() -> Iterator[mp.AsyncLLM]:
     tokenizer.chat_template = STRIPS
     model = load_model("pond-recall", "f32")
     made = mp.AsyncLLM(
-        model, tokenizer=tokenizer, model_name="m", method="h2o", budget="30%", prefix_cache=True, page_slots=SLOTS,
-    )  # fmt: skip
+        model, tokenizer=tokenizer, model_name="m", method="h2o", budget="30%", prefix_cache=True, page_slots=SLOTS
+    )
     yield made
     asyncio.run(made.close())
 

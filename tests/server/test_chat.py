@@ -115,20 +115,23 @@ def test_formats_become_schemas() -> None:
         assert llm.asked[0].params.json_schema == expected
 
 
-@pytest.mark.parametrize(("body", "code", "word"), [
-    ({"messages": [{"role": "system", "content": "w5"}]}, "template_error", "no system here"),
-    ({"messages": []}, "invalid_value", "messages"),
-    ({"messages": [{"role": "king", "content": "w5"}]}, "invalid_value", "role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [called("{")]}]}, "invalid_value", "JSON"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "invalid_value", "set by the server"),
-    ({"top_logprobs": 2}, "invalid_value", "logprobs"),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, "invalid_value", "give one"),
-    ({"max_tokens": 0}, "invalid_value", "at least 1"),
-    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
-    ({"functions": []}, "unknown_parameter", "use tools"),
-    ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "code", "word"),
+    [
+        ({"messages": [{"role": "system", "content": "w5"}]}, "template_error", "no system here"),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": [{"role": "king", "content": "w5"}]}, "invalid_value", "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "type"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called("{")]}]}, "invalid_value", "JSON"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "invalid_value", "set by the server"),
+        ({"top_logprobs": 2}, "invalid_value", "logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "invalid_value", "give one"),
+        ({"max_tokens": 0}, "invalid_value", "at least 1"),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"functions": []}, "unknown_parameter", "use tools"),
+        ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+    ],
+)
 def test_what_cannot_be_is_refused(body: dict[str, Any], code: str, word: str) -> None:
     found = chat(body)
     assert found.status_code == 400

@@ -126,10 +126,18 @@ def test_a_span_cuts_no_character() -> None:
 
 
 def test_a_template_that_loses_chunks_is_an_error() -> None:
-    said = [Message.model_validate({"role": "user", "content": [
-        {"type": "text", "text": "x"}, {"type": "text", "text": "one", "chunk": True},
-        {"type": "text", "text": "two", "chunk": True},
-    ]})]  # fmt: skip
+    said = [
+        Message.model_validate(
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "x"},
+                    {"type": "text", "text": "one", "chunk": True},
+                    {"type": "text", "text": "two", "chunk": True},
+                ],
+            }
+        )
+    ]
     marked = MarkedChunks(said)
     _, one, two = (part.text for part in marked.messages[0].content)  # type: ignore[union-attr]
     assert marked.split(f"<x{one}{two}>") == ["<x", mp.Chunk("one"), mp.Chunk("two"), ">"]

@@ -10,31 +10,29 @@ import pytest
 from tests.helpers.models import needs_real_model
 from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import ScriptedLLM
-from tests.helpers.server.tools_model import (
-    ARGUMENTS,
-    CALL,
-    QUESTION,
-    WEATHER,
-    check_arguments,
-)
+from tests.helpers.server.tools_model import ARGUMENTS, CALL, QUESTION, WEATHER, check_arguments
 from tests.helpers.server.tools_model import random as random  # the fixtures
 from tests.helpers.server.tools_model import real as real
 
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client: pip install anthropic")
 
 TOOL: dict[str, Any] = {
-    "name": WEATHER["name"], "description": WEATHER["description"], "input_schema": WEATHER["parameters"],
-}  # fmt: skip
+    "name": WEATHER["name"],
+    "description": WEATHER["description"],
+    "input_schema": WEATHER["parameters"],
+}
 USER: dict[str, Any] = {"role": "user", "content": QUESTION}
 #: What coding agents send besides: instructions in blocks with marks, a long answer at most, thoughts.
 AGENT: dict[str, Any] = {
-    "max_tokens": 20_000, "thinking": {"type": "enabled", "budget_tokens": 19_999}, "metadata": {"user_id": "someone"},
+    "max_tokens": 20_000,
+    "thinking": {"type": "enabled", "budget_tokens": 19_999},
+    "metadata": {"user_id": "someone"},
     "system": [
         {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "Rules: " + "be brief. " * 500, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
     ],
     "tools": [TOOL, *({**TOOL, "name": f"tool_{number}"} for number in range(60))],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +55,11 @@ def ask(asks: Any, said: list[Any], streamed: bool, **fields: Any) -> Any:
 
 
 def results(answer: Any) -> list[dict[str, Any]]:
-    return [{"type": "tool_result", "tool_use_id": one.id, "content": "sunny"} for one in answer.content
-            if one.type == "tool_use"]  # fmt: skip
+    return [
+        {"type": "tool_result", "tool_use_id": one.id, "content": "sunny"}
+        for one in answer.content
+        if one.type == "tool_use"
+    ]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -132,8 +133,13 @@ def test_a_random_model_that_must_call_calls(random: Live, streamed: bool) -> No
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_real_model_reads_what_a_tool_says(real: Live, streamed: bool) -> None:
     with client(real) as asks:
-        said: list[Any] = [USER, {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": ARGUMENTS}]}]  # fmt: skip
+        said: list[Any] = [
+            USER,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "call_1", "name": "get_weather", "input": ARGUMENTS}],
+            },
+        ]
         said.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "sunny"}]})
         fields: dict[str, Any] = {"model": "real", "max_tokens": 40, "tools": [TOOL], "extra_body": {"temperature": 0}}
         answer = ask(asks, said, streamed, **fields)

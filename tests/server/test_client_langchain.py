@@ -74,8 +74,9 @@ def test_structured_answers(scripted: Live, method: str) -> None:
     assert found == get_weather(**ARGUMENTS)
     params = scripted.llm.asked[0].params
     assert (params.structural_tag is not None, params.json_schema is not None) == (
-        method == "function_calling", method != "function_calling",
-    )  # fmt: skip
+        method == "function_calling",
+        method != "function_calling",
+    )
 
 
 @pytest.mark.parametrize("choice", ["any", "get_weather", True])

@@ -41,9 +41,14 @@ def scripted() -> Iterator[Live]:
 
 def ask(litellm: Any, server: Live, said: list[Any], **more: Any) -> Any:
     return litellm.completion(
-        model=f"openai/{server.llm.model_name}", api_base=f"{server.url}/v1", api_key="none", messages=said,
-        tools=[TOOL], num_retries=0, **more,
-    )  # fmt: skip
+        model=f"openai/{server.llm.model_name}",
+        api_base=f"{server.url}/v1",
+        api_key="none",
+        messages=said,
+        tools=[TOOL],
+        num_retries=0,
+        **more,
+    )
 
 
 def test_turns_with_tools_whole(litellm: Any, scripted: Live) -> None:

@@ -13,14 +13,7 @@ from pydantic import BaseModel
 from tests.helpers.models import needs_real_model
 from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import ScriptedLLM
-from tests.helpers.server.tools_model import (
-    ARGUMENTS,
-    CALL,
-    QUESTION,
-    TOOL,
-    WEATHER,
-    check_arguments,
-)
+from tests.helpers.server.tools_model import ARGUMENTS, CALL, QUESTION, TOOL, WEATHER, check_arguments
 from tests.helpers.server.tools_model import random as random  # the fixtures
 from tests.helpers.server.tools_model import real as real
 
@@ -108,9 +101,13 @@ def test_a_random_model_that_must_call_calls(random: Live, choice: Any, stream: 
     with client(random) as asks:
         for seed in range(2):
             fields: dict[str, Any] = {
-                "model": "random", "messages": [USER], "tools": [TOOL], "tool_choice": choice, "seed": seed,
+                "model": "random",
+                "messages": [USER],
+                "tools": [TOOL],
+                "tool_choice": choice,
+                "seed": seed,
                 "parallel_tool_calls": False,
-            }  # fmt: skip
+            }
             if stream:
                 with asks.chat.completions.stream(**fields) as pieces:
                     got = pieces.get_final_completion().choices[0]

@@ -137,14 +137,17 @@ def test_the_end_of_the_queue_is_for_those_who_have_nothing_in_it() -> None:
         assert gate.waiting == 16
 
 
-@pytest.mark.parametrize(("proxies", "sent", "client"), [
-    ((), "10.9.9.9", "127.0.0.1"),
-    (("10.0.0.0/8",), "10.9.9.9", "127.0.0.1"),
-    (("127.0.0.1",), "10.9.9.9", "10.9.9.9"),
-    (("127.0.0.1",), "1.2.3.4, 10.9.9.9", "10.9.9.9"),
-    (("127.0.0.0/8", "10.9.9.0/24"), "1.2.3.4, 10.9.9.9", "1.2.3.4"),
-    (("127.0.0.1",), None, "127.0.0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("proxies", "sent", "client"),
+    [
+        ((), "10.9.9.9", "127.0.0.1"),
+        (("10.0.0.0/8",), "10.9.9.9", "127.0.0.1"),
+        (("127.0.0.1",), "10.9.9.9", "10.9.9.9"),
+        (("127.0.0.1",), "1.2.3.4, 10.9.9.9", "10.9.9.9"),
+        (("127.0.0.0/8", "10.9.9.0/24"), "1.2.3.4, 10.9.9.9", "1.2.3.4"),
+        (("127.0.0.1",), None, "127.0.0.1"),
+    ],
+)
 def test_nobody_chooses_its_address_but_through_a_trusted_proxy(
     proxies: tuple[str, ...], sent: str | None, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,14 +121,17 @@ def test_one_drain_at_a_time() -> None:
 def test_health_names_the_role_without_a_worker() -> None:
     cluster = FakeCluster()
     assert ask("GET", "/health", cluster, key=False, **KEYED).json() == {
-        "status": "ok", "roles": {"prefill": 1, "decode": 1},
-    }  # fmt: skip
+        "status": "ok",
+        "roles": {"prefill": 1, "decode": 1},
+    }
     del cluster.there[2]
     found = ask("GET", "/health", cluster, key=False, **KEYED)
     assert found.status_code == 503
     assert found.json() == {
-        "status": "stalled", "reason": "no decode worker serves", "roles": {"prefill": 1, "decode": 0},
-    }  # fmt: skip
+        "status": "stalled",
+        "reason": "no decode worker serves",
+        "roles": {"prefill": 1, "decode": 0},
+    }
     assert ask("GET", "/health", FakeLLM()).json() == {"status": "ok"}
 
 

@@ -54,13 +54,16 @@ def test_every_kind_of_prompt(prompt: Any) -> None:
     assert found["usage"]["completion_tokens"] == 2 * len(expected)
 
 
-@pytest.mark.parametrize("body", [
-    {"prompt": "w5 w6", "max_tokens": 4},
-    {"prompt": "w5 w6", "max_tokens": 4, "n": 3},
-    {"prompt": ["w5", "w6 w7", "w8"], "max_tokens": 5, "logprobs": 2},
-    {"prompt": [1, 5, 6], "max_tokens": 3, "logprobs": 1, "echo": True},
-    {"prompt": "w5 w6", "max_tokens": 0, "logprobs": 0, "echo": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "w5 w6", "max_tokens": 4},
+        {"prompt": "w5 w6", "max_tokens": 4, "n": 3},
+        {"prompt": ["w5", "w6 w7", "w8"], "max_tokens": 5, "logprobs": 2},
+        {"prompt": [1, 5, 6], "max_tokens": 3, "logprobs": 1, "echo": True},
+        {"prompt": "w5 w6", "max_tokens": 0, "logprobs": 0, "echo": True},
+    ],
+)
 def test_a_stream_put_together_is_the_whole_answer(body: dict[str, Any]) -> None:
     whole = ask(body).json()
     stream = events(ask(body | {"stream": True, "stream_options": {"include_usage": True}}).text)
@@ -106,15 +109,44 @@ def test_no_new_token_is_given_where_none_is_wanted() -> None:
 
 def test_fields_reach_the_engine() -> None:
     llm = FakeLLM()
-    ask({
-        "prompt": "w5", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2,
-        "best_of": 2, "stop": "w99", "stop_token_ids": [4], "logit_bias": {"7": -3}, "ignore_eos": True,
-        "frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5, "skip_special_tokens": False,
-        "user": "me", "metadata": {"a": "b"}, "typical_p": 0.4, "min_tokens": 1, "bad_words": ["w6"],
-        "allowed_token_ids": [5, 4],
-        "millpond": {"method": "snapkv", "budget": 0.25, "codec": "int8", "options": {"window": 8}, "priority": 2,
-                     "deadline_s": 9, "watch": True},
-    }, llm, timeout_s=5)  # fmt: skip
+    ask(
+        {
+            "prompt": "w5",
+            "max_tokens": 2,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "min_p": 0.1,
+            "seed": 3,
+            "n": 2,
+            "best_of": 2,
+            "stop": "w99",
+            "stop_token_ids": [4],
+            "logit_bias": {"7": -3},
+            "ignore_eos": True,
+            "frequency_penalty": 1,
+            "presence_penalty": -1,
+            "repetition_penalty": 1.5,
+            "skip_special_tokens": False,
+            "user": "me",
+            "metadata": {"a": "b"},
+            "typical_p": 0.4,
+            "min_tokens": 1,
+            "bad_words": ["w6"],
+            "allowed_token_ids": [5, 4],
+            "millpond": {
+                "method": "snapkv",
+                "budget": 0.25,
+                "codec": "int8",
+                "options": {"window": 8},
+                "priority": 2,
+                "deadline_s": 9,
+                "watch": True,
+            },
+        },
+        llm,
+        timeout_s=5,
+    )
     (request,) = llm.asked
     params = request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (2, 0.5, 0.9, 7, 0.1)

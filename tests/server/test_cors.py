@@ -18,8 +18,15 @@ ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers
 KEY = {"Authorization": "Bearer one"}
 
 
-def send(method: str, path: str, origin: str | None, *, body: Any = None, headers: dict[str, str] | None = None,
-         **settings: Any) -> httpx.Response:  # fmt: skip
+def send(
+    method: str,
+    path: str,
+    origin: str | None,
+    *,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    **settings: Any,
+) -> httpx.Response:
     async def work() -> httpx.Response:
         async with client_of(FakeLLM(), **settings) as client:
             own = {} if origin is None else {"Origin": origin}
@@ -70,10 +77,21 @@ def test_foreign_host_names_are_refused_before_origins_are_looked_at() -> None:
     assert found.status_code == 421
 
 
-@pytest.mark.parametrize("origin", [
-    "chat.example.org", "https://", f"{PAGE}/", f"{PAGE}/chat", "https://Chat.example.org", "", "https://*.example.org",
-    "https://user@example.org", f"{PAGE},{OTHER}", "x" * 10_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "chat.example.org",
+        "https://",
+        f"{PAGE}/",
+        f"{PAGE}/chat",
+        "https://Chat.example.org",
+        "",
+        "https://*.example.org",
+        "https://user@example.org",
+        f"{PAGE},{OTHER}",
+        "x" * 10_000,
+    ],
+)
 def test_what_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(OptionError, match=r"must be '\*'") as error:
         ServerSettings(cors_origins=(PAGE, origin))

@@ -88,8 +88,14 @@ def test_a_stream_of_openais_client_is_the_whole_answer(server: Live) -> None:
 
 
 def test_memory_is_told_while_it_is_written_and_afterwards(server: Live) -> None:
-    body = {"prompt": text(60, 1), "max_tokens": 200, "stream": True, "temperature": 0, "ignore_eos": True,
-            "millpond": {"watch": True, "budget": 32}}  # fmt: skip
+    body = {
+        "prompt": text(60, 1),
+        "max_tokens": 200,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        "millpond": {"watch": True, "budget": 32},
+    }
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
         name = json.loads(next(lines)[6:])["id"]
@@ -118,17 +124,20 @@ def test_a_client_that_goes_away_frees_its_pages(server: Live, stream: bool) -> 
     assert server.llm.stats().generated_tokens < before + 800
 
 
-@pytest.mark.parametrize(("body", "status", "words"), [
-    ({"millpond": {"method": "full"}, "prompt": [5] * 400, "max_tokens": 100, "n": 40}, 422, "1,048,576"),
-    ({"prompt": [5] * 600}, 400, "the model's context holds 512"),
-    ({"prompt": [5], "millpond": {"budget": "3 apples"}}, 400, "budget '3 apples'"),
-    ({"prompt": [5], "millpond": {"codec": "int99"}}, 400, "int99"),
-    ({"prompt": [5], "millpond": {"codec": {"0": "int98"}}}, 400, "int98"),
-    ({"prompt": [5], "millpond": {"codec": {"0-999": "int8"}}}, 400, "names layer 999"),
-    ({"prompt": [5], "millpond": {"options": {"recnt": 1}}}, 400, "did you mean 'recent'"),
-    ({"prompt": [5], "millpond": {"method": "full", "budget": 5}}, 422, "takes no budget"),
-    ({"prompt": [5], "millpond": {"method": "kvzip"}}, 400, "kvzip"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"millpond": {"method": "full"}, "prompt": [5] * 400, "max_tokens": 100, "n": 40}, 422, "1,048,576"),
+        ({"prompt": [5] * 600}, 400, "the model's context holds 512"),
+        ({"prompt": [5], "millpond": {"budget": "3 apples"}}, 400, "budget '3 apples'"),
+        ({"prompt": [5], "millpond": {"codec": "int99"}}, 400, "int99"),
+        ({"prompt": [5], "millpond": {"codec": {"0": "int98"}}}, 400, "int98"),
+        ({"prompt": [5], "millpond": {"codec": {"0-999": "int8"}}}, 400, "names layer 999"),
+        ({"prompt": [5], "millpond": {"options": {"recnt": 1}}}, 400, "did you mean 'recent'"),
+        ({"prompt": [5], "millpond": {"method": "full", "budget": 5}}, 422, "takes no budget"),
+        ({"prompt": [5], "millpond": {"method": "kvzip"}}, 400, "kvzip"),
+    ],
+)
 def test_what_the_engine_refuses_has_a_status_and_the_numbers(
     server: Live, body: dict[str, Any], status: int, words: str
 ) -> None:
@@ -157,9 +166,13 @@ async def storm(url: str, count: int, seed: int) -> list[str]:
         if number % 5 == 0:
             kept["deadline_s"] = 0.02 * chance.randint(1, 20)
         body = {
-            "prompt": [1, *(chance.randint(2, 95) for _ in range(chance.randint(1, 60)))], "seed": number,
-            "max_tokens": chance.randint(1, 20), "stream": number % 2 == 0, "millpond": kept, "n": 1 + number % 2,
-        }  # fmt: skip
+            "prompt": [1, *(chance.randint(2, 95) for _ in range(chance.randint(1, 60)))],
+            "seed": number,
+            "max_tokens": chance.randint(1, 20),
+            "stream": number % 2 == 0,
+            "millpond": kept,
+            "n": 1 + number % 2,
+        }
         patience = 0.02 * chance.randint(1, 20) if number % 3 == 0 else 60
         try:
             answer = await client.post("/v1/completions", json=body, timeout=patience)

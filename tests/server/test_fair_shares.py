@@ -55,9 +55,7 @@ def test_a_prompt_has_shares_of_characters_or_tokens(llm: mp.AsyncLLM, in_ids: b
     ids = llm.tokenizer(prompt)["input_ids"]
     n = len(llm.tokenizer(RULES)["input_ids"])
     fair = [[1, n, 0.5]] if in_ids else [[0, len(RULES.strip()), 0.5]]
-    body = CompletionBody(
-        prompt=ids if in_ids else prompt, millpond=CacheFields.model_validate({"fair_shares": fair})
-    )  # fmt: skip
+    body = CompletionBody(prompt=ids if in_ids else prompt, millpond=CacheFields.model_validate({"fair_shares": fair}))
     (request,) = asyncio.run(job_of(Service(llm, ServerSettings()), body)).requests
     assert request.fair_shares == ((1, n, 0.5),)
     found = ask(llm, "/v1/completions", {"prompt": body.prompt, "max_tokens": 3, "millpond": {"fair_shares": fair}})
@@ -76,12 +74,15 @@ def test_a_prompt_has_shares_of_characters_or_tokens(llm: mp.AsyncLLM, in_ids: b
         ("completions", {"prompt": "anna", "millpond": {"fair_shares": [[0, 1, 0.5]] * 257}}, "256"),
         ("chat/completions", {"messages": CHAT, "millpond": {"fair_shares": 0}}, "greater than 0"),
         ("chat/completions", {"messages": CHAT, "millpond": {"fair_shares": [[0, 2, 0.5]]}}, "one number"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [PART]}], "millpond": {"fair_shares": 1}},
-         "chunks"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [PART]}], "millpond": {"fair_shares": 1}},
+            "chunks",
+        ),
         ("chat/completions", {"messages": CHAT, "millpond": {"fair_shares": 1, "method": "streaming"}}, "absolute"),
         ("responses", {"input": "abc", "millpond": {"fair_shares": 0.5}}, "chat/completions"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_share_is_refused(llm: mp.AsyncLLM, path: str, body: dict[str, Any], match: str) -> None:
     found = ask(llm, f"/v1/{path}", body)
     assert found.status_code in (400, 422), found.text

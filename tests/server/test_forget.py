@@ -45,9 +45,13 @@ def tokens(llm: mp.AsyncLLM, text: str) -> int:
 
 @pytest.mark.parametrize(
     ("names", "gone", "message"),
-    [(["thoughts"], STORY * 2, 1), (["tool:call_3"], STORY * 3, 3), (["message:3"], STORY * 3, 3),
-     (["message:0"], "anna kettle " + STORY, 0)],
-)  # fmt: skip
+    [
+        (["thoughts"], STORY * 2, 1),
+        (["tool:call_3"], STORY * 3, 3),
+        (["message:3"], STORY * 3, 3),
+        (["message:0"], "anna kettle " + STORY, 0),
+    ],
+)
 def test_named_parts_leave(llm: mp.AsyncLLM, names: list[str], gone: str, message: int) -> None:
     usage = chat(llm, *names, forgotten=True)
     assert abs(usage["forgotten_tokens"] - tokens(llm, gone)) <= 2
@@ -67,11 +71,12 @@ def test_together_they_leave_once(llm: mp.AsyncLLM) -> None:
     ("name", "said"),
     [
         ("tool:call_9", "'tool:call_9' is not in this chat; there are: thoughts, tool:call_3, message:0 to message:4"),
-        ("message:5", "message:0 to message:4"), ("message:-1", "is not in this chat"),
+        ("message:5", "message:0 to message:4"),
+        ("message:-1", "is not in this chat"),
         ("rules", "is not in this chat"),
         ("tool:", "is not in this chat"),
     ],
-)  # fmt: skip
+)
 def test_unknown_names_say_what_there_is(llm: mp.AsyncLLM, name: str, said: str) -> None:
     body = {"messages": CHAT, "millpond": {"forget": [name]}}
     found = ask(llm, "/v1/chat/completions", body)

@@ -95,9 +95,12 @@ def test_spans_behind_a_template() -> None:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("chat/completions", {"messages": CHAT}), ("completions", {"prompt": RULES + STORY}),
-     ("responses", {"input": STORY})],
-)  # fmt: skip
+    [
+        ("chat/completions", {"messages": CHAT}),
+        ("completions", {"prompt": RULES + STORY}),
+        ("responses", {"input": STORY}),
+    ],
+)
 def test_a_request_that_must_forget_nothing_is_refused_with_numbers(
     llm: mp.AsyncLLM, path: str, body: dict[str, Any]
 ) -> None:

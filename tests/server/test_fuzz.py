@@ -26,8 +26,11 @@ def server() -> Iterator[Live]:
 
 @schema.parametrize()
 @settings(
-    max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 def test_no_request_makes_the_server_fail(case: schemathesis.Case, server: Live) -> None:
     case.call_and_validate(base_url=server.url, checks=[not_a_server_error])

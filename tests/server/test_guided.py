@@ -22,15 +22,20 @@ from tests.helpers.server.live import Live, live
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize(("body", "name", "value"), [
-    ({"guided_json": SCHEMA}, "json_schema", SCHEMA), ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
-    ({"guided_regex": "a+"}, "regex", "a+"), ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
-    ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
-    ({"structured_outputs": {"json": {}}}, "json_schema", {}),
-    ({"structured_outputs": {"json_object": True, "regex": None}}, "json_schema", {"type": "object"}),
-    ({"structured_outputs": {"choice": ["a"]}}, "choice", ("a",)),
-    ({"structured_outputs": {"structural_tag": '{"type": "x"}'}}, "structural_tag", {"type": "x"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "name", "value"),
+    [
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"structured_outputs": {"json": {}}}, "json_schema", {}),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ("a",)),
+        ({"structured_outputs": {"structural_tag": '{"type": "x"}'}}, "structural_tag", {"type": "x"}),
+    ],
+)
 def test_the_words_of_vllm(body: dict[str, Any], name: str, value: Any) -> None:
     llm = FakeLLM()
     assert ask({"prompt": "w5"} | body, llm).status_code == 200
@@ -41,15 +46,19 @@ def test_the_words_of_vllm(body: dict[str, Any], name: str, value: Any) -> None:
 
 STRUCTURES = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 TRIGGERED = {
-    "type": "triggered_tags", "triggers": ["<f>"],
+    "type": "triggered_tags",
+    "triggers": ["<f>"],
     "tags": [{"type": "tag", "begin": "<f>", "end": "</f>", "content": {"type": "json_schema", "json_schema": SCHEMA}}],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("tag", "expected"), [
-    ({"type": "structural_tag", "format": {"type": "any_text"}}, {"type": "any_text"}),
-    ({"type": "structural_tag"} | STRUCTURES, TRIGGERED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        ({"type": "structural_tag", "format": {"type": "any_text"}}, {"type": "any_text"}),
+        ({"type": "structural_tag"} | STRUCTURES, TRIGGERED),
+    ],
+)
 def test_a_structural_tag_may_be_whole(tag: dict[str, Any], expected: dict[str, Any]) -> None:
     llm = FakeLLM()
     for given in (tag, json.dumps(tag)):
@@ -59,13 +68,16 @@ def test_a_structural_tag_may_be_whole(tag: dict[str, Any], expected: dict[str, 
         assert request.params.structural_tag == expected
 
 
-@pytest.mark.parametrize(("tag", "words"), [
-    ({"type": "structural_tag"}, "either a format, or structures and triggers"),
-    ({"type": "structural_tag", "format": {}, "triggers": ["<"]}, "either a format, or structures and triggers"),
-    ({"type": "structural_tag", "structures": [], "triggers": ["<"]}, "structures"),
-    ({"type": "structural_tag", "form": {}}, "form"),
-    ({"structures": [{"begin": 1, "schema": {}, "end": ""}], "triggers": ["<"]}, "begin"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tag", "words"),
+    [
+        ({"type": "structural_tag"}, "either a format, or structures and triggers"),
+        ({"type": "structural_tag", "format": {}, "triggers": ["<"]}, "either a format, or structures and triggers"),
+        ({"type": "structural_tag", "structures": [], "triggers": ["<"]}, "structures"),
+        ({"type": "structural_tag", "form": {}}, "form"),
+        ({"structures": [{"begin": 1, "schema": {}, "end": ""}], "triggers": ["<"]}, "begin"),
+    ],
+)
 def test_what_is_no_structural_tag_is_named(tag: dict[str, Any], words: str) -> None:
     answers = [ask({"prompt": "w5", "structured_outputs": {"structural_tag": tag}})]
     if "type" in tag:
@@ -84,18 +96,30 @@ def test_a_structural_tag_beside_tools_is_one_too_many() -> None:
     assert found.json()["error"]["param"] in ("response_format", "tool_choice")
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex and guided_choice"),
-    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs.regex"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex and structured_outputs.choice"),
-    ({"structured_outputs": {}}, "must hold one of"), ({"structured_outputs": {"json_object": False}}, "must hold"),
-    ({"guided_json": "{"}, "guided_json is no JSON"), ({"guided_json": "[1]"}, "guided_json"),
-    ({"guided_json": '{"minimum": NaN}'}, "JSON"), ({"structured_outputs": {"structural_tag": "[1]"}}, "object"),
-    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": [""]}, "choice holds no text"),
-    ({"guided_choice": ["a"] * 1_001}, "guided_choice"), ({"guided_regex": "a" * 2_001}, "2000"),
-    ({"guided_grammar": "a" * 70_000}, "65536"), ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex and guided_choice"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.regex and structured_outputs.choice",
+        ),
+        ({"structured_outputs": {}}, "must hold one of"),
+        ({"structured_outputs": {"json_object": False}}, "must hold"),
+        ({"guided_json": "{"}, "guided_json is no JSON"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": '{"minimum": NaN}'}, "JSON"),
+        ({"structured_outputs": {"structural_tag": "[1]"}}, "object"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "choice holds no text"),
+        ({"guided_choice": ["a"] * 1_001}, "guided_choice"),
+        ({"guided_regex": "a" * 2_001}, "2000"),
+        ({"guided_grammar": "a" * 70_000}, "65536"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+    ],
+)
 def test_what_cannot_be_is_refused(body: dict[str, Any], words: str) -> None:
     for found in (ask({"prompt": "w5"} | body), chat(body)):
         assert found.status_code == 400, found.text
@@ -111,9 +135,16 @@ def test_a_format_beside_a_guide_is_one_too_many() -> None:
 def bytes_llm() -> AsyncLLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=257, max_position_embeddings=512, eos_token_id=256, bos_token_id=256,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=257,
+        max_position_embeddings=512,
+        eos_token_id=256,
+        bos_token_id=256,
+    )
     model = LlamaForCausalLM(config).eval()
     return AsyncLLM(model, tokenizer=byte_tokenizer(), model_name="bytes", method="full")
 
@@ -133,11 +164,15 @@ class TestWithXgrammar:
         with server.client() as client:
             return client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 100, "seed": 1} | body)
 
-    @pytest.mark.parametrize(("body", "allowed"), [
-        ({"guided_regex": "(yes|no)!"}, {"yes!", "no!"}), ({"guided_choice": ["one", "two"]}, {"one", "two"}),
-        ({"guided_grammar": 'root ::= "x" | "y"'}, {"x", "y"}),
-        ({"structured_outputs": {"json": {"enum": [1, None]}}}, {"1", "null"}),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("body", "allowed"),
+        [
+            ({"guided_regex": "(yes|no)!"}, {"yes!", "no!"}),
+            ({"guided_choice": ["one", "two"]}, {"one", "two"}),
+            ({"guided_grammar": 'root ::= "x" | "y"'}, {"x", "y"}),
+            ({"structured_outputs": {"json": {"enum": [1, None]}}}, {"1", "null"}),
+        ],
+    )
     def test_answers_follow(self, server: Live, body: dict[str, Any], allowed: set[str]) -> None:
         (choice,) = self.post(server, body).json()["choices"]
         assert choice["text"] in allowed
@@ -145,19 +180,26 @@ class TestWithXgrammar:
         streamed = events(self.post(server, body | {"stream": True}).text)
         assert "".join(piece["choices"][0]["text"] for piece in streamed) == choice["text"]
 
-    @pytest.mark.parametrize(("body", "words"), [
-        ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema"),
-        ({"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "no value"),
-        ({"guided_json": {"type": "array", "contains": {"const": 1}}}, "contains"),
-        ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"guided_json": {"not": {"type": "null"}}}, "not"), ({"guided_json": {"if": {}, "then": {}}}, "if"),
-        ({"guided_json": {"$ref": "http://example.org/x"}}, "$ref"),
-        ({"guided_json": {"enum": [*range(20_000)]}}, "enum"),
-        ({"guided_grammar": "root ::= missing"}, "missing"), ({"guided_regex": "(?=a)a"}, "cannot be enforced"),
-        ({"guided_regex": "["}, "regex"), ({"guided_regex": "a{99999999999}"}, "repeats more than 10,000 times"),
-        ({"guided_regex": "a{4294967297}"}, "repeats more"), ({"guided_grammar": 'root ::= "a"{20000}'}, "repeats"),
-        ({"structured_outputs": {"structural_tag": {"type": "none"}}}, "structural_tag"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema"),
+            ({"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "no value"),
+            ({"guided_json": {"type": "array", "contains": {"const": 1}}}, "contains"),
+            ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+            ({"guided_json": {"not": {"type": "null"}}}, "not"),
+            ({"guided_json": {"if": {}, "then": {}}}, "if"),
+            ({"guided_json": {"$ref": "http://example.org/x"}}, "$ref"),
+            ({"guided_json": {"enum": [*range(20_000)]}}, "enum"),
+            ({"guided_grammar": "root ::= missing"}, "missing"),
+            ({"guided_regex": "(?=a)a"}, "cannot be enforced"),
+            ({"guided_regex": "["}, "regex"),
+            ({"guided_regex": "a{99999999999}"}, "repeats more than 10,000 times"),
+            ({"guided_regex": "a{4294967297}"}, "repeats more"),
+            ({"guided_grammar": 'root ::= "a"{20000}'}, "repeats"),
+            ({"structured_outputs": {"structural_tag": {"type": "none"}}}, "structural_tag"),
+        ],
+    )
     def test_what_cannot_be_followed_is_400_with_the_reason(self, server: Live, body: Any, words: str) -> None:
         for more in ({}, {"stream": True}):
             found = self.post(server, body | more)

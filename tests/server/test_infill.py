@@ -37,11 +37,16 @@ def infill(body: dict[str, Any], llm: FakeLLM | None = None, **settings: Any) ->
     return ask({"input_prefix": "ab", "input_suffix": "yz"} | body, llm or model_of(), "/infill", **settings)
 
 
-@pytest.mark.parametrize(("names", "expected"), [
-    (QWEN, "<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>m"), (STARCODER, "<fim_prefix>ab<fim_suffix>yz<fim_middle>m"),
-    (CODE_LLAMA, "▁<PRE>ab▁<SUF>yz▁<MID>m"), (DEEPSEEK, "<｜fim▁begin｜>ab<｜fim▁hole｜>yz<｜fim▁end｜>m"),
-    (CODESTRAL, "[SUFFIX]yz[PREFIX]abm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (QWEN, "<|fim_prefix|>ab<|fim_suffix|>yz<|fim_middle|>m"),
+        (STARCODER, "<fim_prefix>ab<fim_suffix>yz<fim_middle>m"),
+        (CODE_LLAMA, "▁<PRE>ab▁<SUF>yz▁<MID>m"),
+        (DEEPSEEK, "<｜fim▁begin｜>ab<｜fim▁hole｜>yz<｜fim▁end｜>m"),
+        (CODESTRAL, "[SUFFIX]yz[PREFIX]abm"),
+    ],
+)
 def test_each_family_is_asked_in_its_own_way(names: tuple[str, ...], expected: str) -> None:
     llm = model_of(names)
     assert infill({"prompt": "m"}, llm).status_code == 200
@@ -118,10 +123,16 @@ def test_prompts_of_completions_may_be_tokens_or_several() -> None:
     assert ask({"prompt": "", "suffix": "yz"}, llm).status_code == 200
 
 
-@pytest.mark.parametrize("body", [
-    {"echo": True}, {"millpond": {"keep": [[0, 1]]}}, {"millpond": {"chunks": [[0, 1]]}},
-    {"millpond": {"breakpoints": [1]}}, {"millpond": {"fair_shares": [[0, 1, 0.5]]}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"echo": True},
+        {"millpond": {"keep": [[0, 1]]}},
+        {"millpond": {"chunks": [[0, 1]]}},
+        {"millpond": {"breakpoints": [1]}},
+        {"millpond": {"fair_shares": [[0, 1, 0.5]]}},
+    ],
+)
 def test_spans_of_a_prompt_go_without_a_suffix(body: dict[str, Any]) -> None:
     found = ask({"prompt": "ab", "suffix": "yz"} | body, model_of())
     assert found.status_code == 400
@@ -147,11 +158,21 @@ def test_a_stream_put_together_is_the_whole_answer() -> None:
         assert infill({"n_indent": indent}, model_of(QWEN, "a\n  b\n\n   c\nd e f")).json()["content"] == text
 
 
-@pytest.mark.parametrize(("text", "least", "expected"), [
-    ("a\nb", 0, ("a\nb", False)), ("a\nb", 1, ("a", True)), ("a\n b", 1, ("a\n b", False)), ("a", 4, ("a", False)),
-    ("", 4, ("", False)), ("a\n", 4, ("a", False)), ("a\n\n\n", 4, ("a", False)), ("a\n  ", 4, ("a", False)),
-    ("a\n\t\tb\n\n\t\tc\n", 2, ("a\n\t\tb\n\n\t\tc", False)), ("\n  x\ny", 2, ("\n  x", True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "least", "expected"),
+    [
+        ("a\nb", 0, ("a\nb", False)),
+        ("a\nb", 1, ("a", True)),
+        ("a\n b", 1, ("a\n b", False)),
+        ("a", 4, ("a", False)),
+        ("", 4, ("", False)),
+        ("a\n", 4, ("a", False)),
+        ("a\n\n\n", 4, ("a", False)),
+        ("a\n  ", 4, ("a", False)),
+        ("a\n\t\tb\n\n\t\tc\n", 2, ("a\n\t\tb\n\n\t\tc", False)),
+        ("\n  x\ny", 2, ("\n  x", True)),
+    ],
+)
 def test_lines_that_are_indented_less(text: str, least: int, expected: tuple[str, bool]) -> None:
     assert indented(text, least) == expected
 
@@ -181,16 +202,28 @@ def test_nothing_new_may_be_wanted_and_fields_may_be_chosen() -> None:
     assert (llm.asked[1].params.max_tokens, llm.asked[1].params.top_k) == (None, 40)
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"n_predict": -2}, "n_predict"), ({"n_indent": -1}, "n_indent"), ({"n_indent": 10**30}, "n_indent"),
-    ({"input_extra": {}}, "input_extra"), ({"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
-    ({"input_extra": [{"text": ""}] * 300}, "input_extra"), ({"input_prefix": 5}, "input_prefix"),
-    ({"input_prefix": None}, "input_prefix"), ({"t_max_predict_ms": -1}, "t_max_predict_ms"),
-    ({"response_fields": ["x" * 1_000]}, "response_fields"), ({"input_sufix": "x"}, "did you mean 'input_suffix'"),
-    ({"input_prefix": "x" * 4_000_000}, "characters"), ({"n_predict": 200_000}, "context"),
-    ({"input_extra": [{"text": "x" * 100_000}] * 40}, "characters"), ({"millpond": {"keep": [[0, 1]]}}, "keep"),
-    ({"millpond": {"forgotten": True}}, "forgotten"), ({"millpond": {"fair_shares": 0.5}}, "fair_shares"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"n_predict": -2}, "n_predict"),
+        ({"n_indent": -1}, "n_indent"),
+        ({"n_indent": 10**30}, "n_indent"),
+        ({"input_extra": {}}, "input_extra"),
+        ({"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
+        ({"input_extra": [{"text": ""}] * 300}, "input_extra"),
+        ({"input_prefix": 5}, "input_prefix"),
+        ({"input_prefix": None}, "input_prefix"),
+        ({"t_max_predict_ms": -1}, "t_max_predict_ms"),
+        ({"response_fields": ["x" * 1_000]}, "response_fields"),
+        ({"input_sufix": "x"}, "did you mean 'input_suffix'"),
+        ({"input_prefix": "x" * 4_000_000}, "characters"),
+        ({"n_predict": 200_000}, "context"),
+        ({"input_extra": [{"text": "x" * 100_000}] * 40}, "characters"),
+        ({"millpond": {"keep": [[0, 1]]}}, "keep"),
+        ({"millpond": {"forgotten": True}}, "forgotten"),
+        ({"millpond": {"fair_shares": 0.5}}, "fair_shares"),
+    ],
+)
 def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], words: str) -> None:
     found = infill(body)
     assert found.status_code == 400, found.text

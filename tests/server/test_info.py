@@ -51,11 +51,17 @@ def test_tokens_there_and_back() -> None:
     assert post("/detokenize", {"tokens": [1, 5, 6]}).json() == {"prompt": "<bos> w5 w6"}
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/tokenize", {}), ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "w5"}]}),
-    ("/tokenize", {"prompt": "a", "model": "b"}), ("/detokenize", {"tokens": [96]}), ("/detokenize", {"tokens": [-1]}),
-    ("/detokenize", {"tokens": "5"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "w5"}]}),
+        ("/tokenize", {"prompt": "a", "model": "b"}),
+        ("/detokenize", {"tokens": [96]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "5"}),
+    ],
+)
 def test_what_is_no_text_and_no_token(path: str, body: dict[str, Any]) -> None:
     assert post(path, body).status_code in (400, 404)
 
@@ -102,10 +108,12 @@ def test_memory_of_a_request() -> None:
             unwatched = (await client.post("/v1/completions", json={"prompt": "w5"})).json()["id"]
             path = f"/v1/millpond/memory/{name}"
             return (
-                await client.get(path), await client.get(f"{path}?layer=1&since=3"),
-                await client.get(f"{path}?layer=9"), await client.get(f"/v1/millpond/memory/{unwatched}"),
+                await client.get(path),
+                await client.get(f"{path}?layer=1&since=3"),
+                await client.get(f"{path}?layer=9"),
+                await client.get(f"/v1/millpond/memory/{unwatched}"),
                 await client.get(f"{path}?layer=-1"),
-            )  # fmt: skip
+            )
 
     found, later, no_layer, unknown, negative = asyncio.run(work())
     shown = found.json()

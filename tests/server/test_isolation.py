@@ -58,22 +58,25 @@ def get(host: str, at: str, **settings: Any) -> httpx.Response:
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize(("host", "at", "settings", "status"), [
-    ("evil.example", "127.0.0.1", {}, 421),
-    ("evil.example:8000", "::1", {}, 421),
-    ("localhost.evil.example", "127.0.0.1", {}, 421),
-    ("127.0.0.1.evil.example", "127.0.0.1", {}, 421),
-    ("", "127.0.0.1", {}, 421),
-    ("localhost:8000", "127.0.0.1", {}, 200),
-    ("127.0.0.1:8000", "127.0.0.1", {}, 200),
-    ("[::1]:8000", "::1", {}, 200),
-    ("[::1]", "::1", {}, 200),
-    ("mine.example", "127.0.0.1", {"allowed_hosts": ("Mine.example",)}, 200),
-    ("evil.example", "127.0.0.1", {"allowed_hosts": ("mine.example",)}, 421),
-    ("evil.example", "10.0.0.1", {"allowed_hosts": ("mine.example",)}, 421),
-    ("other.example", "10.0.0.1", {}, 200),
-    ("other.example", "127.0.0.1", {"api_keys": ("one",)}, 200),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "at", "settings", "status"),
+    [
+        ("evil.example", "127.0.0.1", {}, 421),
+        ("evil.example:8000", "::1", {}, 421),
+        ("localhost.evil.example", "127.0.0.1", {}, 421),
+        ("127.0.0.1.evil.example", "127.0.0.1", {}, 421),
+        ("", "127.0.0.1", {}, 421),
+        ("localhost:8000", "127.0.0.1", {}, 200),
+        ("127.0.0.1:8000", "127.0.0.1", {}, 200),
+        ("[::1]:8000", "::1", {}, 200),
+        ("[::1]", "::1", {}, 200),
+        ("mine.example", "127.0.0.1", {"allowed_hosts": ("Mine.example",)}, 200),
+        ("evil.example", "127.0.0.1", {"allowed_hosts": ("mine.example",)}, 421),
+        ("evil.example", "10.0.0.1", {"allowed_hosts": ("mine.example",)}, 421),
+        ("other.example", "10.0.0.1", {}, 200),
+        ("other.example", "127.0.0.1", {"api_keys": ("one",)}, 200),
+    ],
+)
 def test_hosts(host: str, at: str, settings: dict[str, Any], status: int) -> None:
     assert get(host, at, **settings).status_code == status
 

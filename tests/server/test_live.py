@@ -165,9 +165,13 @@ def test_openais_client(server: Live) -> None:
         assert done.choices[0].logprobs is not None
         said: Any = [{"role": "user", "content": "w5"}]
         answer = client.chat.completions.create(
-            model="fake/counter", messages=said, max_tokens=3, logprobs=True, top_logprobs=1,
+            model="fake/counter",
+            messages=said,
+            max_tokens=3,
+            logprobs=True,
+            top_logprobs=1,
             extra_body={"millpond": {"method": "snapkv", "budget": 512}},
-        )  # fmt: skip
+        )
         assert answer.choices[0].message.content
         assert answer.usage is not None
         assert answer.usage.model_extra is not None

@@ -50,9 +50,13 @@ def through_http(server: Live, folder: str) -> Any:
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     return LocalCompletionsAPI(
-        base_url=f"{server.url}/v1/completions", model="tiny", tokenizer=folder, num_concurrent=2, max_retries=1,
+        base_url=f"{server.url}/v1/completions",
+        model="tiny",
+        tokenizer=folder,
+        num_concurrent=2,
+        max_retries=1,
         add_bos_token=True,
-    )  # fmt: skip
+    )
 
 
 def asked(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:

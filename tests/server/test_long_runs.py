@@ -34,10 +34,16 @@ def squared(pattern: str) -> Any:
 BLANKS, LETTERS = r"\s+\z|\s|\S+", r"w+!|w|[^w]+"
 
 
-@pytest.mark.parametrize(("pattern", "text"), [
-    (BLANKS, " " * LONG + "x"), (BLANKS, "x " + "\n" * LONG + "x"), (BLANKS, ("\t" * 20_000 + "x") * 25),
-    (LETTERS, "w" * LONG), (LETTERS, "a b " + "w" * 100_000 + " " + "w" * 90_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (BLANKS, " " * LONG + "x"),
+        (BLANKS, "x " + "\n" * LONG + "x"),
+        (BLANKS, ("\t" * 20_000 + "x") * 25),
+        (LETTERS, "w" * LONG),
+        (LETTERS, "a b " + "w" * 100_000 + " " + "w" * 90_000),
+    ],
+)
 def test_a_tokenizer_that_takes_the_square_is_found_out(pattern: str, text: str) -> None:
     tokenizer = squared(pattern)
     began = time.process_time()

@@ -26,7 +26,7 @@ from tests.helpers.server.fake import FakeLLM, client_of
         ("| a |\n|---|\n| b |", "<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>b</td></tr></tbody></table>"),
         ("[a](https://b.c)", '<p><a href="https://b.c" rel="noopener noreferrer nofollow">a</a></p>\n'),
     ],
-)  # fmt: skip
+)
 def test_what_is_shown(text: str, html: str) -> None:
     shown = render_markdown(text)
     assert (shown.replace("\n", "") if "<table>" in html else shown) == html

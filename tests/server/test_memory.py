@@ -20,7 +20,7 @@ def engine(**options: object) -> Engine:
 
 def request(
     name: str, method: str = "h2o", new: int = 12, watch: bool = False, n: int = 1, client: str = ""
-) -> Request:  # fmt: skip
+) -> Request:
     params = SamplingParams(max_tokens=new, temperature=0, n=n, ignore_eos=True)
     cache = CacheOptions(method=method, budget=None if method == "full" else "30%")
     return Request(request_id=name, prompt=PROMPT, params=params, cache=cache, watch=watch, client=client)

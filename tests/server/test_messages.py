@@ -63,9 +63,9 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
                 is_open = True
             case "content_block_delta":
                 assert (is_open, event["index"]) == (True, len(blocks) - 1)
-                blocks[-1]["text" if event["delta"]["type"] == "text_delta" else "json"] += (
-                    event["delta"].get("text") or event["delta"].get("partial_json")
-                )
+                blocks[-1]["text" if event["delta"]["type"] == "text_delta" else "json"] += event["delta"].get(
+                    "text"
+                ) or event["delta"].get("partial_json")
             case "content_block_stop":
                 assert (is_open, event["index"]) == (True, len(blocks) - 1)
                 is_open = False
@@ -79,9 +79,11 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def without_ids(message: dict[str, Any]) -> Any:
-    return message["stop_reason"], message["stop_sequence"], [
-        {name: value for name, value in block.items() if name != "id"} for block in message["content"]
-    ]  # fmt: skip
+    return (
+        message["stop_reason"],
+        message["stop_sequence"],
+        [{name: value for name, value in block.items() if name != "id"} for block in message["content"]],
+    )
 
 
 def test_an_answer_has_blocks_a_reason_and_numbers() -> None:
@@ -125,13 +127,21 @@ def test_what_json_cannot_send_of_a_model_s_own_writing_is_sent_as_near(written:
     assert len(block["input"]) == 1
 
 
-@pytest.mark.parametrize(("reason", "stopped", "tokens", "calls", "said"), [
-    ("stop", None, 3, 0, ("end_turn", None)), ("stop", "END", 3, 0, ("stop_sequence", "END")),
-    ("stop", "\nUser:", 3, 0, ("end_turn", None)), ("stop", 7, 3, 0, ("end_turn", None)),
-    ("stop", None, 3, 1, ("tool_use", None)), ("length", None, 5, 0, ("max_tokens", None)),
-    ("length", None, 5, 1, ("max_tokens", None)), ("length", None, 4, 0, ("model_context_window_exceeded", None)),
-    ("deadline", None, 4, 0, ("max_tokens", None)), ("cancelled", None, 4, 0, ("max_tokens", None)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "stopped", "tokens", "calls", "said"),
+    [
+        ("stop", None, 3, 0, ("end_turn", None)),
+        ("stop", "END", 3, 0, ("stop_sequence", "END")),
+        ("stop", "\nUser:", 3, 0, ("end_turn", None)),
+        ("stop", 7, 3, 0, ("end_turn", None)),
+        ("stop", None, 3, 1, ("tool_use", None)),
+        ("length", None, 5, 0, ("max_tokens", None)),
+        ("length", None, 5, 1, ("max_tokens", None)),
+        ("length", None, 4, 0, ("model_context_window_exceeded", None)),
+        ("deadline", None, 4, 0, ("max_tokens", None)),
+        ("cancelled", None, 4, 0, ("max_tokens", None)),
+    ],
+)
 def test_reasons(reason: Any, stopped: Any, tokens: int, calls: int, said: tuple[str, str | None]) -> None:
     job = MessageJob("msg_1", [], None, False, most=5, stops=("END",))
     end = job.end(Completion(0, "x", tuple(range(tokens)), None, reason, stopped), calls)
@@ -141,21 +151,33 @@ def test_reasons(reason: Any, stopped: Any, tokens: int, calls: int, said: tuple
 #: Every kind of block in every place where it may stand, each with a mark of its own.
 MANY: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "text", "text": "mark1"}, {"type": "text", "text": "mark2"}]},
-    {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "secret", "signature": "abc"}, {"type": "text", "text": "mark3"},
-        {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "mark4"}},
-        {"type": "tool_use", "id": "call_2", "name": "get_weather", "input": {"city": "mark5"}, "caller": None},
-    ]},
-    {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "call_1", "content": "mark6"},
-        {"type": "tool_result", "tool_use_id": "call_2", "is_error": True, "content": [
-            {"type": "text", "text": "mark7"}, {"type": "text", "text": "mark8"}]},
-        {"type": "text", "text": "mark9"}, {"type": "text", "text": "mark10"},
-    ]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "secret", "signature": "abc"},
+            {"type": "text", "text": "mark3"},
+            {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "mark4"}},
+            {"type": "tool_use", "id": "call_2", "name": "get_weather", "input": {"city": "mark5"}, "caller": None},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "call_1", "content": "mark6"},
+            {
+                "type": "tool_result",
+                "tool_use_id": "call_2",
+                "is_error": True,
+                "content": [{"type": "text", "text": "mark7"}, {"type": "text", "text": "mark8"}],
+            },
+            {"type": "text", "text": "mark9"},
+            {"type": "text", "text": "mark10"},
+        ],
+    },
     {"role": "assistant", "content": "mark11"},
     {"role": "system", "content": "mark12"},
     {"role": "user", "content": [{"type": "text", "text": "mark13"}, {"type": "tool_result", "tool_use_id": "call_2"}]},
-]  # fmt: skip
+]
 
 
 def test_no_message_vanishes_and_all_stay_in_order() -> None:
@@ -187,9 +209,11 @@ def test_marks_of_the_cache_stay_where_they_are() -> None:
     said = [
         {"role": "user", "content": [{"type": "text", "text": "a"} | mark]},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "now", "input": {}} | mark]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "1"} | mark, {"type": "text", "text": "b"}]},
-    ]  # fmt: skip
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "1"} | mark, {"type": "text", "text": "b"}],
+        },
+    ]
     system = [{"type": "text", "text": "s"}, {"type": "text", "text": "t"} | mark]
     tools = [TOOLS[0] | mark]
     body = body_of(messages=said, system=system, tools=tools, **mark)
@@ -199,19 +223,28 @@ def test_marks_of_the_cache_stay_where_they_are() -> None:
     assert "6 messages have cache_control" in send({"messages": many}).json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("body", "field", "value"), [
-    ({"tool_choice": {"type": "auto"}, "tools": TOOLS}, "tool_choice", "auto"),
-    ({"tool_choice": {"type": "any"}, "tools": TOOLS}, "tool_choice", "required"),
-    ({"tool_choice": {"type": "none"}, "tools": TOOLS}, "tool_choice", "none"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "parallel_tool_calls", False),
-    ({"stop_sequences": ["a", "b"]}, "stop", ["a", "b"]), ({"top_k": 5}, "top_k", 5), ({"top_p": 0.5}, "top_p", 0.5),
-    ({"temperature": 0}, "temperature", 0), ({"metadata": {"user_id": None}}, "metadata", None),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "chat_template_kwargs", {"enable_thinking": True}),
-    ({"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}, "chat_template_kwargs",
-     {"enable_thinking": False, "reasoning_effort": "high"}),
-    ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, "tools", None),
-    ({"speed": "standard", "inference_geo": "eu", "mcp_servers": []}, "continue_final_message", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ({"tool_choice": {"type": "auto"}, "tools": TOOLS}, "tool_choice", "auto"),
+        ({"tool_choice": {"type": "any"}, "tools": TOOLS}, "tool_choice", "required"),
+        ({"tool_choice": {"type": "none"}, "tools": TOOLS}, "tool_choice", "none"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "parallel_tool_calls", False),
+        ({"stop_sequences": ["a", "b"]}, "stop", ["a", "b"]),
+        ({"top_k": 5}, "top_k", 5),
+        ({"top_p": 0.5}, "top_p", 0.5),
+        ({"temperature": 0}, "temperature", 0),
+        ({"metadata": {"user_id": None}}, "metadata", None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "chat_template_kwargs", {"enable_thinking": True}),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
+            "chat_template_kwargs",
+            {"enable_thinking": False, "reasoning_effort": "high"},
+        ),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, "tools", None),
+        ({"speed": "standard", "inference_geo": "eu", "mcp_servers": []}, "continue_final_message", False),
+    ],
+)
 def test_fields_mean_what_they_mean_in_a_chat(body: dict[str, Any], field: str, value: Any) -> None:
     assert getattr(chat_of(body_of(**body), True), field) == value
 
@@ -258,29 +291,55 @@ def test_tokens_are_counted_as_they_are_read() -> None:
     assert fewer.json()["input_tokens"] < found.json()["input_tokens"]
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block of type 'image'"),
-    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block of type 'document'"),
-    ({"messages": [{"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}]}]}, "a block of type 'image'"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "runs no tools of its own"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "leave it out"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "x", "input": {}}]}]},
-     "the role 'user' has no block of type 'tool_use'"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "'assistant'"),
-    ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "a block has a type"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-    ({"messages": []}, "messages"), ({"messages": None}, "messages"), ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": None}, "max_tokens"), ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "web_search_"),
-    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"), ({"tools": [5]}, "tools.0"),
-    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not in tools"),
-    ({"tool_choice": {"type": "any"}}, "at least one"), ({"stop": ["x"]}, "stop"), ({"foo": 1}, "unknown field 'foo'"),
-    ({"containr": None}, "did you mean 'container'"), ({"mcp_servers": [{}]}, "mcp_servers"),
-    ({"system": [{"type": "image"}]}, "system"), ({"thinking": {"type": "fast"}}, "thinking"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-    ({"temperature": "hot"}, "temperature"), ({"tools": TOOLS * 100}, "tools"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block of type 'document'"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}],
+                    }
+                ]
+            },
+            "a block of type 'image'",
+        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "runs no tools of its own"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "leave it out"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "x", "input": {}}]}]},
+            "the role 'user' has no block of type 'tool_use'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
+            "'assistant'",
+        ),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "a block has a type"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "web_search_"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [5]}, "tools.0"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "'x' is not in tools"),
+        ({"tool_choice": {"type": "any"}}, "at least one"),
+        ({"stop": ["x"]}, "stop"),
+        ({"foo": 1}, "unknown field 'foo'"),
+        ({"containr": None}, "did you mean 'container'"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"system": [{"type": "image"}]}, "system"),
+        ({"thinking": {"type": "fast"}}, "thinking"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"tools": TOOLS * 100}, "tools"),
+    ],
+)
 def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], words: str) -> None:
     found = send(body)
     assert found.status_code == 400, found.text
@@ -297,16 +356,30 @@ def deep(levels: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("body", [
-    {"messages": [{"role": "user", "content": deep(60)}]}, {"tools": [TOOLS[0] | {"input_schema": deep(150)}]},
-    {"messages": [{"role": "assistant", "content": [
-        {"type": "tool_use", "id": "1", "name": "x", "input": {"a": "x" * 200_000}}]}]},
-    {"tools": [TOOLS[0] | {"input_schema": {"a": "x" * 200_000}}]}, {"system": "x" * 5_000_000},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 20_000}]},
-    {"messages": [{"role": "user", "content": [{"type": "x" * 100_000}]}]},
-    {"tools": [{"name": "x", "type": "y" * 100_000}]}, {"stop_sequences": [""]},
-    {"chat_template_kwargs": {"continue_final_message": True}}, {"tools": [TOOLS[0] | {"input_schema": [1]}]},
-], ids=lambda body: str(body)[:60])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": deep(60)}]},
+        {"tools": [TOOLS[0] | {"input_schema": deep(150)}]},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "1", "name": "x", "input": {"a": "x" * 200_000}}],
+                }
+            ]
+        },
+        {"tools": [TOOLS[0] | {"input_schema": {"a": "x" * 200_000}}]},
+        {"system": "x" * 5_000_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 20_000}]},
+        {"messages": [{"role": "user", "content": [{"type": "x" * 100_000}]}]},
+        {"tools": [{"name": "x", "type": "y" * 100_000}]},
+        {"stop_sequences": [""]},
+        {"chat_template_kwargs": {"continue_final_message": True}},
+        {"tools": [TOOLS[0] | {"input_schema": [1]}]},
+    ],
+    ids=lambda body: str(body)[:60],
+)
 def test_hostile_bodies_are_refused(body: dict[str, Any]) -> None:
     found = send(body, ScriptedLLM("x"))
     assert found.status_code in (400, 413), found.text[:300]
@@ -314,12 +387,18 @@ def test_hostile_bodies_are_refused(body: dict[str, Any]) -> None:
     assert len(found.text) < 2_000
 
 
-@pytest.mark.parametrize("body", [
-    {"system": "\ud800"},
-    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "\udfff"}]}]},
-    {"messages": [{"role": "user", "content": [{"type": "\udfff"}]}]}, {"tools": [{"type": "\udfff", "name": "x"}]},
-    {"\udfff": 1}, {"messages": [HELLO], "system": [{"type": "text", "text": "\ud800"}]},
-], ids=ascii)  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"system": "\ud800"},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "\udfff"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "\udfff"}]}]},
+        {"tools": [{"type": "\udfff", "name": "x"}]},
+        {"\udfff": 1},
+        {"messages": [HELLO], "system": [{"type": "text", "text": "\ud800"}]},
+    ],
+    ids=ascii,
+)
 def test_halves_of_surrogate_pairs_are_refused(body: dict[str, Any]) -> None:
     async def work() -> Any:
         async with client_of(ScriptedLLM("x")) as client:
@@ -334,10 +413,13 @@ def test_a_key_may_come_in_a_header_of_its_own() -> None:
         async with client_of(templated(), api_keys=("one",)) as client:
             body = {"messages": [HELLO], "max_tokens": 2}
             tried: list[dict[str, str]] = [
-                {"x-api-key": "one", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}, {"x-api-key": "two"},
-                {"Authorization": "Bearer one"}, {"Authorization": "Bearer two", "x-api-key": "one"}, {},
+                {"x-api-key": "one", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"},
+                {"x-api-key": "two"},
+                {"Authorization": "Bearer one"},
+                {"Authorization": "Bearer two", "x-api-key": "one"},
+                {},
                 {"Authorization": "Basic b25l", "x-api-key": "one"},
-            ]  # fmt: skip
+            ]
             found = [await client.post("/v1/messages", json=body, headers=headers) for headers in tried]
             assert found[1].json()["error"]["type"] == "authentication_error"
             return [one.status_code for one in found]

@@ -82,16 +82,19 @@ def test_the_server_answers_token_ids_with_token_ids(server: Live) -> None:
     assert [i for piece in pieces for i in piece["choices"][0]["token_ids"]] == choice["token_ids"]
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/completions", {"prompt": "w5"}),
-    ("/v1/completions", {"prompt": ["w5"]}),
-    ("/v1/completions", {"prompt": PROMPT, "stop": "w5"}),
-    ("/v1/completions", {"prompt": PROMPT, "bad_words": ["w5"]}),
-    ("/v1/responses", {"input": "w5"}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}),
-    ("/tokenize", {"prompt": "w5"}),
-    ("/detokenize", {"tokens": [5]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "w5"}),
+        ("/v1/completions", {"prompt": ["w5"]}),
+        ("/v1/completions", {"prompt": PROMPT, "stop": "w5"}),
+        ("/v1/completions", {"prompt": PROMPT, "bad_words": ["w5"]}),
+        ("/v1/responses", {"input": "w5"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}),
+        ("/tokenize", {"prompt": "w5"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
 def test_what_needs_texts_is_refused(server: Live, path: str, body: dict[str, Any]) -> None:
     refused = post(server, path, body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_tokenizer"), refused.text

@@ -186,18 +186,28 @@ def test_the_served_document_is_this_one() -> None:
     assert asyncio.run(work()) == DOCUMENT
 
 
-@pytest.mark.parametrize("case", [
-    *(Case(route, 200) for route in ROUTES),
-    Case("/v1/completions", 200, {"prompt": ["w5", "w6"], "n": 2, "logprobs": 2, "echo": True}),
-    Case("/v1/chat/completions", 200, {"n": 2, "logprobs": True, "top_logprobs": 2}),
-    Case("/v1/responses", 200, {"top_logprobs": 2, "metadata": {"a": "b"}, "instructions": None}),
-    Case("/v1/responses", 200, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}),
-    Case("/v1/responses", 200, {"tools": [{"type": "function", "name": "w5"}], "parallel_tool_calls": False}),
-    Case("/infill", 200, {"response_fields": ["content", "timings/prompt_n"], "n_predict": 0}),
-    Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
-    Case("/v1/millpond/memory/{request_id}", 204, prepare=lambda app, llm: (
-        llm.running.clear(), app.state.service.gate.under_way.update(one=app.state.service.clients._hash("one")))),
-], ids=name_of)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(route, 200) for route in ROUTES),
+        Case("/v1/completions", 200, {"prompt": ["w5", "w6"], "n": 2, "logprobs": 2, "echo": True}),
+        Case("/v1/chat/completions", 200, {"n": 2, "logprobs": True, "top_logprobs": 2}),
+        Case("/v1/responses", 200, {"top_logprobs": 2, "metadata": {"a": "b"}, "instructions": None}),
+        Case("/v1/responses", 200, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}),
+        Case("/v1/responses", 200, {"tools": [{"type": "function", "name": "w5"}], "parallel_tool_calls": False}),
+        Case("/infill", 200, {"response_fields": ["content", "timings/prompt_n"], "n_predict": 0}),
+        Case("/tokenize", 200, {"prompt": None, "messages": CHAT["messages"]}),
+        Case(
+            "/v1/millpond/memory/{request_id}",
+            204,
+            prepare=lambda app, llm: (
+                llm.running.clear(),
+                app.state.service.gate.under_way.update(one=app.state.service.clients._hash("one")),
+            ),
+        ),
+    ],
+    ids=name_of,
+)
 def test_answers_are_as_described(case: Case) -> None:
     run(case)
 
@@ -210,10 +220,12 @@ def test_streams_are_as_described(route: str, fails: bool, more: dict[str, Any])
         llm.fails = MillpondError("the model broke") if fails else None
 
     scores = {
-        "/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2},
-        "/v1/responses": {"top_logprobs": 2}, "/v1/messages": {"temperature": 0.5},
+        "/v1/completions": {"logprobs": 2},
+        "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2},
+        "/v1/responses": {"top_logprobs": 2},
+        "/v1/messages": {"temperature": 0.5},
         "/infill": {"n_indent": 2},
-    }  # fmt: skip
+    }
     usual = {} if route in ("/v1/messages", "/infill") else more
     body = {"stream": True} | (scores[route] if more.get("scores") else usual)
     found = run(Case(route, 200, body, prepare=prepare))
@@ -241,31 +253,50 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
     return prepare
 
 
-@pytest.mark.parametrize("case", [
-    *(Case(route, 400, {"unknown": 1}) for route, (method, _, _) in ROUTES.items() if method == "post"),
-    Case("/v1/completions", 400, {"prompt": 5}), Case("/v1/chat/completions", 400, {"messages": []}),
-    Case("/v1/millpond/memory/{request_id}", 400, path="/v1/millpond/memory/one?layer=9"),
-    Case("/v1/millpond/memory/{request_id}", 400, path="/v1/millpond/memory/one?layer=x"),
-    Case("/v1/millpond/memory/{request_id}", 404, path="/v1/millpond/memory/other"),
-    Case("/v1/models/{name}", 404, path="/v1/models/other"),
-    *(Case(route, 404, {"model": "other"}) for route, (method, _, _) in ROUTES.items() if method == "post"),
-    *(Case(route, 404, prepare=lambda app, llm: setattr(llm, "sessions", None)) for route in SESSIONS),
-    *(Case(route, 400, headers={"Millpond-Cache-Salt": "x" * 300}) for route in SESSIONS),
-    *(Case(route, 403, {"millpond": {"priority": -5}}) for route in ANSWERS),
-    *(Case(route, 408, {"millpond": {"deadline_s": 0.01}}, prepare=lambda _, llm: llm.open.clear())
-      for route in ANSWERS),
-    *(Case(route, 422, prepare=broken(BudgetError("too small"))) for route in ANSWERS),
-    *(Case(route, 429, prepare=lambda app, llm: (
-        llm.open.clear(), app.state.service.gate.under_way.update({str(number): "" for number in range(300)})))
-      for route in ANSWERS),
-    *(Case(route, 503, prepare=drained) for route in (*ANSWERS, "/health")),
-    Case("/health", 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")),
-    *(Case(route, 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")) for route in ANSWERS),
-    *(Case(route, 500, prepare=broken(RuntimeError("a mistake of ours"))) for route in ROUTES if route != "/version"),
-    *(Case(route, 411, headers={"Transfer-Encoding": "chunked"}) for route in ROUTES),
-    *(Case(route, 413, headers={"Content-Length": "9999"}) for route in ROUTES),
-    *(Case(route, 401, headers={"Authorization": "Bearer two"}) for route in ROUTES if route != "/health"),
-], ids=name_of)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(route, 400, {"unknown": 1}) for route, (method, _, _) in ROUTES.items() if method == "post"),
+        Case("/v1/completions", 400, {"prompt": 5}),
+        Case("/v1/chat/completions", 400, {"messages": []}),
+        Case("/v1/millpond/memory/{request_id}", 400, path="/v1/millpond/memory/one?layer=9"),
+        Case("/v1/millpond/memory/{request_id}", 400, path="/v1/millpond/memory/one?layer=x"),
+        Case("/v1/millpond/memory/{request_id}", 404, path="/v1/millpond/memory/other"),
+        Case("/v1/models/{name}", 404, path="/v1/models/other"),
+        *(Case(route, 404, {"model": "other"}) for route, (method, _, _) in ROUTES.items() if method == "post"),
+        *(Case(route, 404, prepare=lambda app, llm: setattr(llm, "sessions", None)) for route in SESSIONS),
+        *(Case(route, 400, headers={"Millpond-Cache-Salt": "x" * 300}) for route in SESSIONS),
+        *(Case(route, 403, {"millpond": {"priority": -5}}) for route in ANSWERS),
+        *(
+            Case(route, 408, {"millpond": {"deadline_s": 0.01}}, prepare=lambda _, llm: llm.open.clear())
+            for route in ANSWERS
+        ),
+        *(Case(route, 422, prepare=broken(BudgetError("too small"))) for route in ANSWERS),
+        *(
+            Case(
+                route,
+                429,
+                prepare=lambda app, llm: (
+                    llm.open.clear(),
+                    app.state.service.gate.under_way.update({str(number): "" for number in range(300)}),
+                ),
+            )
+            for route in ANSWERS
+        ),
+        *(Case(route, 503, prepare=drained) for route in (*ANSWERS, "/health")),
+        Case("/health", 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")),
+        *(Case(route, 503, prepare=lambda _, llm: setattr(llm, "hangs", "one step takes long")) for route in ANSWERS),
+        *(
+            Case(route, 500, prepare=broken(RuntimeError("a mistake of ours")))
+            for route in ROUTES
+            if route != "/version"
+        ),
+        *(Case(route, 411, headers={"Transfer-Encoding": "chunked"}) for route in ROUTES),
+        *(Case(route, 413, headers={"Content-Length": "9999"}) for route in ROUTES),
+        *(Case(route, 401, headers={"Authorization": "Bearer two"}) for route in ROUTES if route != "/health"),
+    ],
+    ids=name_of,
+)
 def test_errors_are_as_described(case: Case) -> None:
     run(case)
 
@@ -307,10 +338,19 @@ async def unfinished(app: Any, route: str) -> tuple[int, dict[str, str], bytes]:
 
     headers = [(b"host", b"test"), (b"authorization", b"Bearer one"), (b"content-type", b"application/json")]
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method.upper(), "path": path,
-        "raw_path": path.encode(), "query_string": b"", "headers": headers, "server": ("test", 80), "scheme": "http",
-        "client": ("127.0.0.1", 1), "root_path": "",
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method.upper(),
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "server": ("test", 80),
+        "scheme": "http",
+        "client": ("127.0.0.1", 1),
+        "root_path": "",
+    }
     call: Awaitable[None] = app(scope, receive, send)
     await call
     found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}

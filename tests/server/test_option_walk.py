@@ -56,18 +56,21 @@ def check(server: Live, probes: list[Probe]) -> None:
     assert found.statuses[400] > 0
 
 
-@pytest.mark.parametrize(("method", "options", "words"), [
-    ("snapkv", {"kernel": 2**40 + 1}, "snapkv: kernel=1099511627777 must be 1 to 255"),
-    ("snapkv", {"kernel": -1}, "snapkv: kernel=-1 must be 1 to 255"),
-    ("h2o", {"recent": 2**70}, "h2o: recent=1180591620717411303424 must be 0 to 16,777,216 or 0 to 1"),
-    ("infllm", {"sinks": 2**28}, "infllm: sinks=268435456 must be 0 to 16,777,216"),
-    ("ada", {"score": "snapkv/kernel=-1"}, "snapkv: kernel=-1 must be 1 to 255"),
-    ("rkv", {"spared": 2**28}, "rkv: spared=268435456 must be 0 to 16"),
-    ("streaming", {"sinks": 2**24}, "streaming: sinks=16777216 must be 0 to 1,024"),
-    ("keydiff", {"prefill": "chunks", "chunk": 1}, "chunk=1 would read a prompt of 300 tokens in 300 parts"),
-    ("infllm", {"together": 1, "block": 4}, "together=1 would read a prompt of 300 tokens in 300 parts"),
-    ("h2o", {"sinks": "5"}, "h2o: sinks='5' is not a valid int, 0 to 16,777,216"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("snapkv", {"kernel": 2**40 + 1}, "snapkv: kernel=1099511627777 must be 1 to 255"),
+        ("snapkv", {"kernel": -1}, "snapkv: kernel=-1 must be 1 to 255"),
+        ("h2o", {"recent": 2**70}, "h2o: recent=1180591620717411303424 must be 0 to 16,777,216 or 0 to 1"),
+        ("infllm", {"sinks": 2**28}, "infllm: sinks=268435456 must be 0 to 16,777,216"),
+        ("ada", {"score": "snapkv/kernel=-1"}, "snapkv: kernel=-1 must be 1 to 255"),
+        ("rkv", {"spared": 2**28}, "rkv: spared=268435456 must be 0 to 16"),
+        ("streaming", {"sinks": 2**24}, "streaming: sinks=16777216 must be 0 to 1,024"),
+        ("keydiff", {"prefill": "chunks", "chunk": 1}, "chunk=1 would read a prompt of 300 tokens in 300 parts"),
+        ("infllm", {"together": 1, "block": 4}, "together=1 would read a prompt of 300 tokens in 300 parts"),
+        ("h2o", {"sinks": "5"}, "h2o: sinks='5' is not a valid int, 0 to 16,777,216"),
+    ],
+)
 def test_what_would_hurt_is_refused_within_a_second(
     server: Live, method: str, options: dict[str, Any], words: str
 ) -> None:
@@ -81,10 +84,17 @@ def test_what_would_hurt_is_refused_within_a_second(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("method", "options"), [
-    ("infllm", {"sinks": 2**24}), ("infllm", {"block": 2**24}), ("streaming", {"sinks": 1024}),
-    ("expected_attention", {"future": 4096}), ("snapkv", {"window": 1024, "kernel": 255}), ("rkv", {"spared": 16}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("infllm", {"sinks": 2**24}),
+        ("infllm", {"block": 2**24}),
+        ("streaming", {"sinks": 1024}),
+        ("expected_attention", {"future": 4096}),
+        ("snapkv", {"window": 1024, "kernel": 255}),
+        ("rkv", {"spared": 16}),
+    ],
+)
 def test_ends_of_ranges_cost_little(server: Live, method: str, options: dict[str, Any]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "millpond": {"method": method, "budget": "50%", "options": options}}
     memory, began = PeakMemory(), time.process_time()

@@ -115,11 +115,13 @@ def _called(value: str) -> dict[str, Any]:
 
 def _said(path: str) -> dict[str, Any]:
     return {
-        "/v1/completions": {"prompt": "w5"}, "/v1/chat/completions": _chat({"role": "user", "content": "w5"}),
-        "/v1/responses": {"input": "w5"}, "/v1/messages": _chat({"role": "user", "content": "w5"}),
+        "/v1/completions": {"prompt": "w5"},
+        "/v1/chat/completions": _chat({"role": "user", "content": "w5"}),
+        "/v1/responses": {"input": "w5"},
+        "/v1/messages": _chat({"role": "user", "content": "w5"}),
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "w5"}]},
         "/infill": {"input_prefix": "w5", "input_suffix": "w6", "n_predict": 2, "response_fields": ["content"]},
-    }[path]  # fmt: skip
+    }[path]
 
 
 def _field(path: str, name: str) -> Callable[[str], dict[str, Any]]:
@@ -130,9 +132,9 @@ def _blocks(path: str, block: str, role: str, name: str) -> Callable[[str], dict
     """A message of Anthropic's with a block that has an id."""
     more: dict[str, Any] = {"name": "look", "input": {}} if block == "tool_use" else {}
     last = {"role": "user", "content": "w6"}
-    return lambda value: _said(path) | {
-        "messages": [{"role": role, "content": [{"type": block, name: value} | more]}, last]
-    }
+    return lambda value: (
+        _said(path) | {"messages": [{"role": role, "content": [{"type": block, name: value} | more]}, last]}
+    )
 
 
 _ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill")
@@ -149,16 +151,22 @@ ROWS: dict[Place, Owned | OperatorOnly | Public | NeverLookedUp | SaltOfTurns] =
     ("post", "/v1/responses", "input.id"): NeverLookedUp(
         lambda value: {"input": [{"role": "user", "content": "w5", "id": value}]}
     ),
-    ("post", "/v1/responses", "input.call_id"): NeverLookedUp(lambda value: {"input": [
-        {"type": "function_call", "call_id": value, "name": "look", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": value, "output": "w5"}]}),
+    ("post", "/v1/responses", "input.call_id"): NeverLookedUp(
+        lambda value: {
+            "input": [
+                {"type": "function_call", "call_id": value, "name": "look", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": value, "output": "w5"},
+            ]
+        }
+    ),
     ("post", "/v1/responses", "previous_response_id"): NeverLookedUp(_field("/v1/responses", "previous_response_id")),
     ("post", "/v1/responses", "conversation"): NeverLookedUp(_field("/v1/responses", "conversation")),
     **{("post", "/v1/chat/completions", name): NeverLookedUp(body) for name, body in _MESSAGES.items()},
     **{("post", "/tokenize", name): NeverLookedUp(body) for name, body in _MESSAGES.items()},
     **{
         ("post", path, name): NeverLookedUp(_field(path, name))
-        for path in _ANSWERS for name in ("prompt_cache_key", "safety_identifier")
+        for path in _ANSWERS
+        for name in ("prompt_cache_key", "safety_identifier")
     },
     **{
         ("post", path, f"messages.content.{name}"): NeverLookedUp(_blocks(path, block, role, name))
@@ -167,12 +175,13 @@ ROWS: dict[Place, Owned | OperatorOnly | Public | NeverLookedUp | SaltOfTurns] =
     },
     **{
         ("post", path, name): NeverLookedUp(_field(path, name))
-        for path in _ANTHROPIC for name in ("user_profile_id", "workspace_id")
+        for path in _ANTHROPIC
+        for name in ("user_profile_id", "workspace_id")
     },
     **{("post", path, "cache_salt"): Salted(_field(path, "cache_salt")) for path in _ANSWERS},
     **{(method, "/v1/millpond/sessions", SALT): SaltOfTurns() for method in ("get", "delete")},
     ("delete", "/v1/millpond/sessions/{session_id}", SALT): SaltOfTurns(),
-}  # fmt: skip
+}
 
 
 def _rows(*kinds: type) -> list[Any]:

@@ -199,8 +199,10 @@ def test_code_is_coloured_and_stays_the_text_that_it_is(page: Window, server: Li
         page.ask("w5")
         assert page.texts(".code pre") == [CODE, CODE]
         assert page.texts(".code figcaption span") == ["python", "code"]
-        marked = page.run("[...document.querySelectorAll('.code')].map((f) => [...f.querySelectorAll('pre span')].map("
-                          "(e) => [e.className, e.textContent]))")  # fmt: skip
+        marked = page.run(
+            "[...document.querySelectorAll('.code')].map((f) => [...f.querySelectorAll('pre span')].map("
+            "(e) => [e.className, e.textContent]))"
+        )
         assert ["hl-comment", "# what it does"] in marked[0]
         assert [["hl-word", word] for word in ("def", "return")] == [e for e in marked[0] if e[0] == "hl-word"]
         assert ["hl-name", "f"] in marked[0]
@@ -219,7 +221,7 @@ def test_whatever_code_says_colouring_keeps_its_text_and_ends(page: Window) -> N
     long = [(piece * 20_000)[:20_000] for piece in again]
     texts = [CODE, EVIL, "", "a" + " " * 19_998, *long]
     names = ["c", "python", "bash", "sql", "json", "yaml", "css", "html", "diff", "", "evil", "__proto__", "valueOf"]
-    page.run("""import("./page/highlight.js").then(({ highlighted }) => {
+    script = """import("./page/highlight.js").then(({ highlighted }) => {
       const wrong = [];
       let ms = 0;
       for (const name of %s) for (const text of %s) {
@@ -232,7 +234,8 @@ def test_whatever_code_says_colouring_keeps_its_text_and_ends(page: Window) -> N
         if (box.textContent !== text || box.querySelector("*:not(span)")) wrong.push([name, text.slice(0, 20)]);
       }
       window.coloured = { wrong, ms };
-    })""" % (json.dumps(names), json.dumps(texts)))  # noqa: UP031 (braces)
+    })"""
+    page.run(script % (json.dumps(names), json.dumps(texts)))
     page.wait("window.coloured !== undefined", 60)
     found = page.run("coloured")
     assert found["wrong"] == []
@@ -265,8 +268,21 @@ def test_every_control_has_a_name(page: Window, server: Live) -> None:
         page.ask("w5")
         page.click(".change")
         nodes = page.call("Accessibility.getFullAXTree")["nodes"]
-        roles = {"button", "textbox", "combobox", "checkbox", "spinbutton", "progressbar", "log", "article", "region",
-                 "group", "image", "status", "DisclosureTriangle"}  # fmt: skip
+        roles = {
+            "button",
+            "textbox",
+            "combobox",
+            "checkbox",
+            "spinbutton",
+            "progressbar",
+            "log",
+            "article",
+            "region",
+            "group",
+            "image",
+            "status",
+            "DisclosureTriangle",
+        }
         controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in roles]
         assert len(controls) > 20
         nameless = [node["role"]["value"] for node in controls if not node.get("name", {}).get("value", "").strip()]
@@ -315,9 +331,11 @@ def test_words_can_be_read_on_their_ground(dark: bool) -> None:
     code = [name for name in found if name.startswith("hl-")]
     pairs = [
         *product(["ink", "soft", "faded", "accent", "rust"], ["paper", "raised"]),
-        *product([*code, "ink", "soft"], ["code"]), *product(["ink", "soft"], ["lost"]),
-        ("on-accent", "accent"), ("ink", "plain"),
-    ]  # fmt: skip
+        *product([*code, "ink", "soft"], ["code"]),
+        *product(["ink", "soft"], ["lost"]),
+        ("on-accent", "accent"),
+        ("ink", "plain"),
+    ]
     assert len(code) == 5
     assert {pair: round(ratio, 2) for pair in pairs if (ratio := contrast(found[pair[0]], found[pair[1]])) < 4.5} == {}
 

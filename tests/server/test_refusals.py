@@ -35,46 +35,65 @@ def send(content: bytes, llm: FakeLLM | None = None, headers: dict[str, str] | N
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize(("body", "status", "code", "words"), [
-    ({}, 400, "invalid_value", "prompt"),
-    ({"prompt": "w5", "model": "other"}, 404, "model_not_found", "'other' is not here; this server has 'fake/counter'"),
-    ({"prompt": {"a": 1}}, 400, "invalid_value", "list of token ids"),
-    ({"prompt": []}, 400, "empty_prompt", "no token"),
-    ({"prompt": [[1, 5], []]}, 400, "empty_prompt", "no token"),
-    ({"prompt": [5, 96]}, 400, "invalid_token", "96: the model's tokens are 0 to 95"),
-    ({"prompt": [-1]}, 400, "invalid_value", "prompt"),
-    ({"prompt": [HUGE]}, 400, "invalid_value", "prompt"),
-    ({"prompt": [5] * 64}, 400, "context_length_exceeded", "64 tokens of prompt and 16 new ones are 80; the model's"),
-    ({"prompt": [5] * 60, "max_tokens": 5}, 400, "context_length_exceeded", "65"),
-    ({"prompt": "w5", "max_tokens": HUGE}, 400, "context_length_exceeded", "the model's context holds 64"),
-    ({"prompt": "w5", "max_tokens": -1}, 400, "invalid_value", "max_tokens"),
-    ({"prompt": "w5", "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
-    ({"prompt": "w5", "n": 0}, 400, "invalid_value", "n: "),
-    ({"prompt": "w5", "n": 129}, 400, "invalid_value", "n: "),
-    ({"prompt": "w5", "best_of": 3}, 400, "unsupported_parameter", "best_of=3"),
-    ({"prompt": "w5", "best_of": 1, "n": 2}, 400, "unsupported_parameter", "n=2"),
-    ({"prompt": "w5", "suffix": "x"}, 400, "unsupported_parameter", "needs a model with tokens for text in the middle"),
-    ({"prompt": "w5", "temprature": 1}, 400, "unknown_parameter", "did you mean 'temperature'?"),
-    ({"prompt": "w5", "temperature": -0.1}, 400, "invalid_value", "temperature"),
-    ({"prompt": "w5", "temperature": HUGE}, 400, "invalid_value", "temperature"),
-    ({"prompt": "w5", "top_p": 0}, 400, "invalid_value", "top_p"),
-    ({"prompt": "w5", "seed": HUGE}, 400, "invalid_value", "seed"),
-    ({"prompt": "w5", "logprobs": 21}, 400, "invalid_value", "logprobs"),
-    ({"prompt": "w5", "stop": ""}, 400, "invalid_value", "stop"),
-    ({"prompt": "w5", "stop": ["x"] * 17}, 400, "invalid_value", "stop"),
-    ({"prompt": "w5", "logit_bias": {"a": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"prompt": "w5", "logit_bias": {"3": 101}}, 400, "invalid_value", "logit_bias"),
-    ({"prompt": "w5", "logit_bias": {"96": 1}}, 400, "invalid_token", "96"),
-    ({"prompt": "w5", "stop_token_ids": [96]}, 400, "invalid_token", "96"),
-    ({"prompt": "w5", "millpond": {"method": "h20"}}, 400, "invalid_value", "did you mean 'h2o'"),
-    ({"prompt": "w5", "millpond": {"metod": "h2o"}}, 400, "unknown_parameter", "did you mean 'method'?"),
-    ({"prompt": "w5", "millpond": {"deadline_s": 0}}, 400, "invalid_value", "deadline_s"),
-    ({"prompt": "w5", "millpond": {"budget": True}}, 400, "invalid_value", "budget"),
-    ({"prompt": "w5", "millpond": None}, 400, "invalid_value", "millpond"),
-    ({"prompt": "\ud800"}, 400, "invalid_json", "the body is not JSON"),
-    ({"prompt": "w5", "\ud800": 1}, 400, "invalid_json", "the body is not JSON"),
-    ({"prompt": "w5", "model": "\ud800"}, 400, "invalid_json", "the body is not JSON"),
-], ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "status", "code", "words"),
+    [
+        ({}, 400, "invalid_value", "prompt"),
+        (
+            {"prompt": "w5", "model": "other"},
+            404,
+            "model_not_found",
+            "'other' is not here; this server has 'fake/counter'",
+        ),
+        ({"prompt": {"a": 1}}, 400, "invalid_value", "list of token ids"),
+        ({"prompt": []}, 400, "empty_prompt", "no token"),
+        ({"prompt": [[1, 5], []]}, 400, "empty_prompt", "no token"),
+        ({"prompt": [5, 96]}, 400, "invalid_token", "96: the model's tokens are 0 to 95"),
+        ({"prompt": [-1]}, 400, "invalid_value", "prompt"),
+        ({"prompt": [HUGE]}, 400, "invalid_value", "prompt"),
+        (
+            {"prompt": [5] * 64},
+            400,
+            "context_length_exceeded",
+            "64 tokens of prompt and 16 new ones are 80; the model's",
+        ),
+        ({"prompt": [5] * 60, "max_tokens": 5}, 400, "context_length_exceeded", "65"),
+        ({"prompt": "w5", "max_tokens": HUGE}, 400, "context_length_exceeded", "the model's context holds 64"),
+        ({"prompt": "w5", "max_tokens": -1}, 400, "invalid_value", "max_tokens"),
+        ({"prompt": "w5", "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
+        ({"prompt": "w5", "n": 0}, 400, "invalid_value", "n: "),
+        ({"prompt": "w5", "n": 129}, 400, "invalid_value", "n: "),
+        ({"prompt": "w5", "best_of": 3}, 400, "unsupported_parameter", "best_of=3"),
+        ({"prompt": "w5", "best_of": 1, "n": 2}, 400, "unsupported_parameter", "n=2"),
+        (
+            {"prompt": "w5", "suffix": "x"},
+            400,
+            "unsupported_parameter",
+            "needs a model with tokens for text in the middle",
+        ),
+        ({"prompt": "w5", "temprature": 1}, 400, "unknown_parameter", "did you mean 'temperature'?"),
+        ({"prompt": "w5", "temperature": -0.1}, 400, "invalid_value", "temperature"),
+        ({"prompt": "w5", "temperature": HUGE}, 400, "invalid_value", "temperature"),
+        ({"prompt": "w5", "top_p": 0}, 400, "invalid_value", "top_p"),
+        ({"prompt": "w5", "seed": HUGE}, 400, "invalid_value", "seed"),
+        ({"prompt": "w5", "logprobs": 21}, 400, "invalid_value", "logprobs"),
+        ({"prompt": "w5", "stop": ""}, 400, "invalid_value", "stop"),
+        ({"prompt": "w5", "stop": ["x"] * 17}, 400, "invalid_value", "stop"),
+        ({"prompt": "w5", "logit_bias": {"a": 1}}, 400, "invalid_value", "logit_bias"),
+        ({"prompt": "w5", "logit_bias": {"3": 101}}, 400, "invalid_value", "logit_bias"),
+        ({"prompt": "w5", "logit_bias": {"96": 1}}, 400, "invalid_token", "96"),
+        ({"prompt": "w5", "stop_token_ids": [96]}, 400, "invalid_token", "96"),
+        ({"prompt": "w5", "millpond": {"method": "h20"}}, 400, "invalid_value", "did you mean 'h2o'"),
+        ({"prompt": "w5", "millpond": {"metod": "h2o"}}, 400, "unknown_parameter", "did you mean 'method'?"),
+        ({"prompt": "w5", "millpond": {"deadline_s": 0}}, 400, "invalid_value", "deadline_s"),
+        ({"prompt": "w5", "millpond": {"budget": True}}, 400, "invalid_value", "budget"),
+        ({"prompt": "w5", "millpond": None}, 400, "invalid_value", "millpond"),
+        ({"prompt": "\ud800"}, 400, "invalid_json", "the body is not JSON"),
+        ({"prompt": "w5", "\ud800": 1}, 400, "invalid_json", "the body is not JSON"),
+        ({"prompt": "w5", "model": "\ud800"}, 400, "invalid_json", "the body is not JSON"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
+)
 def test_a_field_that_cannot_be_obeyed(body: dict[str, Any], status: int, code: str, words: str) -> None:
     llm = FakeLLM()
     found = send(json.dumps(body).encode(), llm)
@@ -85,11 +104,22 @@ def test_a_field_that_cannot_be_obeyed(body: dict[str, Any], status: int, code: 
     assert llm.asked == []
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{", b'"w5"', b"[1]", b"null", b"\xff\xfe", b"[" * 1_000,
-    b'{"prompt": "w5", "seed": ' + b"9" * 5_000 + b"}",
-    b'{"prompt": "w5", "temperature": NaN}', b'{"prompt": "w5", "temperature": 1e999}',
-], ids=lambda content: repr(content[:24]))  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'"w5"',
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 1_000,
+        b'{"prompt": "w5", "seed": ' + b"9" * 5_000 + b"}",
+        b'{"prompt": "w5", "temperature": NaN}',
+        b'{"prompt": "w5", "temperature": 1e999}',
+    ],
+    ids=lambda content: repr(content[:24]),
+)
 def test_a_body_that_is_no_request(content: bytes) -> None:
     found = send(content)
     assert found.status_code == 400
@@ -127,12 +157,19 @@ def test_the_server_has_a_limit_of_tokens() -> None:
     assert "at most 8" in found.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("error", "status", "code"), [
-    (OptionError("a"), 400, "invalid_value"), (DataError("a"), 500, "file_failed"),
-    (BudgetError("a"), 422, "budget_impossible"), (PoolFullError("a"), 422, "kv_memory_exceeded"),
-    (UnsupportedModelError("a"), 422, "unsupported"), (CacheMismatchError("a"), 500, "engine_failed"),
-    (NumericsError("a"), 500, "engine_failed"),
-], ids=lambda value: type(value).__name__ if isinstance(value, MillpondError) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OptionError("a"), 400, "invalid_value"),
+        (DataError("a"), 500, "file_failed"),
+        (BudgetError("a"), 422, "budget_impossible"),
+        (PoolFullError("a"), 422, "kv_memory_exceeded"),
+        (UnsupportedModelError("a"), 422, "unsupported"),
+        (CacheMismatchError("a"), 500, "engine_failed"),
+        (NumericsError("a"), 500, "engine_failed"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, MillpondError) else None,
+)
 def test_errors_of_the_engine_have_a_status(error: MillpondError, status: int, code: str) -> None:
     llm = FakeLLM()
     llm.fails = error
@@ -189,11 +226,22 @@ def test_other_methods_and_paths(method: str) -> None:
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
 
 
-@pytest.mark.parametrize("bad", [
-    {"max_queue": 0}, {"max_tokens": 0}, {"max_body_bytes": -1}, {"timeout_s": 0.0}, {"timeout_s": float("nan")},
-    {"drain_s": -1.0}, {"header_timeout_s": 0.0}, {"body_timeout_s": float("inf")}, {"max_connections": 0},
-    {"max_bytes_under_way": 10}, {"api_keys": ("a", " ")},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_queue": 0},
+        {"max_tokens": 0},
+        {"max_body_bytes": -1},
+        {"timeout_s": 0.0},
+        {"timeout_s": float("nan")},
+        {"drain_s": -1.0},
+        {"header_timeout_s": 0.0},
+        {"body_timeout_s": float("inf")},
+        {"max_connections": 0},
+        {"max_bytes_under_way": 10},
+        {"api_keys": ("a", " ")},
+    ],
+)
 def test_settings_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         ServerSettings(**bad)

@@ -30,7 +30,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def send(
     method: str, path: str, body: Any = None, llm: FakeLLM | None = None, headers: Any = None, **settings: Any
-) -> Any:  # fmt: skip
+) -> Any:
     async def work() -> Any:
         async with client_of(llm or FakeLLM(), **settings) as client:
             return await client.request(method, path, json=body, headers=headers)
@@ -54,13 +54,17 @@ def test_all_prompts_of_a_request_count(lines: list[str]) -> None:
     assert "5 prompt tokens (6 cached), 12 generated" in next(iter(lines))
 
 
-@pytest.mark.parametrize(("method", "path", "body", "status", "route"), [
-    ("POST", "/v1/completions", {"prompt": 5}, 400, "/v1/completions"),
-    ("POST", "/v1/messages", {}, 400, "/v1/messages"), ("GET", "/v1/models", None, 200, "/v1/models"),
-    ("GET", "/private/secret", None, 404, "(no route)"),
-    ("GET", "/v1/millpond/memory/secret", None, 404, "/v1/millpond/memory/{request_id}"),
-    ("GET", "/v1/models/secret", None, 404, "/v1/models/{name:path}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "route"),
+    [
+        ("POST", "/v1/completions", {"prompt": 5}, 400, "/v1/completions"),
+        ("POST", "/v1/messages", {}, 400, "/v1/messages"),
+        ("GET", "/v1/models", None, 200, "/v1/models"),
+        ("GET", "/private/secret", None, 404, "(no route)"),
+        ("GET", "/v1/millpond/memory/secret", None, 404, "/v1/millpond/memory/{request_id}"),
+        ("GET", "/v1/models/secret", None, 404, "/v1/models/{name:path}"),
+    ],
+)
 def test_refusals_are_lines_without_what_was_sent(
     lines: list[str], method: str, path: str, body: Any, status: int, route: str
 ) -> None:

@@ -123,10 +123,22 @@ def test_a_response_may_come_back_as_it_was() -> None:
 def test_fields_reach_the_engine() -> None:
     llm = templated()
     body = {
-        "temperature": 0, "top_p": 0.5, "seed": 3, "top_k": 4, "max_output_tokens": 7, "min_tokens": 2,
-        "cache_salt": "x", "millpond": {"priority": 5, "watch": True}, "store": True, "user": "me", "tools": [],
-        "service_tier": "auto", "truncation": "disabled", "previous_response_id": None, "reasoning": None,
-    }  # fmt: skip
+        "temperature": 0,
+        "top_p": 0.5,
+        "seed": 3,
+        "top_k": 4,
+        "max_output_tokens": 7,
+        "min_tokens": 2,
+        "cache_salt": "x",
+        "millpond": {"priority": 5, "watch": True},
+        "store": True,
+        "user": "me",
+        "tools": [],
+        "service_tier": "auto",
+        "truncation": "disabled",
+        "previous_response_id": None,
+        "reasoning": None,
+    }
     found = respond(body, llm).json()
     (request,) = llm.asked
     params = request.params
@@ -140,9 +152,10 @@ def test_fields_reach_the_engine() -> None:
 def test_formats_become_schemas() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer", "default": None}}}
     for wanted, expected in [
-        ({"type": "text"}, None), ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
         ({"type": "json_schema", "name": "x", "schema": schema, "strict": True}, schema),
-    ]:  # fmt: skip
+    ]:
         llm = templated()
         found = respond({"text": {"format": wanted}}, llm)
         assert llm.asked[0].params.json_schema == expected
@@ -152,19 +165,31 @@ def test_formats_become_schemas() -> None:
 def said_of(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Items without their ids."""
     return [
-        (item["status"], item["content"][0]["text"]) if item["type"] == "message"
-        else (item["status"], item["name"], item["arguments"]) for item in items
-    ]  # fmt: skip
+        (item["status"], item["content"][0]["text"])
+        if item["type"] == "message"
+        else (item["status"], item["name"], item["arguments"])
+        for item in items
+    ]
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("Hello <b>", [("completed", "Hello <b>")]), ("", [("completed", "")]),
-    (CALL, [("completed", "get_weather", '{"city": "Bern"}')]),
-    (CALL[12:-13], [("completed", "get_weather", '{"city": "Bern"}')]),
-    (f"```json\n{CALL[12:-13]}\n```", [("completed", "get_weather", '{"city": "Bern"}')]),
-    (f"Wait.\n{CALL}{CALL}\nDone.", [
-        ("completed", "Wait."), *[("completed", "get_weather", '{"city": "Bern"}')] * 2, ("completed", "\n\nDone.")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello <b>", [("completed", "Hello <b>")]),
+        ("", [("completed", "")]),
+        (CALL, [("completed", "get_weather", '{"city": "Bern"}')]),
+        (CALL[12:-13], [("completed", "get_weather", '{"city": "Bern"}')]),
+        (f"```json\n{CALL[12:-13]}\n```", [("completed", "get_weather", '{"city": "Bern"}')]),
+        (
+            f"Wait.\n{CALL}{CALL}\nDone.",
+            [
+                ("completed", "Wait."),
+                *[("completed", "get_weather", '{"city": "Bern"}')] * 2,
+                ("completed", "\n\nDone."),
+            ],
+        ),
+    ],
+)
 @pytest.mark.parametrize("step", [1, 5, 1_000])
 def test_calls_are_items_whole_and_streamed(text: str, expected: list[tuple[str, ...]], step: int) -> None:
     body = {"tools": [WEATHER, NOW]}
@@ -222,28 +247,43 @@ def test_choices_of_tools() -> None:
     assert "leave out tools" in respond({"tools": [NOW], "top_logprobs": 2}, llm).json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"previous_response_id": "resp_1"}, "nothing is stored; send the conversation so far, answers included, as input"),
-    ({"conversation": "c"}, "nothing is stored"), ({"background": True}, "nothing is stored"),
-    ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not run here"),
-    ({"tools": [5]}, "tools.0"), ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
-    ({"tool_choice": "required"}, "at least one"),
-    ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "'x' is not in tools"),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "call_id"),
-    ({"input": [CALLED | {"arguments": "{"}]}, "must be JSON"), ({"input": [CALLED | {"arguments": "[1]"}]}, "object"),
-    ({"input": [CALLED | {"arguments": '{"a":' * 5_000}]}, "must be JSON"),
-    ({"input": [CALLED | {"arguments": '{"a":"' + "x" * 200_000 + '"}'}]}, "characters of JSON"),
-    ({"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]}, "output"),
-    ({"input": [{"type": "reasoning"}]}, "'message'"), ({"input": []}, "input"), ({"input": 5}, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-    ({"input": [{"role": "tool", "content": "w5"}]}, "role"),
-    ({"reasoning": {"effort": "low"}}, "chat_template_kwargs"),
-    ({"max_output_tokens": 0}, "max_output_tokens"), ({"max_tokens": 5}, "did you mean 'min_tokens'"),
-    ({"max_output_tokens": 62}, "context holds 64"), ({"text": {"format": {"type": "xml"}}}, "text.format"),
-    ({"text": {"verbosity": "low"}}, "no such setting"), ({"truncation": "auto"}, "truncation"),
-    ({"include": ["file_search_call.results"]}, "include"), ({"n": 2}, "unknown field 'n'"),
-    ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "can follow one of them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            {"previous_response_id": "resp_1"},
+            "nothing is stored; send the conversation so far, answers included, as input",
+        ),
+        ({"conversation": "c"}, "nothing is stored"),
+        ({"background": True}, "nothing is stored"),
+        ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not run here"),
+        ({"tools": [5]}, "tools.0"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+        ({"tool_choice": "required"}, "at least one"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "'x' is not in tools"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "call_id"),
+        ({"input": [CALLED | {"arguments": "{"}]}, "must be JSON"),
+        ({"input": [CALLED | {"arguments": "[1]"}]}, "object"),
+        ({"input": [CALLED | {"arguments": '{"a":' * 5_000}]}, "must be JSON"),
+        ({"input": [CALLED | {"arguments": '{"a":"' + "x" * 200_000 + '"}'}]}, "characters of JSON"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]}, "output"),
+        ({"input": [{"type": "reasoning"}]}, "'message'"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "tool", "content": "w5"}]}, "role"),
+        ({"reasoning": {"effort": "low"}}, "chat_template_kwargs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "did you mean 'min_tokens'"),
+        ({"max_output_tokens": 62}, "context holds 64"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "no such setting"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"n": 2}, "unknown field 'n'"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "can follow one of them"),
+    ],
+)
 def test_what_cannot_be_is_refused_with_the_way_out(body: dict[str, Any], words: str) -> None:
     found = respond(body)
     assert found.status_code == 400, found.text
@@ -338,9 +378,14 @@ class TestOpenAI:
         """Its client goes back to this interface for what it sends, several turns and streams."""
         lang = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
         model = lang.ChatOpenAI(
-            model="tiny", base_url=str(client.base_url), api_key="none", use_responses_api=True, max_tokens=5,
-            temperature=0, max_retries=0,
-        )  # fmt: skip
+            model="tiny",
+            base_url=str(client.base_url),
+            api_key="none",
+            use_responses_api=True,
+            max_tokens=5,
+            temperature=0,
+            max_retries=0,
+        )
         first = model.invoke([("system", "w4"), ("user", "w5")])
         assert first.usage_metadata["output_tokens"] == 5
         second = model.invoke([("user", "w5"), first, ("user", "w6")])

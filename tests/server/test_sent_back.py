@@ -58,9 +58,15 @@ def test_calls_may_have_the_index_of_a_stream_and_arguments_as_values() -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_what_changes_no_answer_may_be_said(path: str) -> None:
     words: dict[str, Any] = {
-        "store": False, "service_tier": "auto", "metadata": {"run": "5"}, "user": "me", "prompt_cache_key": "k",
-        "safety_identifier": "x", "stream": True, "stream_options": {"include_obfuscation": False},
-    }  # fmt: skip
+        "store": False,
+        "service_tier": "auto",
+        "metadata": {"run": "5"},
+        "user": "me",
+        "prompt_cache_key": "k",
+        "safety_identifier": "x",
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+    }
     own: dict[str, Any] = {"messages": [USER]} if "chat" in path else {"prompt": "w5"}
     llm = templated()
     for body in (own, own | words, own | dict.fromkeys(words)):
@@ -70,31 +76,46 @@ def test_what_changes_no_answer_may_be_said(path: str) -> None:
 
 def test_null_stands_for_a_default_that_cannot_be_changed() -> None:
     fields = [
-        "audio", "function_call", "functions", "modalities", "parallel_tool_calls", "prediction",
-        "reasoning_effort", "response_format", "tool_choice", "tools", "verbosity", "web_search_options",
-    ]  # fmt: skip
+        "audio",
+        "function_call",
+        "functions",
+        "modalities",
+        "parallel_tool_calls",
+        "prediction",
+        "reasoning_effort",
+        "response_format",
+        "tool_choice",
+        "tools",
+        "verbosity",
+        "web_search_options",
+    ]
     assert read(dict.fromkeys(fields) | {"modalities": ["text"]}) == read({})
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ({"audio": {"voice": "x"}}, "audio is not supported: answers are text"),
-    ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
-    ({"verbosity": "low"}, "verbosity is not supported"),
-    ({"messages": [USER, {"role": "assistant", "refusal": "no"}]}, "messages.1.refusal is not supported"),
-    ({"messages": [USER, {"role": "assistant", "audio": {"id": "x"}}]}, "messages.1.audio is not supported"),
-    ({"messages": [USER, {"role": "assistant", "annotations": [{}]}]}, "messages.1.annotations"),
-    ({"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]}, "object"),
-    ({"messages": [{"role": "assistant", "tool_calls": [called('{"a": NaN}')]}]}, "NaN"),
-    ({"messages": [{"role": "assistant", "tool_calls": [called("[" * 9_000)]}]}, "JSON"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "tool_calls"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "f" * 300}}]}, "name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 200_000}}}]}, "131,072"),
-    ({"messages": [{"role": "assistant", "content": "", "parsed": "x" * 200_000}]}, "131,072"),
-    ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
-    ({"user": "x" * 600}, "user"), ({"prompt_cache_key": "x" * 600}, "prompt_cache_key"),
-], ids=lambda value: str(value)[:40])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"audio": {"voice": "x"}}, "audio is not supported: answers are text"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
+        ({"verbosity": "low"}, "verbosity is not supported"),
+        ({"messages": [USER, {"role": "assistant", "refusal": "no"}]}, "messages.1.refusal is not supported"),
+        ({"messages": [USER, {"role": "assistant", "audio": {"id": "x"}}]}, "messages.1.audio is not supported"),
+        ({"messages": [USER, {"role": "assistant", "annotations": [{}]}]}, "messages.1.annotations"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]}, "object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called('{"a": NaN}')]}]}, "NaN"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called("[" * 9_000)]}]}, "JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f" * 300}}]}, "name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 200_000}}}]}, "131,072"),
+        ({"messages": [{"role": "assistant", "content": "", "parsed": "x" * 200_000}]}, "131,072"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"user": "x" * 600}, "user"),
+        ({"prompt_cache_key": "x" * 600}, "prompt_cache_key"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_what_could_change_an_answer_is_refused_by_name_and_all_is_bounded(body: dict[str, Any], words: str) -> None:
     llm = templated()
     refused = chat(body, llm)

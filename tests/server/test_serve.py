@@ -39,9 +39,21 @@ def _no_lines_behind_a_test() -> Iterator[None]:
 
 def test_it_serves_and_goes_down_with_nothing_lost() -> None:
     command = [
-        sys.executable, "-m", "millpond", "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB",
-        "--budget", "32", "--api-key", "one",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "millpond",
+        "serve",
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        "--kv-memory",
+        "64MiB",
+        "--budget",
+        "32",
+        "--api-key",
+        "one",
+    ]
     environment = os.environ | {KEYS_VARIABLE: "two, three", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -74,8 +86,10 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
             assert found[0].json()["usage"]["completion_tokens"] == 200
             lines = [line for line in process.stderr if line[9:].startswith(("GET", "POST"))]
             assert [re.sub(r" (\d+),.*", r" \1", line[9:].strip()) for line in lines] == [
-                "GET (no route) 401", "GET /v1/models 200", "POST /v1/completions 200",  # refused before it has a route
-            ]  # fmt: skip
+                "GET (no route) 401",
+                "GET /v1/models 200",
+                "POST /v1/completions 200",  # refused before it has a route
+            ]
             assert "prompt tokens (0 cached), 200 generated, first token after" in lines[-1]
             assert process.wait(60) == -signal.SIGTERM  # uvicorn hands the signal on when it is done
         finally:
@@ -86,19 +100,23 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--model", "pond-recal"], "did you mean 'pond-recall'"),
-    (["--method", "h20"], "did you mean 'h2o'"),
-    (["--method", "full", "--budget", "20%"], "takes no budget"),
-    (["--option", "recent"], "must read name=value"),
-    (["--codec", "int99"], "int99"),
-    (["--kv-memory", "much"], "'much'"),
-    (["--max-body", "0"], "must be 1 to"),
-    (["--timeout", "0"], "must be above 0"),
-    (["--api-key", " "], "an API key is empty"),
-    (["--handoff-memory", "1MiB"], "--handoff-memory needs --replicas"),
-    (["--replicas", "2", "--memory", "1GiB"], "leave them out with workers"),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "pond-recal"], "did you mean 'pond-recall'"),
+        (["--method", "h20"], "did you mean 'h2o'"),
+        (["--method", "full", "--budget", "20%"], "takes no budget"),
+        (["--option", "recent"], "must read name=value"),
+        (["--codec", "int99"], "int99"),
+        (["--kv-memory", "much"], "'much'"),
+        (["--max-body", "0"], "must be 1 to"),
+        (["--timeout", "0"], "must be above 0"),
+        (["--api-key", " "], "an API key is empty"),
+        (["--handoff-memory", "1MiB"], "--handoff-memory needs --replicas"),
+        (["--replicas", "2", "--memory", "1GiB"], "leave them out with workers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
 def test_what_cannot_be_served_is_one_sentence(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +135,35 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(millpond.server.uvicorn_server, "run", run)
     monkeypatch.setenv(KEYS_VARIABLE, "two")
     done = invoke(
-        "--method", "tova", "--budget", "64", "--codec", "bf16", "--kv-memory", "32MiB", "--served-name", "mine",
-        "--host", "0.0.0.0", "--port", "81", "--max-queue", "3", "--max-tokens", "9", "--max-body", "1MiB",
-        "--timeout", "4", "--drain", "2", "--api-key", "one", "--runner", "modules",
-    )  # fmt: skip
+        "--method",
+        "tova",
+        "--budget",
+        "64",
+        "--codec",
+        "bf16",
+        "--kv-memory",
+        "32MiB",
+        "--served-name",
+        "mine",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "81",
+        "--max-queue",
+        "3",
+        "--max-tokens",
+        "9",
+        "--max-body",
+        "1MiB",
+        "--timeout",
+        "4",
+        "--drain",
+        "2",
+        "--api-key",
+        "one",
+        "--runner",
+        "modules",
+    )
     assert done.exit_code == 0, done.output
     llm, settings = seen["llm"], seen["settings"]
     assert (llm.model_name, llm.cache.method, llm.cache.budget, llm.cache.codec) == ("mine", "tova", "64", "bf16")
@@ -140,10 +183,14 @@ def test_lines_of_requests_can_be_left_out(monkeypatch: pytest.MonkeyPatch, quie
     assert LOG.isEnabledFor(logging.INFO) is not quiet
 
 
-@pytest.mark.parametrize(("host", "shown"), [
-    ("0.0.0.0", "http://127.0.0.1:81/v1, and at every other address"), ("::1", "http://[::1]:81/v1"),
-    ("pond.example.org", "http://pond.example.org:81/v1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:81/v1, and at every other address"),
+        ("::1", "http://[::1]:81/v1"),
+        ("pond.example.org", "http://pond.example.org:81/v1"),
+    ],
+)
 def test_the_address_is_one_that_can_be_opened(host: str, shown: str) -> None:
     lines = summary(FakeLLM(), ServerSettings(), host, 81)
     assert any(shown in line for line in lines)

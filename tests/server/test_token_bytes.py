@@ -31,10 +31,16 @@ def says_bytes(kind: str) -> AsyncLLM:
     torch.manual_seed(0)
     known = tokenizer(kind)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=len(known), max_position_embeddings=512, eos_token_id=known.eos_token_id,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=len(known),
+        max_position_embeddings=512,
+        eos_token_id=known.eos_token_id,
         bos_token_id=known.eos_token_id,
-    )  # fmt: skip
+    )
     return AsyncLLM(LlamaForCausalLM(config).eval(), tokenizer=known, model_name="bytes", method="full")
 
 

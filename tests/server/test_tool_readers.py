@@ -23,43 +23,84 @@ WRITTEN: list[tuple[type[Reader], str, str, list[tuple[str, str]]]] = [
     (HermesReader, " Hi \n", " Hi \n", []),
     (HermesReader, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
     (HermesReader, 'Wait.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n', "Wait.", [("f", "{}")]),
-    (HermesReader, '<tool_call>{"arguments":{"x":[1,{"y":null}]},"name":"f"}</tool_call>', "",
-     [("f", '{"x":[1,{"y":null}]}')]),
+    (
+        HermesReader,
+        '<tool_call>{"arguments":{"x":[1,{"y":null}]},"name":"f"}</tool_call>',
+        "",
+        [("f", '{"x":[1,{"y":null}]}')],
+    ),
     (HermesReader, '<tool_call>{"name":"f","arguments":"{\\"a\\": 2}"}</tool_call>', "", [("f", '{"a": 2}')]),
-    (HermesReader, '<tool_call>{"name":"f","parameters":{"a":"}</tool_call>"}}</tool_call>', "",
-     [("f", '{"a":"}</tool_call>"}')]),
-    (HermesReader, '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"get_weather",'
-     '"arguments":{"city":"\\u00fc \\"A\\""}}', "", [("f", "{}"), ("get_weather", '{"city":"\\u00fc \\"A\\""}')]),
+    (
+        HermesReader,
+        '<tool_call>{"name":"f","parameters":{"a":"}</tool_call>"}}</tool_call>',
+        "",
+        [("f", '{"a":"}</tool_call>"}')],
+    ),
+    (
+        HermesReader,
+        '<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"get_weather",'
+        '"arguments":{"city":"\\u00fc \\"A\\""}}',
+        "",
+        [("f", "{}"), ("get_weather", '{"city":"\\u00fc \\"A\\""}')],
+    ),
     (HermesReader, '<tool_call>{"name":"f","arguments":{"a":-1.5e3}}</tool_', "", [("f", '{"a":-1.5e3}')]),
     (HermesReader, '{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
-    (HermesReader, ' \n{"arguments": {"a": 1}, "name": "f"}\n{"name":"get_weather","arguments":{}} ', "",
-     [("f", '{"a": 1}'), ("get_weather", "{}")]),
+    (
+        HermesReader,
+        ' \n{"arguments": {"a": 1}, "name": "f"}\n{"name":"get_weather","arguments":{}} ',
+        "",
+        [("f", '{"a": 1}'), ("get_weather", "{}")],
+    ),
     (HermesReader, '```json\n{\n  "name": "f",\n  "arguments": {"a": "`"}\n}\n```', "", [("f", '{"a": "`"}')]),
-    (HermesReader, '```\n[{"name":"f","arguments":{}},\n{"name":"f","arguments":{"a":2}}]\n```\n', "",
-     [("f", "{}"), ("f", '{"a":2}')]),
-    (HermesReader, '```json\n{"name":"f","arguments":{}}\n{"name":"f","arguments":{"a":2}}\n```\n\n'
-     '```json\n{"name":"get_weather","arguments":{}}\n```\nThat is all.', "That is all.",
-     [("f", "{}"), ("f", '{"a":2}'), ("get_weather", "{}")]),
-    (HermesReader, '{"name":"f","arguments":{}}\n<tool_call>{"name":"f","arguments":{"a":2}}</tool_call>', "",
-     [("f", "{}"), ("f", '{"a":2}')]),
+    (
+        HermesReader,
+        '```\n[{"name":"f","arguments":{}},\n{"name":"f","arguments":{"a":2}}]\n```\n',
+        "",
+        [("f", "{}"), ("f", '{"a":2}')],
+    ),
+    (
+        HermesReader,
+        '```json\n{"name":"f","arguments":{}}\n{"name":"f","arguments":{"a":2}}\n```\n\n'
+        '```json\n{"name":"get_weather","arguments":{}}\n```\nThat is all.',
+        "That is all.",
+        [("f", "{}"), ("f", '{"a":2}'), ("get_weather", "{}")],
+    ),
+    (
+        HermesReader,
+        '{"name":"f","arguments":{}}\n<tool_call>{"name":"f","arguments":{"a":2}}</tool_call>',
+        "",
+        [("f", "{}"), ("f", '{"a":2}')],
+    ),
     (HermesReader, '```json\n{"name":"f","arguments":{}}', "", [("f", "{}")]),
     (HermesReader, 'So: {"name":"f","arguments":{}}', 'So: {"name":"f","arguments":{}}', []),
     (HermesReader, 'A\n```json\n{"name":"f","arguments":{}}\n```', 'A\n```json\n{"name":"f","arguments":{}}\n```', []),
     (Llama3Reader, '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
     (Llama3Reader, ' <|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
-    (Llama3Reader, '{"name":"f","parameters":{}}; {"name":"get_weather","parameters":{"city":"Bern"}}', "",
-     [("f", "{}"), ("get_weather", '{"city":"Bern"}')]),
+    (
+        Llama3Reader,
+        '{"name":"f","parameters":{}}; {"name":"get_weather","parameters":{"city":"Bern"}}',
+        "",
+        [("f", "{}"), ("get_weather", '{"city":"Bern"}')],
+    ),
     (Llama3Reader, 'Now:<|python_tag|>{"name":"f","parameters":{}}', "Now:", [("f", "{}")]),
     (Llama3Reader, 'See {"name":"f","parameters":{}}', 'See {"name":"f","parameters":{}}', []),
-    (Llama3Reader, '<|python_tag|>f.call(a=1)', '<|python_tag|>f.call(a=1)', []),
+    (Llama3Reader, "<|python_tag|>f.call(a=1)", "<|python_tag|>f.call(a=1)", []),
     (Llama3Reader, '{"answer": 42}', '{"answer": 42}', []),
     (MistralReader, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
-    (MistralReader, 'So:[TOOL_CALLS][{"name":"f","arguments":{}}, {"name":"get_weather","arguments":{}}]', "So:",
-     [("f", "{}"), ("get_weather", "{}")]),
-    (MistralReader, '[TOOL_CALLS]f[ARGS]{"a": true}[TOOL_CALLS]get_weather{"city":"x"}', "",
-     [("f", '{"a": true}'), ("get_weather", '{"city":"x"}')]),
+    (
+        MistralReader,
+        'So:[TOOL_CALLS][{"name":"f","arguments":{}}, {"name":"get_weather","arguments":{}}]',
+        "So:",
+        [("f", "{}"), ("get_weather", "{}")],
+    ),
+    (
+        MistralReader,
+        '[TOOL_CALLS]f[ARGS]{"a": true}[TOOL_CALLS]get_weather{"city":"x"}',
+        "",
+        [("f", '{"a": true}'), ("get_weather", '{"city":"x"}')],
+    ),
     (MistralReader, "[1] is [TOOL", "[1] is [TOOL", []),
-]  # fmt: skip
+]
 
 #: What is no call, and stays in the content as it is.
 MALFORMED = [
@@ -91,10 +132,37 @@ MALFORMED = [
     (MistralReader, "[TOOL_CALLS]f[ARGS]{1}"),
 ]
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f", "arguments": ', "{", "}",
-    '{"name": "get_weather", "parameters": ', '{"a": 1}', '{"b": [1.5, "x\\n"]}', "[", "]", ", ", "; ", "f", " ", "\n",
-    "Hello ", "```json\n", "```", '"', "\\", "<", "-1", "e", "null", ":", '{"arguments": {}, "name": "f"}', "nobody",
-]  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    '{"name": "f", "arguments": ',
+    "{",
+    "}",
+    '{"name": "get_weather", "parameters": ',
+    '{"a": 1}',
+    '{"b": [1.5, "x\\n"]}',
+    "[",
+    "]",
+    ", ",
+    "; ",
+    "f",
+    " ",
+    "\n",
+    "Hello ",
+    "```json\n",
+    "```",
+    '"',
+    "\\",
+    "<",
+    "-1",
+    "e",
+    "null",
+    ":",
+    '{"arguments": {}, "name": "f"}',
+    "nobody",
+]
 
 
 def read(kind: type[Reader], parts: list[str], **more: Any) -> list[Event]:
@@ -131,8 +199,12 @@ def test_every_cut_in_two_gives_the_same(kind: type[Reader], text: str) -> None:
     assert found_in(read(kind, list(text))) == whole
 
 
-@given(st.sampled_from([HermesReader, Llama3Reader, MistralReader]), st.lists(st.sampled_from(FRAGMENTS), max_size=16),
-       st.lists(st.integers(1, 9), min_size=1), st.integers(1, 3))  # fmt: skip
+@given(
+    st.sampled_from([HermesReader, Llama3Reader, MistralReader]),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=16),
+    st.lists(st.integers(1, 9), min_size=1),
+    st.integers(1, 3),
+)
 @settings(max_examples=examples(300))
 def test_it_cannot_matter_how_a_text_is_cut(
     kind: type[Reader], fragments: list[str], lengths: list[int], most: int
@@ -196,17 +268,27 @@ def test_a_call_that_breaks_off_is_said_to_be_none() -> None:
 def test_beyond_the_last_call_that_is_taken_nothing_is(kind: type[Reader]) -> None:
     texts = {
         HermesReader: '<tool_call>{"name":"f","arguments":{}}</tool_call>',
-        Llama3Reader: '{"name":"f","parameters":{}};', MistralReader: "[TOOL_CALLS]f[ARGS]{}",
-    }  # fmt: skip
+        Llama3Reader: '{"name":"f","parameters":{}};',
+        MistralReader: "[TOOL_CALLS]f[ARGS]{}",
+    }
     found = found_in(read(kind, [texts[kind] * 3], most=2))
     assert (found.content, len(found.calls)) == ("", 2)
 
 
-@pytest.mark.parametrize("text", [
-    "<" * 100_000, "<tool_call>" * 10_000, '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 100_000,
-    '<tool_call>{"name":"f","arguments":{' * 3_000, "\n" * 100_000, '<tool_call>{"' * 10_000,
-    "```json\n" * 10_000, "[" * 100_000, '{"name":"f","arguments":' + '{"a":' * 20_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<" * 100_000,
+        "<tool_call>" * 10_000,
+        '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 100_000,
+        '<tool_call>{"name":"f","arguments":{' * 3_000,
+        "\n" * 100_000,
+        '<tool_call>{"' * 10_000,
+        "```json\n" * 10_000,
+        "[" * 100_000,
+        '{"name":"f","arguments":' + '{"a":' * 20_000,
+    ],
+)
 def test_the_time_grows_with_the_length_alone(text: str) -> None:
     """Each of these would take minutes, were anything read again and again."""
     assert found_in(read(HermesReader, [text])).content == text

@@ -27,13 +27,19 @@ _TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}
 _END = "|{% endfor %}"
 _OBJECT = '{"name": "{{ call.function.name }}", "%s": {{ call.function.arguments | tojson }}}'
 TEMPLATES = {
-    "hermes": _TOOLS + _SAID + "{% for call in message.tool_calls %}\n<tool_call>\n" + _OBJECT % "arguments"
-    + "\n</tool_call>{% endfor %}" + _END,
+    "hermes": _TOOLS
+    + _SAID
+    + "{% for call in message.tool_calls %}\n<tool_call>\n"
+    + _OBJECT % "arguments"
+    + "\n</tool_call>{% endfor %}"
+    + _END,
     "hermes, arguments first": _TOOLS + _SAID + '{% for call in message.tool_calls %}<tool_call>\n{ "arguments": '
     '{{ call.function.arguments | tojson }}, "name": "{{ call.function.name }}"}\n</tool_call>{% endfor %}' + _END,
     "llama3": _TOOLS + _SAID + "{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}"
     "{{ raise_exception('one call at a time') }}{% endif %}{% for call in message.tool_calls %}"
-    + _OBJECT % "parameters" + "{% endfor %}{% endif %}" + _END,
+    + _OBJECT % "parameters"
+    + "{% endfor %}{% endif %}"
+    + _END,
     "mistral": "{% for message in messages %}{% if loop.last and tools %}[TOOLS]{{ tools | tojson }}{% endif %}"
     "{{ message['content'] }}{% if message.tool_calls %}[TOOL_CALLS] [{% for call in message.tool_calls %}"
     "{% if call.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ call.function | tojson }}{% endfor %}]"
@@ -49,15 +55,23 @@ TEMPLATES = {
     "chatml": _SAID + _END,
     "no roles but two": _SAID + "{% if message.role not in ('user', 'assistant') %}{{ raise_exception('no') }}"
     "{% endif %}" + _END,
-}  # fmt: skip
+}
 WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 CALLS: list[Any] = [
     {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'}},
-    ]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'},
+            }
+        ],
+    },
     {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
-]  # fmt: skip
+]
 
 
 def of(name: str) -> PreTrainedTokenizerBase:
@@ -75,11 +89,20 @@ def rendered(name: str, messages: list[Any] = CALLS, **fields: Any) -> str:
     return str(text)
 
 
-@pytest.mark.parametrize(("name", "expected", "many"), [
-    ("hermes", "hermes", True), ("hermes, arguments first", "hermes", True), ("llama3", "llama3", False),
-    ("mistral", "mistral", True), ("mistral, named", "mistral", True), ("text", None, True), ("xml", None, True),
-    ("chatml", "hermes", True), ("no roles but two", "hermes", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "expected", "many"),
+    [
+        ("hermes", "hermes", True),
+        ("hermes, arguments first", "hermes", True),
+        ("llama3", "llama3", False),
+        ("mistral", "mistral", True),
+        ("mistral, named", "mistral", True),
+        ("text", None, True),
+        ("xml", None, True),
+        ("chatml", "hermes", True),
+        ("no roles but two", "hermes", True),
+    ],
+)
 def test_the_format_is_that_of_the_template(name: str, expected: str | None, many: bool) -> None:
     shown = ask_template(of(name))
     found = format_of("auto", shown)
@@ -97,14 +120,17 @@ def test_the_operator_may_say_another_format() -> None:
         create_app(FakeLLM(), ServerSettings(tool_parser="herms"))
 
 
-@pytest.mark.parametrize(("name", "written"), [
-    ("hermes", '{"name": "get_weather", "arguments": {"city": "Bern"}}'),
-    ("llama3", '{"name": "get_weather", "parameters": {"city": "Bern"}}'),
-    ("mistral, named", '[TOOL_CALLS]get_weather[ARGS]{"city": "Bern"}'),
-    ("text", '<call>get_weather({"city": "Bern"})'),
-    ("xml", "<function=get_weather><city>Bern"),
-    ("chatml", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("hermes", '{"name": "get_weather", "arguments": {"city": "Bern"}}'),
+        ("llama3", '{"name": "get_weather", "parameters": {"city": "Bern"}}'),
+        ("mistral, named", '[TOOL_CALLS]get_weather[ARGS]{"city": "Bern"}'),
+        ("text", '<call>get_weather({"city": "Bern"})'),
+        ("xml", "<function=get_weather><city>Bern"),
+        ("chatml", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'),
+    ],
+)
 def test_arguments_have_the_form_that_the_template_expects(name: str, written: str) -> None:
     assert written in rendered(name, tools=[WEATHER])
 
@@ -114,8 +140,10 @@ def test_results_have_the_name_of_the_tool_and_tools_all_that_templates_look_for
     assert text.endswith("tool:sunnyget_weather|")
     shown = json.loads(text.splitlines()[0])
     assert shown["function"] == {
-        "name": "get_weather", "description": "", "parameters": {"type": "object", "properties": {}},
-    }  # fmt: skip
+        "name": "get_weather",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
 
 
 @pytest.mark.parametrize("name", ["chatml", "no roles but two"])
@@ -128,8 +156,12 @@ def test_where_the_template_shows_no_tools_the_server_writes_them(name: str) -> 
 
 
 def test_words_leave_the_messages_that_came_as_they_are() -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
-                {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]  # fmt: skip
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
     before = copy.deepcopy(messages)
     system, user, results = in_words(messages, [WEATHER])
     assert messages == before

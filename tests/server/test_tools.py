@@ -49,8 +49,9 @@ def test_calls_leave_the_text() -> None:
     message = choice["message"]
     assert (choice["finish_reason"], message["content"]) == ("tool_calls", "Let me look.")
     assert [call["function"] for call in message["tool_calls"]] == [
-        {"name": "get_weather", "arguments": '{"city": "Bern"}'}, {"name": "now", "arguments": "{}"},
-    ]  # fmt: skip
+        {"name": "get_weather", "arguments": '{"city": "Bern"}'},
+        {"name": "now", "arguments": "{}"},
+    ]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert {call["type"] for call in message["tool_calls"]} == {"function"}
     assert answer(CALL)["message"]["content"] is None
@@ -77,9 +78,10 @@ def test_a_call_without_marks_is_one_whole_and_streamed() -> None:
         assert (made["calls"], made["content"]) == ([call["function"]], None)
 
 
-@pytest.mark.parametrize("body", [
-    {}, TOOLS | {"tool_choice": "none"}, {"tools": [NOW]}, TOOLS | {"response_format": {"type": "json_object"}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [{}, TOOLS | {"tool_choice": "none"}, {"tools": [NOW]}, TOOLS | {"response_format": {"type": "json_object"}}],
+)
 def test_json_that_nobody_offered_as_a_call_is_text(body: dict[str, Any]) -> None:
     """Where an answer must follow a schema, its JSON is the answer."""
     assert answer(BARE, body)["message"] == {"role": "assistant", "content": BARE, "refusal": None}
@@ -158,8 +160,10 @@ def constraint(**body: Any) -> Any:
 
 
 def tags(found: Any) -> dict[str, Any]:
-    return {json.loads(tag["begin"][len("<tool_call>\n") :] + "0}")["name"]: tag["content"]["json_schema"]
-            for tag in found["tags"]}  # fmt: skip
+    return {
+        json.loads(tag["begin"][len("<tool_call>\n") :] + "0}")["name"]: tag["content"]["json_schema"]
+        for tag in found["tags"]
+    }
 
 
 def test_a_call_that_is_required_is_held_to_name_and_schema() -> None:
@@ -197,18 +201,44 @@ def test_tools_may_be_named_by_the_choice_alone_if_they_are_there() -> None:
     assert '"get_weather"' in llm.prompt()
 
 
-@pytest.mark.parametrize(("body", "param", "words"), [
-    ({"tool_choice": "required"}, "tool_choice", "at least one is not in tools"),
-    ({"tool_choice": {"type": "function", "function": {"name": "x"}}} | TOOLS, "tool_choice", "'x' is not in tools"),
-    ({"tool_choice": "always"} | TOOLS, "tool_choice", "tool_choice"),
-    ({"tools": [NOW, NOW]}, "tools", "two tools are called 'now'"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "name"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
-      "tool_choice": "required"}, "tools", "'a' must be of type 'object', not 'string'"),
-    ({"tools": [{"type": "function", "function": {"name": f"f{n}", "parameters": {"title": "x" * 90_000}}}
-                for n in range(2)], "tool_choice": "required"}, "tools", "may have 131,072 together"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}} | TOOLS, "response_format", "leave one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "at least one is not in tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}} | TOOLS,
+            "tool_choice",
+            "'x' is not in tools",
+        ),
+        ({"tool_choice": "always"} | TOOLS, "tool_choice", "tool_choice"),
+        ({"tools": [NOW, NOW]}, "tools", "two tools are called 'now'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "name"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "'a' must be of type 'object', not 'string'",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": f"f{n}", "parameters": {"title": "x" * 90_000}}}
+                    for n in range(2)
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "may have 131,072 together",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}} | TOOLS,
+            "response_format",
+            "leave one",
+        ),
+    ],
+)
 def test_what_cannot_be_called_is_refused(body: dict[str, Any], param: str, words: str) -> None:
     llm = ScriptedLLM(CALL)
     refused = chat(body, llm)

@@ -23,9 +23,11 @@ from tests.engine.test_constraint import PADDED, begin, byte_tokenizer
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed: pip install 'millpond[constrained]'")
 FORMATS = [Hermes(), Llama3(), Mistral(), Mistral(named=True)]
 SCHEMA = {
-    "type": "object", "required": ["city", "days"], "additionalProperties": False,
+    "type": "object",
+    "required": ["city", "days"],
+    "additionalProperties": False,
     "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-}  # fmt: skip
+}
 TOOLS = [Function(name="get_weather", parameters=SCHEMA), Function(name="now")]
 
 
@@ -99,12 +101,21 @@ def test_text_with_calls_may_be_text_alone_and_calls_in_it_follow_the_schema(for
     assert not taken(good.replace("now", "nobody"))
 
 
-@pytest.mark.parametrize(("tools", "words"), [
-    ([Function(name="f", parameters={"properties": {"a": {"type": "array", "uniqueItems": True}}})], "uniqueItems at"),
-    ([Function(name="f", parameters={"$ref": "http://other/schema"})], r"together with \$ref it cannot be enforced"),
-    ([Function(name="f", parameters={"type": "object", "not": {}})], "not at #: it cannot be enforced"),
-    ([Function(name=f"f{n}", parameters={"title": "x" * 100_000}) for n in range(2)], "may have 131,072"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        (
+            [Function(name="f", parameters={"properties": {"a": {"type": "array", "uniqueItems": True}}})],
+            "uniqueItems at",
+        ),
+        (
+            [Function(name="f", parameters={"$ref": "http://other/schema"})],
+            r"together with \$ref it cannot be enforced",
+        ),
+        ([Function(name="f", parameters={"type": "object", "not": {}})], "not at #: it cannot be enforced"),
+        ([Function(name=f"f{n}", parameters={"title": "x" * 100_000}) for n in range(2)], "may have 131,072"),
+    ],
+)
 def test_what_cannot_be_enforced_is_refused_by_name(tools: list[Function], words: str) -> None:
     grammars: Any = Grammars(byte_tokenizer())
     with pytest.raises(OptionError, match=words):

@@ -122,9 +122,19 @@ def test_the_command_calibrates_and_adds_to_the_card(tmp_path: Path) -> None:
     out, card = tmp_path / "gate.safetensors", tmp_path / "gate.md"
     card.write_text("# Gates\n")
     said = right(
-        "train", "calibrate-gate", "--data", "recall:sparse", "--texts", "2", "--target-keep", "20%", "--out", str(out),
-        "--card", str(card),
-    ).stdout  # fmt: skip
+        "train",
+        "calibrate-gate",
+        "--data",
+        "recall:sparse",
+        "--texts",
+        "2",
+        "--target-keep",
+        "20%",
+        "--out",
+        str(out),
+        "--card",
+        str(card),
+    ).stdout
     assert "on 2 held-out texts" in said
     assert gates_of(out.read_bytes(), "it").facts["target"] == "0.2"
     assert "sparse rows of pond-recall's families keep 20%" in card.read_text()

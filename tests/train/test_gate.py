@@ -322,9 +322,7 @@ def test_settings_that_make_no_sense() -> None:
 def test_numbers_of_heads_follow_the_penalty_and_are_taken_by_the_method(tmp_path: Path) -> None:
     model, texts = llama(dtype=torch.float32), RepeatedSpans(96, [0, 1], 80, 120)
     settings = DuoSettings(steps=12, lr=0.3, recent=8, checkpoint_steps=5)
-    kept = train_duo(
-        model, texts, tmp_path / "kept.json", replace(settings, penalty=1e-6), show_progress=False
-    )  # fmt: skip
+    kept = train_duo(model, texts, tmp_path / "kept.json", replace(settings, penalty=1e-6), show_progress=False)
     none = train_duo(model, texts, tmp_path / "none.json", replace(settings, penalty=1e4), show_progress=False)
     assert all(number == 0 for row in none.numbers for number in row)
     assert max(number for row in kept.numbers for number in row) > 0.8
@@ -359,9 +357,20 @@ def test_the_command_trains_a_gate_and_writes_a_card(tmp_path: Path, monkeypatch
     monkeypatch.setattr(training, "defaults_of", lambda model: replace(usual(model), check_texts=1))
     out = tmp_path / "gate.safetensors"
     said = right(
-        "train", "gate", "--data", "recall", "--out", str(out), "--steps", "1", "--start", "bundled", "--target-keep",
-        "20%", "--card",
-    ).stdout  # fmt: skip
+        "train",
+        "gate",
+        "--data",
+        "recall",
+        "--out",
+        str(out),
+        "--steps",
+        "1",
+        "--start",
+        "bundled",
+        "--target-keep",
+        "20%",
+        "--card",
+    ).stdout
     assert "step 1 of 1" in said
     assert gates_of(out.read_bytes(), "it").facts["target"] == "0.2"
     card = out.with_suffix(".md").read_text()

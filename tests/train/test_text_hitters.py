@@ -73,7 +73,22 @@ def test_a_page_without_a_place_for_the_table(corpus: Path, model: Path, tmp_pat
 
 
 def _measure(corpus: Path, model: Path, page: Path, picture: Path):  # type: ignore[no-untyped-def]
-    return CliRunner().invoke(app, [
-        "train", "heavy-hitters", "--model", str(model), "--text-file", str(corpus / HELD_OUT), "--length", "64",
-        "--windows", "2", "--page", str(page), "--picture", str(picture),
-    ])  # fmt: skip
+    return CliRunner().invoke(
+        app,
+        [
+            "train",
+            "heavy-hitters",
+            "--model",
+            str(model),
+            "--text-file",
+            str(corpus / HELD_OUT),
+            "--length",
+            "64",
+            "--windows",
+            "2",
+            "--page",
+            str(page),
+            "--picture",
+            str(picture),
+        ],
+    )

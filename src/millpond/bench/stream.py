@@ -40,12 +40,16 @@ def run(
     machine = describe_machine()
     stages = [stage for method in methods for stage in _stream(model, method, tokens, budget, seed, progress)]
     return {
-        "benchmark": "stream", "machine": machine.as_dict(),
-        "hardware": machine.hardware, "software": machine.software,
+        "benchmark": "stream",
+        "machine": machine.as_dict(),
+        "hardware": machine.hardware,
+        "software": machine.software,
         "model": {"type": model.config.model_type, "parameters": model.num_parameters()},
-        "tokens": tokens, "budget": budget, "seed": seed,
+        "tokens": tokens,
+        "budget": budget,
+        "seed": seed,
         "results": [asdict(stage) for stage in stages],
-    }  # fmt: skip
+    }
 
 
 @torch.inference_mode()

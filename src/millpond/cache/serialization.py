@@ -171,9 +171,15 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     table.reserve(0, lens)
     start, index = torch.zeros_like(stored["lens"]), torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
     rows = EntryRows(
-        start, stored["lens"], index.expand(len(keys), -1).contiguous(), keys, values, stored["positions"],
-        stored["scores"], stored.get("log_masses"),
-    )  # fmt: skip
+        start,
+        stored["lens"],
+        index.expand(len(keys), -1).contiguous(),
+        keys,
+        values,
+        stored["positions"],
+        stored["scores"],
+        stored.get("log_masses"),
+    )
     ops.write(table.regions, rows)
     table.set_lengths(0, lens)
     recent = stored["recent"].cpu().numpy()
@@ -205,9 +211,7 @@ def part_prefix(number: int) -> str:
     return f"sealed{number or ''}."
 
 
-def _fill_part(
-    layer: int, part: QuantizedStore, own: str, stored: dict[str, Tensor], n_tokens: int, dim: int
-) -> None:  # fmt: skip
+def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Tensor], n_tokens: int, dim: int) -> None:
     """Fill an empty packed part with the tensors whose names begin with `own`; dim: channels of a key."""
     numbers = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own) and "pages" not in name}
     n_arrays = sum(name.startswith(f"{own}pages.") for name in stored)

@@ -89,13 +89,25 @@ def _root(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "generate": generate.generate, "batch": batch.batch, "remember": documents.remember, "ask": documents.ask,
+    "generate": generate.generate,
+    "batch": batch.batch,
+    "remember": documents.remember,
+    "ask": documents.ask,
     "chat": chat.chat,
-    "demo": demo.demo, "calibrate": calibrate.calibrate, "fit": fit.fit, "eval": evaluation.evaluate,
-    "eval-peer": eval_peer.eval_peer, "lm-eval": lm_eval.lm_eval, "inspect": inspect.inspect, "serve": serve.serve,
-    "plan": plan.plan, "plot": plot.plot, "leaderboard": leaderboard.leaderboard, "methods": list_registry.methods,
+    "demo": demo.demo,
+    "calibrate": calibrate.calibrate,
+    "fit": fit.fit,
+    "eval": evaluation.evaluate,
+    "eval-peer": eval_peer.eval_peer,
+    "lm-eval": lm_eval.lm_eval,
+    "inspect": inspect.inspect,
+    "serve": serve.serve,
+    "plan": plan.plan,
+    "plot": plot.plot,
+    "leaderboard": leaderboard.leaderboard,
+    "methods": list_registry.methods,
     "codecs": list_registry.codecs,
-}  # fmt: skip
+}
 #: lm-eval reads all of its arguments itself.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 for name, command in COMMANDS.items():

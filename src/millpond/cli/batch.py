@@ -67,10 +67,16 @@ def batch(
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
     with notes():
         llm = AsyncLLM(
-            model, config, model_name=served_name or name_of(model), dtype=None if dtype == "auto" else dtype,
-            threads=threads, memory=memory, disk=disk, device=device_of_engine(device, disk, config.weights, memory),
+            model,
+            config,
+            model_name=served_name or name_of(model),
+            dtype=None if dtype == "auto" else dtype,
+            threads=threads,
+            memory=memory,
+            disk=disk,
+            device=device_of_engine(device, disk, config.weights, memory),
             device_memory=device_memory,
-        )  # fmt: skip
+        )
 
         async def answer() -> None:
             work = BatchFile(llm, ServerSettings())

@@ -38,9 +38,9 @@ class CacheChoice(OptionGroup):
         optional("--option", "-o", metavar="NAME=VALUE", help="Option of the method: see 'millpond methods NAME'."),
     ] = None
     codec: CodecName = "auto"
-    preset: Annotated[
-        str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")
-    ] = None  # fmt: skip
+    preset: Annotated[str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")] = (
+        None
+    )
     calibration: CalibrationFile = None
     max_kl: Annotated[
         float | None, optional(help="With --budget auto: what predictions may differ from the full cache's, in nats.")

@@ -29,9 +29,7 @@ def calibrate(
     bits: Annotated[str, typer.Option(help="Bits of the codes; several are separated by commas.")] = "2,3,4",
     windows: Annotated[int, typer.Option(min=1, help="Windows of tokens to read, spread over the text.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
-    outliers: Annotated[
-        float, typer.Option(help="Share of outliers that are stored apart from the codes.")
-    ] = 0.01,
+    outliers: Annotated[float, typer.Option(help="Share of outliers that are stored apart from the codes.")] = 0.01,
     sinks: Annotated[int, typer.Option(min=0, help="First entries of a text that are not quantized.")] = 1,
     q_norm: Annotated[
         str | None, optional(help="Bits for which codes keep mean and deviation (Q-Norm), such as '2'.")
@@ -45,7 +43,7 @@ def calibrate(
             "--by-range/--no-range", help="Weigh by the squared range of a channel too; the published code does not."
         ),
     ] = True,
-) -> None:  # fmt: skip
+) -> None:
     """Measure a model on a text, for the codecs kvquant2, kvquant3 and kvquant4."""
     chosen, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
     words = _read(text)
@@ -55,15 +53,25 @@ def calibrate(
     ids = tokenizer(words, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
     with notes(), _bar() as progress:
         found = measure(
-            loaded, ids, bits=chosen, windows=windows, length=length, outliers=outliers, sinks=sinks, fisher=fisher,
-            by_range=by_range, normalise=normalised, progress=progress,
-        )  # fmt: skip
+            loaded,
+            ids,
+            bits=chosen,
+            windows=windows,
+            length=length,
+            outliers=outliers,
+            sinks=sinks,
+            fisher=fisher,
+            by_range=by_range,
+            normalise=normalised,
+            progress=progress,
+        )
     found.save(out)
     errors().print(
         f"[dim]{len(found.layers)} layers · {', '.join(map(str, found.bits))} bits · {escape(str(out))}: "
         f"{size(out.stat().st_size)}[/]",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def parse_bits(text: str, name: str) -> list[int]:

@@ -61,8 +61,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, optional(help="A system message before everything.")] = None,
     session: Annotated[
-        str | None,
-        optional(metavar="NAME", help="Go on with the conversation of this name; its cache is stored."),
+        str | None, optional(metavar="NAME", help="Go on with the conversation of this name; its cache is stored.")
     ] = None,
     cache: CacheChoice,
     kv_memory: Annotated[
@@ -85,7 +84,7 @@ def chat(
     key_variable: Annotated[
         str, typer.Option(help="Environment variable with the key for the server.")
     ] = "OPENAI_API_KEY",
-) -> None:  # fmt: skip
+) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer; a pasted text is one message."""
     if temperature < 0:
         raise OptionError(f"temperature={temperature} must not be negative; 0 is greedy")
@@ -118,9 +117,18 @@ def chat(
             device_memory,
         )
     elif (
-        kv_memory or memory or disk or device or device_memory or weights or dtype != "auto" or cache.calibration
-        or cache.fit or overflow != "refuse" or trust_remote_code
-    ):  # fmt: skip
+        kv_memory
+        or memory
+        or disk
+        or device
+        or device_memory
+        or weights
+        or dtype != "auto"
+        or cache.calibration
+        or cache.fit
+        or overflow != "refuse"
+        or trust_remote_code
+    ):
         raise OptionError(
             "--kv-memory, --memory, --disk, --device, --device-memory, --weights, --dtype, --calibration, --fit, "
             "--overflow and --trust-remote-code are the server's; leave them out with --url"
@@ -227,9 +235,14 @@ def _here(
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
         llm = LLM(
-            model, EngineConfig(**config), dtype=dtype, memory=memory, disk=disk, device=device,
+            model,
+            EngineConfig(**config),
+            dtype=dtype,
+            memory=memory,
+            disk=disk,
+            device=device,
             device_memory=device_memory,
-        )  # fmt: skip
+        )
     with llm:
         yield LocalBackend(llm, params, model)
 

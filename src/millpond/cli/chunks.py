@@ -55,8 +55,9 @@ def add(
         raise DataError(f"{stats.write_failures} of {len(texts)} chunks could not be written to {str(folder)!r}")
     output().print(
         f"{len(texts)} chunks, {stats.stored} of them new; {escape(str(folder))} holds {size(stats.disk_bytes)}",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 @app.command("ls")
@@ -72,9 +73,13 @@ def ls(folder: Folder) -> None:
             table.add_row(file.path.parent.name[:16], "bad", size(file.size), "", "", "")
         else:
             table.add_row(
-                facts.chunk[:16], str(facts.n_tokens), size(file.size), f"{len(facts.before)} parts",
-                f"{facts.impact:.2f}", "yes" if facts.exact else "no",
-            )  # fmt: skip
+                facts.chunk[:16],
+                str(facts.n_tokens),
+                size(file.size),
+                f"{len(facts.before)} parts",
+                f"{facts.impact:.2f}",
+                "yes" if facts.exact else "no",
+            )
     output().print(table)
     output().print(f"{len(files)} files, {size(sum(file.size for file in files))}", highlight=False)
 

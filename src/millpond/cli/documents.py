@@ -58,8 +58,9 @@ def remember(
         f"[dim]{ids.shape[1]:,} tokens read · "
         f"{held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)} · "
         f"{escape(out)}: {size(n_bytes)}[/]",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def ask(

@@ -46,20 +46,28 @@ def evaluate(
     samples: Samples = 40,
     seed: SampleSeed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once; no score depends on it.")] = 8,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the results; an interrupted run continues there.")
-    ] = Path("millpond-eval"),
+    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run continues there.")] = Path(
+        "millpond-eval"
+    ),
     threads: Threads = None,
-) -> None:  # fmt: skip
+) -> None:
     """Score methods x budgets x codecs on tasks; lists are separated by commas."""
     from millpond.evals.harness.plan import EvalPlan
     from millpond.evals.spec import parse_specs, words
 
     plan = EvalPlan(
-        model.model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
-        None if budget is None else words(budget, "budget"), words(codec, "codec"), words(protocol, "protocol"),
-        samples=samples, seed=seed, batch_size=batch_size, dtype=model.dtype, calibration=calibration,
-    )  # fmt: skip
+        model.model,
+        parse_specs(method, "method"),
+        parse_specs(tasks, "tasks"),
+        None if budget is None else words(budget, "budget"),
+        words(codec, "codec"),
+        words(protocol, "protocol"),
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        dtype=model.dtype,
+        calibration=calibration,
+    )
     rows = _run(plan, model, out, threads)
     show_scores(rows, out)
 
@@ -74,9 +82,11 @@ def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None) ->
     loaded, tokenizer = model.load()
     machine = describe_machine()
     note = {
-        "command": shlex.join(["millpond", *sys.argv[1:]]), "device": str(loaded.device),
-        "hardware": machine.hardware, "software": machine.software,
-    }  # fmt: skip
+        "command": shlex.join(["millpond", *sys.argv[1:]]),
+        "device": str(loaded.device),
+        "hardware": machine.hardware,
+        "software": machine.software,
+    }
     with notes(), progress_bars(plan.cells()) as progress:
         return run(plan, loaded, tokenizer, out, note, progress)
 

@@ -45,13 +45,11 @@ def eval_peer(
     python: Annotated[
         Path, typer.Option(help="Python of the peer's environment (benchmarks/peers/kvpress_env.sh makes one).")
     ] = Path("build/kvpress/bin/python"),
-    export: Annotated[
-        Path | None, optional(help="Write the prompts as requests, one a line, and run nothing.")
-    ] = None,
+    export: Annotated[Path | None, optional(help="Write the prompts as requests, one a line, and run nothing.")] = None,
     answers: Annotated[
         Path | None, optional(help="Score the replies in this file, made from an export, and run nothing.")
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Score a peer's presses x budgets on tasks, in the same table as our methods; lists are separated by commas."""
     from millpond.evals.peers.plan import PeerPlan
     from millpond.evals.spec import parse_specs, words
@@ -64,10 +62,17 @@ def eval_peer(
 
     def plan(name: str) -> PeerPlan:
         return PeerPlan(
-            model, parse_specs(method, "method"), parse_specs(tasks, "tasks"),
-            None if budget is None else words(budget, "budget"), protocols=words(protocol, "protocol"),
-            samples=samples, seed=seed, batch_size=1, dtype=dtype, peer=name,
-        )  # fmt: skip
+            model,
+            parse_specs(method, "method"),
+            parse_specs(tasks, "tasks"),
+            None if budget is None else words(budget, "budget"),
+            protocols=words(protocol, "protocol"),
+            samples=samples,
+            seed=seed,
+            batch_size=1,
+            dtype=dtype,
+            peer=name,
+        )
 
     first = plan(peer)  # what is wrong with it is said before anything is started
     with ExitStack() as stack:
@@ -91,9 +96,18 @@ def _peer(
         maker = f"benchmarks/peers/{name}_env.sh"
         raise OptionError(f"{python} does not exist; make an environment for {name} with {maker}")
     command = [
-        str(python), "-W", "ignore", str(_script(name)), "--model", resolve(plan.model), "--dtype", plan.dtype,
-        "--device", device, *([] if threads is None else ["--threads", str(threads)]),
-    ]  # fmt: skip
+        str(python),
+        "-W",
+        "ignore",
+        str(_script(name)),
+        "--model",
+        resolve(plan.model),
+        "--dtype",
+        plan.dtype,
+        "--device",
+        device,
+        *([] if threads is None else ["--threads", str(threads)]),
+    ]
     return stack.enter_context(RestartingPeer(command, list(map(str, plan.methods))))
 
 
@@ -120,9 +134,10 @@ def _run(plan: PeerPlan, them: Peer, model: Any, tokenizer: Any, out: Path) -> N
 
     machine = describe_machine()
     note = {
-        "command": shlex.join(["millpond", *sys.argv[1:]]), "hardware": machine.hardware,
+        "command": shlex.join(["millpond", *sys.argv[1:]]),
+        "hardware": machine.hardware,
         "software": them.software or machine.software,
-    }  # fmt: skip
+    }
     with notes(), progress_bars(plan.cells()) as progress:
         rows = run_peer(plan, them, model, tokenizer, out, note, progress)
     show_scores(rows, out)

@@ -44,7 +44,7 @@ def fit(
     windows: Annotated[int, typer.Option(help="Windows of the text, 45 or more.")] = 80,
     batch: Annotated[int, typer.Option(help="Windows that are read together.")] = 4,
     seed: Annotated[int, typer.Option(help="Where in the text the windows begin.")] = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Measure budgets and number formats on a text, for `--budget auto --max-kl X`."""
     options = parse_options(option or [])
     from millpond.evals.fit import fit as measure
@@ -52,9 +52,21 @@ def fit(
     loaded, tokenizer = model.load()
     with notes(), _bar() as progress:
         found = measure(
-            loaded, tokenizer, text, method, budgets=_words(budget), codecs=_words(codec), context=length,
-            continuation=continuation, windows=windows, batch=batch, seed=seed, out=out, progress=progress, **options,
-        )  # fmt: skip
+            loaded,
+            tokenizer,
+            text,
+            method,
+            budgets=_words(budget),
+            codecs=_words(codec),
+            context=length,
+            continuation=continuation,
+            windows=windows,
+            batch=batch,
+            seed=seed,
+            out=out,
+            progress=progress,
+            **options,
+        )
     typer.echo(table(found))
     from millpond.hf.fit import default_path
 

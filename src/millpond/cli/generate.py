@@ -56,9 +56,12 @@ class Sampling(OptionGroup):
         if self.temperature == 0:
             return {"do_sample": False}
         return {
-            "do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
             "typical_p": self.typical_p,
-        }  # fmt: skip
+        }
 
 
 @expand_groups
@@ -76,15 +79,13 @@ def generate(
     memory_limit: Annotated[
         str | None, optional(help="Limit of the memory for pages ('2GiB'); beyond it generation stops.")
     ] = None,
-    page_slots: Annotated[
-        int | None, optional(help="Entries per page, a power of two. Default: measured.")
-    ] = None,
+    page_slots: Annotated[int | None, optional(help="Entries per page, a power of two. Default: measured.")] = None,
     chunk: Annotated[
         int | None, optional(min=1, help="Read the prompt in chunks of N tokens, and evict behind each (lowest peak).")
     ] = None,
     chat: Chat = None,
     placing: Placing,
-) -> None:  # fmt: skip
+) -> None:
     """Generate text from a prompt inside a KV budget."""
     if min_new_tokens > max_new_tokens:
         raise OptionError(f"--min-new-tokens {min_new_tokens} is more than --max-new-tokens {max_new_tokens}; lower it")
@@ -122,14 +123,22 @@ def generate(
         extra["bad_words_ids"] = [list(ids) for ids in bad]
     if min_new_tokens:
         extra["min_new_tokens"] = min_new_tokens
-    with notes(), compress(
-        loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS, tokenizer=tokenizer, **chosen
-    ) as held:  # fmt: skip
+    with (
+        notes(),
+        compress(
+            loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS, tokenizer=tokenizer, **chosen
+        ) as held,
+    ):
         watch = TextStopwatch(tokenizer)
         loaded.generate(
-            ids, attention_mask=torch.ones_like(ids), **cache_argument(held), streamer=watch,
-            max_new_tokens=max_new_tokens, **sampling.kwargs(), **extra,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **cache_argument(held),
+            streamer=watch,
+            max_new_tokens=max_new_tokens,
+            **sampling.kwargs(),
+            **extra,
+        )
         stats = held.stats()
         (lost,) = forgotten(held.layer_caches, held.timeline, 0, [(0, ids.shape[1])])
     errors().print(f"[dim]{escape(closing_line(ids.shape[1], watch, stats, lost))}[/]", soft_wrap=True, highlight=False)

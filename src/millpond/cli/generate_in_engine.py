@@ -50,9 +50,13 @@ class Placing(OptionGroup):
 
 
 def generate_in_engine(
-    model: ModelOptions, placing: Placing, text: str, chat: bool | None, settings: Mapping[str, Any],
+    model: ModelOptions,
+    placing: Placing,
+    text: str,
+    chat: bool | None,
+    settings: Mapping[str, Any],
     params: SamplingParams,
-) -> None:  # fmt: skip
+) -> None:
     """Write the answer to a text, and a line about it.
 
     Args:
@@ -66,10 +70,18 @@ def generate_in_engine(
     config = EngineConfig(**settings, weights=placing.weights, trust_remote_code=model.trust_remote_code)
     dtype = None if model.dtype == "auto" else model.dtype
     device = device_of_engine(model.device, placing.disk, placing.weights, placing.memory)
-    with notes(), LLM(
-        model.model, config, dtype=dtype, memory=placing.memory, disk=placing.disk, device=device,
-        device_memory=placing.device_memory,
-    ) as llm:  # fmt: skip
+    with (
+        notes(),
+        LLM(
+            model.model,
+            config,
+            dtype=dtype,
+            memory=placing.memory,
+            disk=placing.disk,
+            device=device,
+            device_memory=placing.device_memory,
+        ) as llm,
+    ):
         partner = LocalBackend(llm, params, model.model)
         ids = encode(llm.tokenizer, text, chat)[0].tolist()
         for part in partner.stream(tuple(ids), turn=wants_template(llm.tokenizer, chat)):

@@ -60,8 +60,9 @@ def inspect(
     screen.print(
         f"{made.n_prompt:,} tokens read, {len(made.tokens) - made.n_prompt:,} written; "
         f"KV {size(made.kv_bytes[-1])} held, full cache {size(made.full_kv_bytes[-1])} ({share:.0%})",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        soft_wrap=True,
+        highlight=False,
+    )
     screen.print(f"Open {escape(str(out))} in a browser.", soft_wrap=True, highlight=False)
 
 

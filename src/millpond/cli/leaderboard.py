@@ -32,6 +32,7 @@ def leaderboard(
     elif not out.exists() or out.read_text(encoding="utf-8") != text:
         errors().print(
             f"[bold red]error:[/] {escape(str(out))} is not what the results say; run the same command without --check",
-            soft_wrap=True, highlight=False,
-        )  # fmt: skip
+            soft_wrap=True,
+            highlight=False,
+        )
         raise typer.Exit(1)

@@ -64,7 +64,10 @@ def _options(entry: Entry[Any]) -> Table:
         table.add_column(heading, no_wrap=heading == "option")
     for option in entry.options.values():
         table.add_row(
-            f"[bold]{option.name}[/]", escape(option.type_name), option.range_text, str(option.default),
+            f"[bold]{option.name}[/]",
+            escape(option.type_name),
+            option.range_text,
+            str(option.default),
             escape(option.help),
-        )  # fmt: skip
+        )
     return table

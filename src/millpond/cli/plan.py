@@ -54,9 +54,18 @@ def plan(
     kept = cache.kept()
     with notes(), bar() as report:
         found = make_plan(
-            model, memory=memory, disk=disk, prompt_tokens=prompt, new_tokens=new, options=cache.options,
-            weights=weights, latency_s=latency, measure=measure, report=report, **kept,
-        )  # fmt: skip
+            model,
+            memory=memory,
+            disk=disk,
+            prompt_tokens=prompt,
+            new_tokens=new,
+            options=cache.options,
+            weights=weights,
+            latency_s=latency,
+            measure=measure,
+            report=report,
+            **kept,
+        )
     if out is not None:
         save_plan(found, out)
     if json:

@@ -33,10 +33,15 @@ def _part(group: list[SummaryRow], codecs: bool, widest: int) -> Table:
     for row in group:
         score, interval = score_text(row)
         table.add_row(
-            escape(candidate_name(row)), row.budget or "all", *([row.codec] if codecs else []), score,
-            f"[dim]{interval}[/]", f"{row.kept_share:.0%}", size(row.kv_bytes),
+            escape(candidate_name(row)),
+            row.budget or "all",
+            *([row.codec] if codecs else []),
+            score,
+            f"[dim]{interval}[/]",
+            f"{row.kept_share:.0%}",
+            size(row.kv_bytes),
             f"[red]{row.failures}[/]" if row.failures else "0",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -78,9 +78,16 @@ def serve(
         llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=threads, **layout)
     else:
         llm = AsyncLLM(
-            model, config, model_name=name, dtype=kind, threads=threads, memory=memory, disk=disk,
-            device=device_of_engine(device, disk, config.weights, memory), device_memory=device_memory,
-        )  # fmt: skip
+            model,
+            config,
+            model_name=name,
+            dtype=kind,
+            threads=threads,
+            memory=memory,
+            disk=disk,
+            device=device_of_engine(device, disk, config.weights, memory),
+            device_memory=device_memory,
+        )
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "

@@ -58,8 +58,7 @@ class EngineChoice(OptionGroup):
         Path | None, optional(help="A file of 'millpond train pager' for a rule that predicts. Default: ours.")
     ] = None
     prefix_disk: Annotated[
-        str | None,
-        optional(help="Disk for kept prompts that leave the memory ('20GiB'). Default: they are forgotten."),
+        str | None, optional(help="Disk for kept prompts that leave the memory ('20GiB'). Default: they are forgotten.")
     ] = None
     prefix_folder: Annotated[
         Path | None, optional(help="Folder of --prefix-disk. Default: the system's folder for temporary files.")
@@ -71,7 +70,7 @@ class EngineChoice(OptionGroup):
     on_pressure: PressureRule = "evict"
     runner: Annotated[
         str, typer.Option(help="Forward pass: lean (ours), modules (those of transformers), or auto.")
-    ] = "auto"  # fmt: skip
+    ] = "auto"
     weights: Weights = None
     chunk_store: Annotated[
         Path | None, optional(help="Folder for keys and values of chunks that prompts hold. Default: no chunks.")
@@ -112,14 +111,25 @@ class EngineChoice(OptionGroup):
             raise OptionError("--cache-disk needs --cache-dir")
         prefixes = self.prefix_cache or (self.kv_memory is not None and not self.no_prefix_cache)
         return {
-            "kv_memory": self.kv_memory, "max_step_tokens": self.max_step_tokens, "prefix_cache": prefixes,
-            "pager": self.pager, "prefix_disk": self.prefix_disk, "prefix_folder": self.prefix_folder,
-            "swap_to": self.swap_to, "runner": self.runner, "weights": self.weights, "chunk_store": self._chunks(),
-            "deterministic": self.deterministic, "overflow": self.overflow, "on_pressure": self.on_pressure,
-            "cache_dir": self.cache_dir, "cache_disk": None if self.cache_dir is None else self.cache_disk,
-            "trust_remote_code": self.trust_remote_code, "max_model_len": self.max_model_len,
+            "kv_memory": self.kv_memory,
+            "max_step_tokens": self.max_step_tokens,
+            "prefix_cache": prefixes,
+            "pager": self.pager,
+            "prefix_disk": self.prefix_disk,
+            "prefix_folder": self.prefix_folder,
+            "swap_to": self.swap_to,
+            "runner": self.runner,
+            "weights": self.weights,
+            "chunk_store": self._chunks(),
+            "deterministic": self.deterministic,
+            "overflow": self.overflow,
+            "on_pressure": self.on_pressure,
+            "cache_dir": self.cache_dir,
+            "cache_disk": None if self.cache_dir is None else self.cache_disk,
+            "trust_remote_code": self.trust_remote_code,
+            "max_model_len": self.max_model_len,
             "budget_floor": self.budget_floor,
-        }  # fmt: skip
+        }
 
     def _chunks(self) -> ChunkStore | None:
         """
@@ -130,9 +140,12 @@ class EngineChoice(OptionGroup):
             from millpond.cache.chunks.store import ChunkStore
 
             return ChunkStore(
-                self.chunk_store, memory=self.chunk_memory, disk=self.chunk_disk, dtype=self.chunk_dtype,
+                self.chunk_store,
+                memory=self.chunk_memory,
+                disk=self.chunk_disk,
+                dtype=self.chunk_dtype,
                 rule=self.chunk_rule,
-            )  # fmt: skip
+            )
         if given := self.given & {"chunk_memory", "chunk_disk", "chunk_dtype", "chunk_rule"}:
             raise OptionError(f"--{min(given).replace('_', '-')} needs --chunk-store")
         return None
@@ -190,9 +203,11 @@ class Workers(OptionGroup):
                 raise OptionError(f"--layout says how many workers do what: leave --{min(given)} out")
             numbers = _planned(self.layout, self.address, threads)
         return {
-            **numbers, "address": self.address, "handoff_memory": self.handoff_memory,
+            **numbers,
+            "address": self.address,
+            "handoff_memory": self.handoff_memory,
             "checkpoint_tokens": self.checkpoint_tokens,
-        }  # fmt: skip
+        }
 
 
 def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str, int | None]:
@@ -259,12 +274,19 @@ class RequestLimits(OptionGroup):
             BudgetError: not an amount of bytes.
         """
         return {
-            "max_queue": self.max_queue, "max_tokens": self.max_tokens, "max_body_bytes": parse_bytes(self.max_body),
-            "max_body_items": self.max_body_items, "max_bytes_under_way": parse_bytes(self.max_bodies),
-            "max_connections": self.max_connections, "header_timeout_s": self.header_timeout,
-            "body_timeout_s": self.body_timeout, "write_timeout_s": self.write_timeout, "timeout_s": self.timeout,
-            "drain_s": self.drain, "step_limit_s": self.step_limit,
-        }  # fmt: skip
+            "max_queue": self.max_queue,
+            "max_tokens": self.max_tokens,
+            "max_body_bytes": parse_bytes(self.max_body),
+            "max_body_items": self.max_body_items,
+            "max_bytes_under_way": parse_bytes(self.max_bodies),
+            "max_connections": self.max_connections,
+            "header_timeout_s": self.header_timeout,
+            "body_timeout_s": self.body_timeout,
+            "write_timeout_s": self.write_timeout,
+            "timeout_s": self.timeout,
+            "drain_s": self.drain,
+            "step_limit_s": self.step_limit,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,10 +352,8 @@ class Access(OptionGroup):
             "allowed_hosts": tuple(self.allow_host or ()),
             "cors_origins": tuple(self.cors_origin or ()),
             "trusted_proxies": tuple(self.trusted_proxy or ()),
-            "priority_limits": limits_of(
-                [*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(self.priority_limit or ())]
-            ),
-        }  # fmt: skip
+            "priority_limits": limits_of([*keys_of(os.environ.get(LIMITS_VARIABLE, "")), *(self.priority_limit or ())]),
+        }
 
 
 def keys_of(text: str) -> list[str]:

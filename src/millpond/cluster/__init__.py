@@ -17,9 +17,10 @@ __all__ = ["LLM", "AsyncLLM", "generate_dataset"]
 
 #: Public names, and the modules and names that they stand for.
 _HOME = {
-    "AsyncLLM": ("async_llm", "AsyncClusterLLM"), "LLM": ("llm", "ClusterLLM"),
+    "AsyncLLM": ("async_llm", "AsyncClusterLLM"),
+    "LLM": ("llm", "ClusterLLM"),
     "generate_dataset": ("data.ray_stage", "generate_dataset"),
-}  # fmt: skip
+}
 
 
 def __getattr__(name: str) -> Any:

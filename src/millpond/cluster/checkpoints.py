@@ -40,9 +40,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, settings: ClusterSettings, book: RequestBook, pool: WorkerPool, mover: Mover, tasks: BackgroundTasks,
+        self,
+        settings: ClusterSettings,
+        book: RequestBook,
+        pool: WorkerPool,
+        mover: Mover,
+        tasks: BackgroundTasks,
         figures: ClusterFigures,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._every, self._lease_s = settings.checkpoint_tokens, settings.lease_s
         self._roles = REPLICAS if settings.decode is None else DECODES
         self._book, self._pool, self._mover, self._tasks, self._figures = book, pool, mover, tasks, figures

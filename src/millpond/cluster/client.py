@@ -35,9 +35,14 @@ class Cluster:
     """
 
     def __init__(
-        self, settings: ClusterSettings, model: Any, config: EngineConfig, dtype: str | None, threads: int | None,
+        self,
+        settings: ClusterSettings,
+        model: Any,
+        config: EngineConfig,
+        dtype: str | None,
+        threads: int | None,
         make: MakeWorker | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(model, str | PathLike):
             raise OptionError("a cluster's workers load the model themselves: give its name or folder")
         if config.chunk_store is not None:
@@ -108,9 +113,16 @@ class ClusterClient:
         **options: Unpack[EngineOptions],
     ) -> None:
         settings = ClusterSettings(
-            replicas=replicas, prefill=prefill, decode=decode, address=address, max_replays=max_replays, hang_s=hang_s,
-            handoff_memory=handoff_memory, lease_s=lease_s, checkpoint_tokens=checkpoint_tokens,
-        )  # fmt: skip
+            replicas=replicas,
+            prefill=prefill,
+            decode=decode,
+            address=address,
+            max_replays=max_replays,
+            hang_s=hang_s,
+            handoff_memory=handoff_memory,
+            lease_s=lease_s,
+            checkpoint_tokens=checkpoint_tokens,
+        )
         cluster = Cluster(settings, model, EngineConfig.of(config, options), dtype, threads)
         self._begin(cluster, model_name or cluster.model)
 

@@ -25,7 +25,7 @@ class Drain:
 
     def __init__(
         self, handle: WorkerHandle, book: RequestBook, mover: Mover, tasks: BackgroundTasks, within_s: float = DRAIN_S
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._handle, self._book, self._mover, self._tasks = handle, book, mover, tasks
         self._until = time.monotonic() + within_s
         self._seen: dict[LedgerEntry, int] = {}  # with the epoch in which it was here

@@ -146,9 +146,10 @@ class LedgerEntry:
         started, first = (None if age is None else now - age for age in (update.started_s, update.first_token_s))
         times = self._times
         self._times = replace(
-            times, started=started if times.started is None else times.started,
+            times,
+            started=started if times.started is None else times.started,
             first_token=first if times.first_token is None else times.first_token,
-        )  # fmt: skip
+        )
         further = update.read > self._read
         if further:
             self._read, self._cached = update.read, update.cached
@@ -163,18 +164,28 @@ class LedgerEntry:
         """As far as it has come."""
         prompt = self.request.prompt
         return RequestOutput(
-            self.request.request_id, prompt if isinstance(prompt, str) else None,
+            self.request.request_id,
+            prompt if isinstance(prompt, str) else None,
             self._prompt_ids or _ids(prompt),
             tuple(
                 Completion(
-                    index, one.text, tuple(one.tokens), None if one.logprobs is None else tuple(one.logprobs),
-                    one.finish_reason, one.stop_reason, one.kv,
+                    index,
+                    one.text,
+                    tuple(one.tokens),
+                    None if one.logprobs is None else tuple(one.logprobs),
+                    one.finish_reason,
+                    one.stop_reason,
+                    one.kv,
                 )
                 for index, one in enumerate(self._answers)
             ),
-            replace(self._times, finished=time.monotonic()) if finished else self._times, self._prompt_logprobs,
-            finished, error, self._read, self._cached,
-        )  # fmt: skip
+            replace(self._times, finished=time.monotonic()) if finished else self._times,
+            self._prompt_logprobs,
+            finished,
+            error,
+            self._read,
+            self._cached,
+        )
 
 
 def check_movable(request: Request) -> None:

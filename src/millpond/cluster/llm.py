@@ -73,9 +73,15 @@ class ClusterLLM(ClusterClient):
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
         asked = requests_of(
-            prompts, params, cache, self._names, keep=keep, fair_shares=fair_shares, forget=forget,
+            prompts,
+            params,
+            cache,
+            self._names,
+            keep=keep,
+            fair_shares=fair_shares,
+            forget=forget,
             on_pressure=on_pressure,
-        )  # fmt: skip
+        )
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

@@ -100,21 +100,30 @@ class Reported:
         times, first = output.times, self._prompt
         self._prompt = False
         return RequestUpdate(
-            output.request_id, tuple(map(self._answer, output.completions)),
-            output.prompt_token_ids if first else None, output.prompt_logprobs if first else None,
+            output.request_id,
+            tuple(map(self._answer, output.completions)),
+            output.prompt_token_ids if first else None,
+            output.prompt_logprobs if first else None,
             None if times.started is None else now - times.started,
-            None if times.first_token is None else now - times.first_token, finished=output.finished,
-            read=output.read, cached=output.cached,
-        )  # fmt: skip
+            None if times.first_token is None else now - times.first_token,
+            finished=output.finished,
+            read=output.read,
+            cached=output.cached,
+        )
 
     def _answer(self, answer: Completion) -> AnswerUpdate:
         first, begin = self._sizes.get(answer.index, (0, 0))
         self._sizes[answer.index] = len(answer.token_ids), len(answer.text)
         return AnswerUpdate(
-            first, answer.token_ids[first:], begin, answer.text[begin:],
-            None if answer.logprobs is None else answer.logprobs[first:], answer.finish_reason, answer.stop_reason,
+            first,
+            answer.token_ids[first:],
+            begin,
+            answer.text[begin:],
+            None if answer.logprobs is None else answer.logprobs[first:],
+            answer.finish_reason,
+            answer.stop_reason,
             answer.kv,
-        )  # fmt: skip
+        )
 
 
 def failed(name: str, error: Exception) -> RequestUpdate:

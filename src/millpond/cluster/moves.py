@@ -71,7 +71,7 @@ class Mover:
 
     def __init__(
         self, book: RequestBook, pool: WorkerPool, tasks: BackgroundTasks, figures: ClusterFigures, lease_s: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._book, self._pool, self._tasks, self._figures, self._lease_s = book, pool, tasks, figures, lease_s
         self._silent: set[str] = set()  # workers that did not fetch in time and have not been heard of since
 

@@ -97,9 +97,13 @@ def _connected(ray: Any, address: str | None, n_workers: int, n_bytes: int) -> _
     if address is None:
         folder = tempfile.mkdtemp(prefix="millpond-ray-")
         options |= {
-            "address": "local", "num_cpus": n_workers, "include_dashboard": False, "_temp_dir": folder,
-            "object_store_memory": _STORE + 2 * n_bytes, "_system_config": {"worker_niceness": 0},
-        }  # fmt: skip
+            "address": "local",
+            "num_cpus": n_workers,
+            "include_dashboard": False,
+            "_temp_dir": folder,
+            "object_store_memory": _STORE + 2 * n_bytes,
+            "_system_config": {"worker_niceness": 0},
+        }
     else:
         options["address"] = address
     try:

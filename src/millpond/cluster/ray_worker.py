@@ -45,7 +45,7 @@ class RayWorker:
 
     def __init__(
         self, ray: Any, name: str, role: Role, model: str, options: Mapping[str, Any], settings: ClusterSettings
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.role = name, role
         self.pid, self.node = 0, ""
         self._ray, self._hang_s = ray, settings.hang_s

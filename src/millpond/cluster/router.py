@@ -72,7 +72,7 @@ class Load:
 
 def choose(
     loads: Iterable[Load], roles: frozenset[Role], n_bytes: int = 0, spared: Mapping[str, int] | None = None
-) -> str | None:  # fmt: skip
+) -> str | None:
     """The worker of one of these roles that has a request done first, or with the most room where all are alike.
 
     A worker that holds the beginning of a prompt is ahead by the tokens that it need not read. It is chosen until it

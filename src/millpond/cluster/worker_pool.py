@@ -66,9 +66,7 @@ class WorkerPool:
         model: context length, vocabulary and cache options, known after `open`.
     """
 
-    def __init__(
-        self, roles: Sequence[Role], make: MakeWorker, tasks: BackgroundTasks, listener: PoolListener
-    ) -> None:  # fmt: skip
+    def __init__(self, roles: Sequence[Role], make: MakeWorker, tasks: BackgroundTasks, listener: PoolListener) -> None:
         self.serving: dict[str, WorkerHandle] = {}
         self.draining: set[str] = set()
         self.stats: dict[str, EngineStats] = {}
@@ -111,11 +109,17 @@ class WorkerPool:
         """All workers, by name. requests: how many each has."""
         found = [
             WorkerInfo(
-                name, one.role, one.pid, one.node, "draining" if name in self.draining else "serving",
-                self.stats.get(name), requests.get(name, 0), self.handoff_bytes.get(name, 0),
+                name,
+                one.role,
+                one.pid,
+                one.node,
+                "draining" if name in self.draining else "serving",
+                self.stats.get(name),
+                requests.get(name, 0),
+                self.handoff_bytes.get(name, 0),
             )
             for name, one in self.serving.items()
-        ]  # fmt: skip
+        ]
         found += [WorkerInfo(one.name, one.role, 0, "", "starting", None) for one in self._starting.values()]
         return sorted(found, key=lambda one: one.name)
 

@@ -14,9 +14,18 @@ from millpond.codec.spec import Codec, before_rope, is_plain
 from millpond.errors import OptionError, unknown
 
 __all__ = [
-    "DTYPES", "Codec", "CodecSpec", "Format", "LayerCodecs", "before_rope", "codec_named", "codec_text", "codecs_of",
-    "list_codecs", "resolve",
-]  # fmt: skip
+    "DTYPES",
+    "Codec",
+    "CodecSpec",
+    "Format",
+    "LayerCodecs",
+    "before_rope",
+    "codec_named",
+    "codec_text",
+    "codecs_of",
+    "list_codecs",
+    "resolve",
+]
 
 #: Formats that store a number as it is.
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

@@ -116,9 +116,14 @@ class Calibration:
                     if numbers.cuts:
                         tensors[f"{index}.{what}_cuts.{bits}"] = torch.tensor(numbers.cuts)
         about = {
-            "format": FORMAT, "model": self.model, "name": self.name, "layers": str(len(self.layers)),
-            "bits": json.dumps(self.bits), "outliers": str(self.outliers), "sinks": str(self.sinks),
-        }  # fmt: skip
+            "format": FORMAT,
+            "model": self.model,
+            "name": self.name,
+            "layers": str(len(self.layers)),
+            "bits": json.dumps(self.bits),
+            "outliers": str(self.outliers),
+            "sinks": str(self.sinks),
+        }
         try:
             save_file({name: t.contiguous() for name, t in tensors.items()}, path, about)
         except (OSError, SafetensorError) as error:

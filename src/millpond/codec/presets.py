@@ -32,9 +32,16 @@ def _kivi(bits: int) -> Codec:
 
 def _kvquant(bits: int) -> Codec:
     return Codec(
-        f"kvquant{bits}", Side(TABLES[bits], by_channel=True, fixed=True), Side(TABLES[bits]), sinks=1, pre_rope=True,
-        calibrated=True, key_outliers=0.01, value_outliers=0.01, paper=KVQUANT,
-    )  # fmt: skip
+        f"kvquant{bits}",
+        Side(TABLES[bits], by_channel=True, fixed=True),
+        Side(TABLES[bits]),
+        sinks=1,
+        pre_rope=True,
+        calibrated=True,
+        key_outliers=0.01,
+        value_outliers=0.01,
+        paper=KVQUANT,
+    )
 
 
 def _rotated(bits: int) -> Codec:

@@ -185,10 +185,15 @@ def joined(key: Codec, value: Codec) -> Codec:
                 f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {what}"
             )
     return replace(
-        key, name=f"{key.name}+{value.name}", value=value.value, slots=max(key.slots, value.slots),
-        residual=max(key.residual, value.residual), sinks=max(key.sinks, value.sinks),
-        value_outliers=value.value_outliers, paper=", ".join(dict.fromkeys(p for p in (key.paper, value.paper) if p)),
-    )  # fmt: skip
+        key,
+        name=f"{key.name}+{value.name}",
+        value=value.value,
+        slots=max(key.slots, value.slots),
+        residual=max(key.residual, value.residual),
+        sinks=max(key.sinks, value.sinks),
+        value_outliers=value.value_outliers,
+        paper=", ".join(dict.fromkeys(p for p in (key.paper, value.paper) if p)),
+    )
 
 
 def is_plain(codec: Codec) -> bool:

@@ -92,9 +92,16 @@ class AsyncLLM:
     ) -> None:
         config = EngineConfig.of(config, options)
         offload = Offload(
-            memory=memory, disk=disk, plan=plan, prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine,
-            verify=verify, device=device, device_memory=device_memory,
-        )  # fmt: skip
+            memory=memory,
+            disk=disk,
+            plan=plan,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            machine=machine,
+            verify=verify,
+            device=device,
+            device_memory=device_memory,
+        )
         self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
@@ -214,7 +221,7 @@ class AsyncLLM:
 
     async def take_over(
         self, data: bytes | memoryview, request: Request | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See `Engine.take_over`: the request continues here, and its outputs come as those of `stream`.
 
         Raises:

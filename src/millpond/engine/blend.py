@@ -171,9 +171,14 @@ class BlendedSpan:
             places = rows[own]
             parts = kept.parts[positions[0].long().cpu()].to(q.device)  # all heads hold the same before a plan
             found = attention_to_parts(
-                q[:, own.to(q.device)], keys, places.to(q.device, torch.int32), positions, shape, parts,
+                q[:, own.to(q.device)],
+                keys,
+                places.to(q.device, torch.int32),
+                positions,
+                shape,
+                parts,
                 kept.sums.shape[1],
-            )  # fmt: skip
+            )
             kept.sums[places - kept.begin] += found.cpu()
 
     def _turned(self, layer: int, keys: Tensor, begin: int, inverse: bool = False) -> Tensor:

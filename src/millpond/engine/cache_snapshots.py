@@ -44,9 +44,14 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     means = (sums / holders).tolist()
     counts = holders.tolist()
     return CacheSnapshot(
-        layer, len(stack.layers), n_heads, tuple(ids[:seen]), tuple(count / max(n_heads, 1) for count in counts),
-        tuple(mean if count else None for mean, count in zip(means, counts, strict=True)), kv,
-    )  # fmt: skip
+        layer,
+        len(stack.layers),
+        n_heads,
+        tuple(ids[:seen]),
+        tuple(count / max(n_heads, 1) for count in counts),
+        tuple(mean if count else None for mean, count in zip(means, counts, strict=True)),
+        kv,
+    )
 
 
 def held_positions(core: LayerCache, sequence: int) -> list[Tensor]:

@@ -148,12 +148,7 @@ class ChunkReuse:
                 return
 
     def _choices(
-        self,
-        ids: np.ndarray,
-        spans: Sequence[PromptSpan],
-        options: CacheOptions,
-        salt: str | None,
-        source: ChunkSource,
+        self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, salt: str | None, source: ChunkSource
     ) -> Iterator[tuple[PromptSpan, _Choice | None]]:
         """The parts of a prompt, and of each chunk the variant that it takes."""
         before: dict[str, None] = {}
@@ -172,9 +167,15 @@ class ChunkReuse:
             yield span, choice
 
     def _choose(
-        self, own: str, keys: set[str], prefix: str, before: list[str], recompute: Recompute, source: ChunkSource,
+        self,
+        own: str,
+        keys: set[str],
+        prefix: str,
+        before: list[str],
+        recompute: Recompute,
+        source: ChunkSource,
         use: ChunkUse,
-    ) -> _Choice:  # fmt: skip
+    ) -> _Choice:
         """The variant with the least CFO under some keys."""
         known = [facts for key in sorted(keys) for facts in source.find(key)]
         if recompute == 1 and known:
@@ -210,9 +211,14 @@ class _Choice(NamedTuple):
 
 
 def _to_keep(
-    ids: np.ndarray, span: PromptSpan, key: str, prefix: str, exact: bool, before: dict[str, int],
+    ids: np.ndarray,
+    span: PromptSpan,
+    key: str,
+    prefix: str,
+    exact: bool,
+    before: dict[str, int],
     spans: Sequence[PromptSpan],
-) -> ComputedChunk:  # fmt: skip
+) -> ComputedChunk:
     """A chunk that is computed for the store.
 
     The first token of a prompt counts for no part: most tokens attend to it, whatever it is.

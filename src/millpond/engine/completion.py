@@ -132,10 +132,15 @@ class CompletionState:
     def show(self) -> Completion:
         """As far as it has come."""
         return Completion(
-            self.index, "" if self._writer is None else self._writer.text, tuple(self.tokens),
-            None if self._logprobs is None else tuple(self._logprobs), self.finish_reason, self._stop_reason, self.kv,
+            self.index,
+            "" if self._writer is None else self._writer.text,
+            tuple(self.tokens),
+            None if self._logprobs is None else tuple(self._logprobs),
+            self.finish_reason,
+            self._stop_reason,
+            self.kv,
             self.forgotten,
-        )  # fmt: skip
+        )
 
     def _write(self, token: int, always: bool = True) -> str | None:
         """Add a token to the text; returns the stop text that it completes."""

@@ -105,10 +105,13 @@ def figures_of(stack: BatchCache, recipe: CacheFactory, layers: list[LayerShape]
     entries = held.sum((0, 2))
     return [
         KVStats(
-            seen=int(seen[s]), held=float(entries[s]) / heads, kv_bytes=kv_bytes[s],
+            seen=int(seen[s]),
+            held=float(entries[s]) / heads,
+            kv_bytes=kv_bytes[s],
             full_kv_bytes=int(seen[s]) * entry_bytes,
-            evicted=int(seen[s]) * heads - int(entries[s]), unused_bytes=max(0, kv_bytes[s] - used[s]),
+            evicted=int(seen[s]) * heads - int(entries[s]),
+            unused_bytes=max(0, kv_bytes[s] - used[s]),
             state_bytes=recipe.state_bytes,
         )
         for s in range(stack.n_seq)
-    ]  # fmt: skip
+    ]

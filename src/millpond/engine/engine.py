@@ -106,14 +106,22 @@ class Engine:
         mark = None if config.chunk_store is None else model_mark(model, config.weights)
         self._account = MemoryLimit(limit, pinned=tier is not None)
         self._scheduler = Scheduler(
-            limit, step_tokens=config.max_step_tokens, most_running=config.max_running, overcommit=config.overcommit,
-            prompt_block=config.prompt_block, spread=config.spread_ages,
-        )  # fmt: skip
+            limit,
+            step_tokens=config.max_step_tokens,
+            most_running=config.max_running,
+            overcommit=config.overcommit,
+            prompt_block=config.prompt_block,
+            spread=config.spread_ages,
+        )
         self._model_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
         self._model = PackedModel(
-            model, runner=config.runner, native_layers=config.native_layers, streamed=streamed, weights=config.weights,
+            model,
+            runner=config.runner,
+            native_layers=config.native_layers,
+            streamed=streamed,
+            weights=config.weights,
             deterministic=config.deterministic,
-        )  # fmt: skip
+        )
         self._model.limit_context(config.max_model_len)
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
@@ -134,19 +142,33 @@ class Engine:
             self._files = None if config.swap_to is None else SwapFiles(config.swap_to)
             self._prefixes = open_prefix_store(config)
             self._sharing = PrefixSharing(
-                self._account, self._model.layers, rule_named(config.prefix_cache, config.pager),
-                config.prompt_block or 1, self._prefixes,
-            )  # fmt: skip
+                self._account,
+                self._model.layers,
+                rule_named(config.prefix_cache, config.pager),
+                config.prompt_block or 1,
+                self._prefixes,
+            )
             choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in self._model.layers])
             defaults = CacheOptions(
-                method=choice.method, options=config.options, budget=choice.budget, codec=choice.codec,
+                method=choice.method,
+                options=config.options,
+                budget=choice.budget,
+                codec=choice.codec,
                 max_kl=config.max_kl,
-            )  # fmt: skip
+            )
             self._recipes = GroupRegistry(
-                self._model, defaults, self._account, config.page_slots, tokenizer, loaded(config.calibration),
-                tier, config.reach(self.context_length), config.fit, named=not choice.usual,
+                self._model,
+                defaults,
+                self._account,
+                config.page_slots,
+                tokenizer,
+                loaded(config.calibration),
+                tier,
+                config.reach(self.context_length),
+                config.fit,
+                named=not choice.usual,
                 floor=config.budget_floor,
-            )  # fmt: skip
+            )
             usual = self._recipes.complete(CacheOptions())
             self.recipe = recipe = self._recipes.group(usual).recipe
             for one in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
@@ -166,17 +188,38 @@ class Engine:
             self._scheduler, self._live, self._model.layers, self._sharing, self._trunks, self._files, tier
         )
         self._intake = RequestValidator(
-            self._model, self._recipes, self._account, self._scheduler, self._sampler, tokenizer,
-            self._chunks, bool(config.prefix_cache), config.on_pressure,
-        )  # fmt: skip
+            self._model,
+            self._recipes,
+            self._account,
+            self._scheduler,
+            self._sampler,
+            tokenizer,
+            self._chunks,
+            bool(config.prefix_cache),
+            config.on_pressure,
+        )
         self._turn = StepExecutor(
-            self._model, self._scheduler, self._sampler, self._sharing, self._trunks, self._live, tokenizer,
-            self._chunks, chunk_loads, self._sessions,
-        )  # fmt: skip
+            self._model,
+            self._scheduler,
+            self._sampler,
+            self._sharing,
+            self._trunks,
+            self._live,
+            tokenizer,
+            self._chunks,
+            chunk_loads,
+            self._sessions,
+        )
         self._transfer = RequestTransfer(
-            self._model, self._fingerprint, self._scheduler, self._sampler, self._sharing, self._intake, tokenizer,
+            self._model,
+            self._fingerprint,
+            self._scheduler,
+            self._sampler,
+            self._sharing,
+            self._intake,
+            tokenizer,
             self._files,
-        )  # fmt: skip
+        )
         self._ends = RequestEnds(
             self._scheduler, self._sampler, self._live, self._trunks, self._loads, self._memories, self._sessions, tier
         )
@@ -566,15 +609,23 @@ class Engine:
         figures = [answer.kv for answer in going if answer.kv is not None]
         of_states = self._recipes.state_bytes
         return EngineStats(
-            running=scheduler.count(State.READING, State.DECODING), waiting=scheduler.count(State.WAITING),
-            swapped=scheduler.count(State.SWAPPED), kv_bytes=self._account.live_bytes - of_states,
-            kv_reserved=self._account.nbytes, kv_limit=self._account.limit_bytes,
-            kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures), preemptions=self._room.n_preempted,
-            finished=self._ends.finished, evicted_entries=self._ends.evicted, state_bytes=of_states,
-            weight_bytes=self._model.weight_bytes, prefix=self._sharing.stats(),
+            running=scheduler.count(State.READING, State.DECODING),
+            waiting=scheduler.count(State.WAITING),
+            swapped=scheduler.count(State.SWAPPED),
+            kv_bytes=self._account.live_bytes - of_states,
+            kv_reserved=self._account.nbytes,
+            kv_limit=self._account.limit_bytes,
+            kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures),
+            preemptions=self._room.n_preempted,
+            finished=self._ends.finished,
+            evicted_entries=self._ends.evicted,
+            state_bytes=of_states,
+            weight_bytes=self._model.weight_bytes,
+            prefix=self._sharing.stats(),
             chunks=None if self._chunks is None else self._chunks.store.stats(),
-            sessions=None, **self._turn.counts,  # `stats` adds them: turns are written between two steps too
-        )  # fmt: skip
+            sessions=None,
+            **self._turn.counts,  # `stats` adds them: turns are written between two steps too
+        )
 
 
 def _names(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:

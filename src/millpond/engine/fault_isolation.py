@@ -30,9 +30,13 @@ class FaultIsolation:
     """
 
     def __init__(
-        self, scheduler: Scheduler, live: Mapping[str, RequestState], trunks: Trunks,
-        loads: Sequence[FileLoads[Any]], layers: list[LayerShape],
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Scheduler,
+        live: Mapping[str, RequestState],
+        trunks: Trunks,
+        loads: Sequence[FileLoads[Any]],
+        layers: list[LayerShape],
+    ) -> None:
         self._scheduler, self._live, self._trunks = scheduler, live, trunks
         self._loads, self._layers = loads, layers
         self._of_others = False  # the last pass was one of a request that takes part in none of others
@@ -127,9 +131,10 @@ class FaultIsolation:
     def _of(self, touched: Collection[DecodeGroup], reading: Collection[RequestState]) -> list[RequestState]:
         """The requests that have answers in batches, and those that are read."""
         own = [
-            live for live in self._live.values()
+            live
+            for live in self._live.values()
             if live.group in touched and live.stack is None and any(a in live.group.answers for a in live.answers)
-        ]  # fmt: skip
+        ]
         return list(dict.fromkeys([*own, *reading]))
 
     def _restart(self, live: RequestState) -> None:

@@ -109,9 +109,10 @@ class FileLoads(Generic[T]):
     def _make_way(self, first: RequestState) -> None:
         """Give back what was loaded for the last of those behind a request that finds no room for its own."""
         behind = [
-            live for live in self._chosen.values()
+            live
+            for live in self._chosen.values()
             if live.job.state is State.WAITING and live.job.rank > first.job.rank and not live.job.loading
-        ]  # fmt: skip
+        ]
         last = max(behind, key=lambda live: live.job.rank, default=None)
         if last is not None:
             last.job.loading = True

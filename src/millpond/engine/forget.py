@@ -17,7 +17,7 @@ MOST_FORGOTTEN = 1024
 
 def checked_forgets(
     spans: Sequence[Span], recipe: CacheFactory, n_tokens: int, kept: Sequence[Span], chunks: bool
-) -> tuple[Span, ...]:  # fmt: skip
+) -> tuple[Span, ...]:
     """Spans of a prompt of `n_tokens` that leave, ascending.
 
     Args:

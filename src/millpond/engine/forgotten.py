@@ -45,9 +45,11 @@ def forgotten(
     return tuple(
         Forgotten(
             begin, end, _share(lost[begin:end]), _share(rare[begin:end]), _share(holders[begin:end]) / max(heads, 1)
-        ) if end > begin else Forgotten(begin, end, 0.0, 0.0, 1.0)
+        )
+        if end > begin
+        else Forgotten(begin, end, 0.0, 0.0, 1.0)
         for begin, end in spans
-    )  # fmt: skip
+    )
 
 
 def note_forgotten(live: RequestState) -> None:

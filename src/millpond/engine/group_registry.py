@@ -104,10 +104,18 @@ class GroupRegistry:
             if key not in self._groups:
                 self._forget_idle()
                 recipe = CacheFactory(
-                    self._model, self._pools_of, method, chosen.options, chosen.budget, codec, self._tokenizer,
-                    self._calibration if needs_calibration(codec) else None, self._slots, self._tier,
+                    self._model,
+                    self._pools_of,
+                    method,
+                    chosen.options,
+                    chosen.budget,
+                    codec,
+                    self._tokenizer,
+                    self._calibration if needs_calibration(codec) else None,
+                    self._slots,
+                    self._tier,
                     self.reach,
-                )  # fmt: skip
+                )
                 self._groups[key] = DecodeGroup(recipe, self._model.layers)
         return self._groups[key]
 
@@ -154,9 +162,7 @@ class GroupRegistry:
         row = self._fitted(str(method), options, codec, usual.max_kl if asked.max_kl is None else asked.max_kl)
         return CacheOptions(method=method, options=options, budget=row.budget, codec=row.codec)
 
-    def _fitted(
-        self, method: str, options: Mapping[str, Any], codec: CodecSpec | None, max_kl: float | None
-    ) -> FitRow:  # fmt: skip
+    def _fitted(self, method: str, options: Mapping[str, Any], codec: CodecSpec | None, max_kl: float | None) -> FitRow:
         """The setting of budget="auto"; a table is read once.
 
         Raises:

@@ -100,9 +100,16 @@ class LLM:
     ) -> None:
         config = EngineConfig.of(config, options)
         offload = Offload(
-            memory=memory, disk=disk, plan=plan, prompt_tokens=prompt_tokens, new_tokens=new_tokens, machine=machine,
-            verify=verify, device=device, device_memory=device_memory,
-        )  # fmt: skip
+            memory=memory,
+            disk=disk,
+            plan=plan,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            machine=machine,
+            verify=verify,
+            device=device,
+            device_memory=device_memory,
+        )
         self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
         self._names = count()
 
@@ -149,9 +156,18 @@ class LLM:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
         found = self.stream(
-            prompts, params, cache=cache, keep=keep, forget=forget, schedule=schedule, breakpoints=breakpoints,
-            on_pressure=on_pressure, progress=progress, fair_shares=fair_shares, sampling_params=sampling_params,
-        )  # fmt: skip
+            prompts,
+            params,
+            cache=cache,
+            keep=keep,
+            forget=forget,
+            schedule=schedule,
+            breakpoints=breakpoints,
+            on_pressure=on_pressure,
+            progress=progress,
+            fair_shares=fair_shares,
+            sampling_params=sampling_params,
+        )
         return sorted(found, key=lambda out: int(out.request_id))
 
     def stream(

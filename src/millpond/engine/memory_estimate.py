@@ -23,9 +23,13 @@ PageSize = Callable[[RefCountedPool[Any]], int]
 
 
 def estimate(
-    recipe: CacheLayout, layers: Sequence[LayerShape], prompt: int, answer: int, n: int,
+    recipe: CacheLayout,
+    layers: Sequence[LayerShape],
+    prompt: int,
+    answer: int,
+    n: int,
     on_disk: frozenset[int] | None = None,
-) -> MemoryNeed:  # fmt: skip
+) -> MemoryNeed:
     """What a request holds at most: `prompt` tokens and `n` answers of at most `answer` tokens.
 
     While the prompt is read all of it is held as it is, since nothing is planned before its end, or the budget and a
@@ -64,7 +68,7 @@ def estimate_trunk(recipe: CacheLayout, layers: Sequence[LayerShape], n_tokens: 
 
 def estimate_behind(
     recipe: CacheLayout, layers: Sequence[LayerShape], need: MemoryNeed, prompt: int, n: int, begun: int
-) -> MemoryNeed:  # fmt: skip
+) -> MemoryNeed:
     """What a request holds besides the full pages of its first `begun` tokens, which others hold longer than it does.
 
     Args:
@@ -97,9 +101,7 @@ def keeps_pages(recipe: CacheLayout, layers: Sequence[LayerShape]) -> bool:
     return recipe.policy.keeps_all and plain and kept
 
 
-def _beside_disk(
-    recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int
-) -> MemoryNeed:  # fmt: skip
+def _beside_disk(recipe: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int) -> MemoryNeed:
     """What a layer on the disk holds in memory: positions, scores and masses, and a page of entries of each head."""
     pool, own = recipe.pool(layer), recipe.prompt_pool(layer)
     sides = _layer_need(recipe, index, layer, prompt, answer, n, side_page_bytes)
@@ -187,7 +189,7 @@ def pages_to_settle(
 
 def _held(
     recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize, *, settling: bool = False
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
     pool = recipe.pool(layer)
     plain = page(pool) * layer.n_kv_heads * (unquantized(recipe, layer, entries) // pool.slots + 1)
@@ -205,9 +207,14 @@ def unquantized(recipe: CacheLayout, layer: LayerShape, entries: int) -> int:
 
 
 def _codes(
-    recipe: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize = _page_bytes, *,
+    recipe: CacheLayout,
+    layer: LayerShape,
+    entries: int,
+    seen: int,
+    page: PageSize = _page_bytes,
+    *,
     settling: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
     pages = _code_pages(recipe, layer, entries, seen, settling=settling)
     return sum(page(pool) * n for pool, n in zip(recipe.packed_pools(layer), pages, strict=True))

@@ -73,9 +73,10 @@ class PrefixSharing:
             live.stack = live.group.recipe.stack(len(live.ids))
             sums = SumKind.of(live.group.recipe.policy)
             live.stack.begin_with(
-                tables_of(path), torch.from_numpy(live.numbers).to(path[0].pools[0].arrays.device),
+                tables_of(path),
+                torch.from_numpy(live.numbers).to(path[0].pools[0].arrays.device),
                 None if sums is None else path[-1].sums[sums].whole(),
-            )  # fmt: skip
+            )
         return len(path) * live.group.slots
 
     def known_tokens(self, live: RequestState) -> int:
@@ -209,9 +210,12 @@ class PrefixSharing:
         if self._store is None:
             return figures
         return replace(
-            figures, disk_blocks=tree.n_stored, disk_bytes=self._store.bytes_used, returned=tree.returned,
+            figures,
+            disk_blocks=tree.n_stored,
+            disk_bytes=self._store.bytes_used,
+            returned=tree.returned,
             lost=tree.lost,
-        )  # fmt: skip
+        )
 
     def let_go(self, live: RequestState) -> None:
         """No longer keep what a request has read, as far as nothing else that is kept follows it."""

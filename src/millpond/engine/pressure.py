@@ -14,9 +14,13 @@ WAY_OUT = "or use on_pressure='evict'"
 
 
 def answer_without_loss(
-    recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int, wanted: int | None, most: int,
+    recipe: CacheFactory,
+    layers: Sequence[LayerShape],
+    n_tokens: int,
+    wanted: int | None,
+    most: int,
     context: int | None,
-) -> int:  # fmt: skip
+) -> int:
     """New tokens that an answer may have while every head of every layer still holds its whole prompt.
 
     Layers with a sliding window of their own hold what their queries see, as they do without a method.

@@ -15,9 +15,15 @@ from millpond.errors import OptionError
 #: What `LLM.generate` takes: a text, token ids, a mapping with one of them, or a `Prompt` of texts and chunks; or
 #: several.
 Prompts = (
-    str | Sequence[int] | Prompt | Mapping[str, Any] | Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt]
+    str
+    | Sequence[int]
+    | Prompt
+    | Mapping[str, Any]
+    | Sequence[str]
+    | Sequence[Sequence[int]]
+    | Sequence[Prompt]
     | Sequence[Mapping[str, Any]]
-)  # fmt: skip
+)
 #: Keys of a prompt that is a mapping: its text, or its token ids.
 TEXT, IDS = "prompt", "prompt_token_ids"
 _SHAPES = (
@@ -27,10 +33,16 @@ _SHAPES = (
 
 
 def requests_of(
-    prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None, cache: CacheOptions | None,
-    names: Iterator[int], breakpoints: Sequence[int] | Sequence[Sequence[int]] = (), keep: Sequence[Span] = (),
-    forget: Sequence[Span] = (), on_pressure: OnPressure | None = None, fair_shares: Sequence[FairShare] = (),
-) -> list[Request]:  # fmt: skip
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    cache: CacheOptions | None,
+    names: Iterator[int],
+    breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
+    keep: Sequence[Span] = (),
+    forget: Sequence[Span] = (),
+    on_pressure: OnPressure | None = None,
+    fair_shares: Sequence[FairShare] = (),
+) -> list[Request]:
     """A request for each prompt, named by the next numbers.
 
     Raises:

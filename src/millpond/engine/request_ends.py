@@ -31,9 +31,16 @@ class RequestEnds:
     """
 
     def __init__(
-        self, scheduler: Scheduler, sampler: Sampler, live: MutableMapping[str, RequestState], trunks: Trunks,
-        loads: Sequence[FileLoads[Any]], memories: SnapshotStore, sessions: SessionReuse | None, tier: DiskTier | None,
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        live: MutableMapping[str, RequestState],
+        trunks: Trunks,
+        loads: Sequence[FileLoads[Any]],
+        memories: SnapshotStore,
+        sessions: SessionReuse | None,
+        tier: DiskTier | None,
+    ) -> None:
         self._scheduler, self._sampler, self._live, self._trunks = scheduler, sampler, live, trunks
         self._loads, self._memories, self._sessions, self._tier = loads, memories, sessions, tier
         self.finished = self.evicted = 0

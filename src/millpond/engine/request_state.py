@@ -197,11 +197,17 @@ class RequestState:
         prompt = self.request.prompt
         text = prompt.text if isinstance(prompt, Prompt) else prompt
         return RequestOutput(
-            self.request.request_id, text if isinstance(text, str) else None, self.ids,
-            tuple(answer.show() for answer in self.answers), self.times,
-            None if self.prompt_logprobs is None else tuple(self.prompt_logprobs), not self.unfinished, self.error,
-            self.job.read, min(self.job.read, max((answer.cached for answer in self.answers), default=0)),
-        )  # fmt: skip
+            self.request.request_id,
+            text if isinstance(text, str) else None,
+            self.ids,
+            tuple(answer.show() for answer in self.answers),
+            self.times,
+            None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            not self.unfinished,
+            self.error,
+            self.job.read,
+            min(self.job.read, max((answer.cached for answer in self.answers), default=0)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

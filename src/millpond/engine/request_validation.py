@@ -95,20 +95,36 @@ class RequestValidator:
                 f"{limit:,}; shorten it, lower max_tokens or the budget, or raise kv_memory"
             )
         job = Job(
-            request.request_id, len(ids), need, params.n, request.client, request.priority,
-            None if request.deadline is None else arrived + request.deadline, group.recipe.whole_prompt, new=most,
+            request.request_id,
+            len(ids),
+            need,
+            params.n,
+            request.client,
+            request.priority,
+            None if request.deadline is None else arrived + request.deadline,
+            group.recipe.whole_prompt,
+            new=most,
             later=self._later(group, len(ids), most, params.n),
-        )  # fmt: skip
+        )
         answers = [
             CompletionState((request.request_id, index), params, most, self._model.end_tokens, self._tokenizer)
             for index in range(params.n)
         ]
         logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         return RequestState(
-            request, ids, job, group, answers, Times(arrived), prompt_logprobs=logprobs, spans=spans, kept=kept,
-            fair=fair, forget=forget,
+            request,
+            ids,
+            job,
+            group,
+            answers,
+            Times(arrived),
+            prompt_logprobs=logprobs,
+            spans=spans,
+            kept=kept,
+            fair=fair,
+            forget=forget,
             stops=self._stops(request, len(ids), bool(spans), group),
-        )  # fmt: skip
+        )
 
     def _later(self, group: DecodeGroup, n_tokens: int, most: int, n: int) -> tuple[int, ...]:
         """What an answer does not hold yet after each part of it, where the scheduler counts with ages."""

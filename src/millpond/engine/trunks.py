@@ -33,9 +33,12 @@ class Trunks:
     """
 
     def __init__(
-        self, account: MemoryLimit, scheduler: Scheduler, live: MutableMapping[str, RequestState],
+        self,
+        account: MemoryLimit,
+        scheduler: Scheduler,
+        live: MutableMapping[str, RequestState],
         layers: list[LayerShape],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._account, self._scheduler, self._live, self._layers = account, scheduler, live, layers
         self._names = count()
 

@@ -104,9 +104,14 @@ def fit(
 
 
 def _measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, method: str, options: dict[str, Any],
-    grid: list[tuple[str | None, str]], openings: list[tuple[int, ...]], targets: list[Tokens],
-) -> Iterator[tuple[list[float], list[float]]]:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    method: str,
+    options: dict[str, Any],
+    grid: list[tuple[str | None, str]],
+    openings: list[tuple[int, ...]],
+    targets: list[Tokens],
+) -> Iterator[tuple[list[float], list[float]]]:
     """Of each setting, the KL of each window, and the bytes that it holds as a share of the full cache's."""
     with torch.inference_mode():
         with compress(model, "full") as whole:
@@ -148,8 +153,10 @@ def _named(text: str, context: int) -> str:
 
 def _check(windows: int, context: int, continuation: int, batch: int) -> None:
     for name, value, least, most in (
-        ("windows", windows, LEAST_WINDOWS, MOST_WINDOWS), ("context", context, 2, 1 << 24),
-        ("continuation", continuation, 1, 1 << 20), ("batch", batch, 1, 4096),
-    ):  # fmt: skip
+        ("windows", windows, LEAST_WINDOWS, MOST_WINDOWS),
+        ("context", context, 2, 1 << 24),
+        ("continuation", continuation, 1, 1 << 20),
+        ("batch", batch, 1, 4096),
+    ):
         if not least <= value <= most:
             raise OptionError(f"{name}={value} must be {least} to {most}")

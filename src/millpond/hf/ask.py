@@ -164,9 +164,14 @@ def answer(
     ended: dict[str, Any] = {} if ends is None else {"eos_token_id": ends}
     whole = torch.cat([ids, ending(tokenizer, question, in_chat).to(ids)], 1)
     out = runs.generate(
-        whole, attention_mask=torch.ones_like(whole), **cache_argument(cache), max_new_tokens=max_new_tokens,
-        do_sample=False, streamer=streamer, **ended,
-    )  # fmt: skip
+        whole,
+        attention_mask=torch.ones_like(whole),
+        **cache_argument(cache),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=streamer,
+        **ended,
+    )
     new: list[int] = out[0, whole.shape[1] :].tolist()
     return new
 

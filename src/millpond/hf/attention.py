@@ -115,9 +115,15 @@ def mask(
     own = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
     if own is not None and not _pending.ours:
         made: Tensor = own(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **kwargs,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
         return made
     if attention_mask is not None and stock_attention.is_remembered(attention_mask):
         return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
@@ -129,9 +135,15 @@ def mask(
         result = result[:, None, None]
     stock_attention.remember(
         result,
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, **kwargs,
-    )  # fmt: skip
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
     return result
 
 
@@ -167,9 +179,19 @@ def attention(
     attention_mask = stock_attention.flat(attention_mask)
     if layer is None:
         return stock_attention.attention(
-            module, query, key, value, attention_mask, scaling, softcap, s_aux,
-            dropout=dropout, sliding_window=sliding_window, position_bias=position_bias, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling,
+            softcap,
+            s_aux,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            position_bias=position_bias,
+            **kwargs,
+        )
     window = int(sliding_window or stock_attention.window_of(attention_mask))
     if reads:
         attention_mask = None  # the owner of the keys was given it, and follows it; this one may be cut

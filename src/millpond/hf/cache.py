@@ -104,12 +104,18 @@ class MillpondCache(Cache):
         make = layer_cache(profile.latent)
         cores = [
             make(
-                index, policy, partial(_entries, budgets, policy, self.timeline, index), of.plain, self.timeline,
-                between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder), rotation=rotation,
-                sealed=of.sealing, reading=of.reading,
+                index,
+                policy,
+                partial(_entries, budgets, policy, self.timeline, index),
+                of.plain,
+                self.timeline,
+                between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
+                rotation=rotation,
+                sealed=of.sealing,
+                reading=of.reading,
             )
             for index, of in enumerate(pools.by_layer(profile.n_layers))
-        ]  # fmt: skip
+        ]
         budgets.cores = cores
         stays = policy.keeps_all and pools.format is None
         self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
@@ -520,8 +526,13 @@ class MillpondCache(Cache):
 
 
 def _entries(
-    budgets: LayerBudgets, policy: Policy, timeline: PositionTracker, layer: int, table: PageTable, sequence: int,
+    budgets: LayerBudgets,
+    policy: Policy,
+    timeline: PositionTracker,
+    layer: int,
+    table: PageTable,
+    sequence: int,
     seen: int,
-) -> int:  # fmt: skip
+) -> int:
     """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
     return budgets.entries(layer, table, sequence, seen, timeline.kept.count(sequence, policy.protect.sinks))

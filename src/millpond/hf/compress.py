@@ -157,11 +157,14 @@ def compress(
 
     pools = pools_by_layer(stored, profile.n_layers, pool_set)
     settings: dict[str, Any] = {
-        "method": method, "codec": codec_text(codec),
+        "method": method,
+        "codec": codec_text(codec),
         "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
-        "page_slots": page_slots, "between_chunks": between_chunks, "options": options,
+        "page_slots": page_slots,
+        "between_chunks": between_chunks,
+        "options": options,
         "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
-    }  # fmt: skip
+    }
     return _Maker(
         policy, chosen, pools, between_chunks, native_layers, attach, settings if isinstance(method, str) else None
     ).make(model, profile)
@@ -187,10 +190,15 @@ class _Maker:
         """
         profile, policy = profile or ModelProfile.of(model), self.policy
         cache = MillpondCache(
-            model, profile, policy, self.budget, pools=self.pools, between_chunks=self.between_chunks,
+            model,
+            profile,
+            policy,
+            self.budget,
+            pools=self.pools,
+            between_chunks=self.between_chunks,
             rotation=ModelRotation.of(profile) if policy.positions == "cache_relative" else None,
             croppable=policy.keeps_all and not policy.takes_budget and not profile.sliding,
-        )  # fmt: skip
+        )
         cache.settings, cache.attaches, cache.make_another = self.settings, self.attach, self.make
         attach_output_projections(profile, cache.layer_caches)
         cache.on_close(switch_attention(profile.config))

@@ -129,10 +129,14 @@ def restore_document(
     if about["format"] == BEFORE_MEANS:
         codec = before_means(codec) if isinstance(codec, str) else [before_means(name) for name in codec]
     cache = compress(
-        model, budget=None if budget is None else Budget(*budget),
-        codec=tuple(codec) if isinstance(codec, list) else codec, memory_limit=memory_limit, tokenizer=tokenizer,
-        **settings, **options,
-    )  # fmt: skip
+        model,
+        budget=None if budget is None else Budget(*budget),
+        codec=tuple(codec) if isinstance(codec, list) else codec,
+        memory_limit=memory_limit,
+        tokenizer=tokenizer,
+        **settings,
+        **options,
+    )
     ids = tensors.pop("ids").long().to(model.device)
     n_tokens = ids.shape[-1]
     try:

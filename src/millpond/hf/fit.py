@@ -208,9 +208,13 @@ def load_fit(path: str | os.PathLike[str]) -> Fit:
 
 
 def chosen(
-    model: PreTrainedModel, method: object, options: Mapping[str, Any], codec: CodecSpec | None, max_kl: float | None,
+    model: PreTrainedModel,
+    method: object,
+    options: Mapping[str, Any],
+    codec: CodecSpec | None,
+    max_kl: float | None,
     fit: FitSource,
-) -> FitRow:  # fmt: skip
+) -> FitRow:
     """The setting of `budget="auto"`.
 
     Args:
@@ -266,8 +270,14 @@ def _table(found: Any) -> Fit:
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     rows, options = found.pop("rows"), found.pop("options")
-    for name, kind in (("model", str), ("name", str), ("method", str), ("text", str), ("context", int),
-                       ("continuation", int)):  # fmt: skip
+    for name, kind in (
+        ("model", str),
+        ("name", str),
+        ("method", str),
+        ("text", str),
+        ("context", int),
+        ("continuation", int),
+    ):
         if not isinstance(found[name], kind):
             raise ValueError(f"{name} is no {kind.__name__}")
     if not (isinstance(rows, list) and 0 < len(rows) <= MOST_ROWS and isinstance(options, dict)):

@@ -44,9 +44,14 @@ class MillpondLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, core: LayerCache, journal: DraftRollback, passes: ForwardHooks, window: int = 0,
-        number: int | None = None, readers: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
+        self,
+        core: LayerCache,
+        journal: DraftRollback,
+        passes: ForwardHooks,
+        window: int = 0,
+        number: int | None = None,
+        readers: frozenset[int] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
         self.index = core.index if number is None else number

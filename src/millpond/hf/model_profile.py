@@ -118,13 +118,23 @@ class ModelProfile:
         nth = {number: n for n, number in enumerate(attending)}
         projections = _output_projections(modules[-1], kinds)
         return cls(
-            name=type(model).__name__, config=config, outer_type=model.config.model_type, modules=modules,
-            decoders=decoders, depth=depth, n_layers=len(attending), attending=attending, shared=shared,
+            name=type(model).__name__,
+            config=config,
+            outer_type=model.config.model_type,
+            modules=modules,
+            decoders=decoders,
+            depth=depth,
+            n_layers=len(attending),
+            attending=attending,
+            shared=shared,
             state_layers=tuple(n for n, kind in enumerate(kinds[:depth]) if kind in STATE_ONLY or kind in BOTH),
-            restarts=config.model_type in RESTARTING, n_heads=int(named(config, "num_attention_heads") or 0),
+            restarts=config.model_type in RESTARTING,
+            n_heads=int(named(config, "num_attention_heads") or 0),
             layer_types=tuple(BOTH.get(kinds[number], kinds[number]) for number in attending),
             windows=_windows(config, attending),
-            sliding=bool(named(config, "sliding_window")), latent=_latent(config), rotary=_rotary(decoders),
+            sliding=bool(named(config, "sliding_window")),
+            latent=_latent(config),
+            rotary=_rotary(decoders),
             apply_rotary=_apply_rotary(every),
             unrotated=frozenset(nth[number] for number in _unrotated(every, config, kinds) if number in nth),
             position_limit=getattr(config, "max_position_embeddings", None),
@@ -135,7 +145,7 @@ class ModelProfile:
             takes_images=config is not model.config,
             arguments=frozenset(inspect.signature(model.forward).parameters),
             output_projections={nth[number]: place for number, place in projections.items() if number in nth},
-        )  # fmt: skip
+        )
 
 
 def named(config: PreTrainedConfig, field: str) -> Any:

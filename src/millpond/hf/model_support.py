@@ -11,8 +11,18 @@ from millpond.hf.model_profile import BOTH, FULL, NEITHER, STATE_ONLY, ModelProf
 
 #: Families that compute attention in their own code and ignore the attention interface.
 BYPASS = {
-    "bloom", "falcon", "gptj", "gpt_neo", "codegen", "mpt", "xglm", "cpmant", "gpt_neox_japanese", "ctrl", "xlnet",
-}  # fmt: skip
+    "bloom",
+    "falcon",
+    "gptj",
+    "gpt_neo",
+    "codegen",
+    "mpt",
+    "xglm",
+    "cpmant",
+    "gpt_neox_japanese",
+    "ctrl",
+    "xlnet",
+}
 #: Types that nothing in their configuration tells from those that run, and what keeps them from it.
 REFUSED = {
     "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",

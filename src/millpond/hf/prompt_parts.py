@@ -32,9 +32,14 @@ CUTS_LATER_TURNS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (
 _OWN = ("generate", "_prefill")
 #: Settings of generate() under which a prompt is read otherwise, or its pass is observed.
 _OTHERWISE = (
-    "prefill_chunk_size", "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate",
-    "output_hidden_states", "use_mtp",
-)  # fmt: skip
+    "prefill_chunk_size",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "custom_generate",
+    "output_hidden_states",
+    "use_mtp",
+)
 
 
 class PromptCut(NamedTuple):

@@ -74,7 +74,7 @@ def gates_of_package(model: PreTrainedModel) -> Gates:
 
 def _in_package(
     model: PreTrainedModel, kind: NetworkKind, read: Callable[[bytes, str], N], known: dict[str, N]
-) -> N | None:  # fmt: skip
+) -> N | None:
     """The networks of a kind with the mark of `model`; None where there are none."""
     mark = model_mark(model)
     for file in heads_files():

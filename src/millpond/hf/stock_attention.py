@@ -57,9 +57,13 @@ def remember(
     if mask_function is not None:
         kwargs["mask_function"] = mask_function
     make = partial(
-        sdpa_mask, q_length=q_length, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap,
-        local_size=local_size, **kwargs,
-    )  # fmt: skip
+        sdpa_mask,
+        q_length=q_length,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        local_size=local_size,
+        **kwargs,
+    )
     overlaid = use_vmap or (q_length > 1 and not allow_is_causal_skip)
     setattr(padding, _ATTRIBUTE, _Made(make, overlaid, local_size or 0))
 

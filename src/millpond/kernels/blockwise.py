@@ -30,9 +30,20 @@ from millpond.kernels.reference import (
 )
 
 __all__ = [
-    "absolute_sums", "admit", "attend", "decode", "decode_rows", "merge_slots", "newest_alike", "prefill",
-    "read", "read_packed", "window_signal", "write", "write_packed",
-]  # fmt: skip
+    "absolute_sums",
+    "admit",
+    "attend",
+    "decode",
+    "decode_rows",
+    "merge_slots",
+    "newest_alike",
+    "prefill",
+    "read",
+    "read_packed",
+    "window_signal",
+    "write",
+    "write_packed",
+]
 
 
 def block_rows(group: int) -> int:

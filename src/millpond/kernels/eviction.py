@@ -66,9 +66,16 @@ def in_full_spans(positions: Tensor, least: Tensor) -> Tensor:
 
 
 def choose_evicted(
-    rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, recent: Tensor, window: int, n_kv_heads: int,
-    kept: Tensor | None = None, least: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    rule: DecodeRule,
+    scores: Tensor,
+    positions: Tensor,
+    q_pos: Tensor,
+    recent: Tensor,
+    window: int,
+    n_kv_heads: int,
+    kept: Tensor | None = None,
+    least: Tensor | None = None,
+) -> Tensor:
     """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first.
 
     kept, least: `StepRegions`.

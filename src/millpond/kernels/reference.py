@@ -16,6 +16,17 @@ from millpond.kernels.eager.scan import absolute_sums, newest_alike
 from millpond.kernels.merge.slots import merge_slots
 
 __all__ = [
-    "absolute_sums", "admit", "attend", "decode", "decode_rows", "merge_slots", "newest_alike", "prefill",
-    "read", "read_packed", "window_signal", "write", "write_packed",
-]  # fmt: skip
+    "absolute_sums",
+    "admit",
+    "attend",
+    "decode",
+    "decode_rows",
+    "merge_slots",
+    "newest_alike",
+    "prefill",
+    "read",
+    "read_packed",
+    "window_signal",
+    "write",
+    "write_packed",
+]

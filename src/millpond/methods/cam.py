@@ -45,8 +45,10 @@ def cam(
     the window has passed it, which reads the prompt token by token.
     """
     kinds: dict[str, Score] = {
-        "sum": AccumulatedAttention(), "mean": AccumulatedAttention(average=True), "last": LastAttention(),
-    }  # fmt: skip
+        "sum": AccumulatedAttention(),
+        "mean": AccumulatedAttention(average=True),
+        "last": LastAttention(),
+    }
     return Policy(
         score=NewestStay(kinds[attention]),
         protect=Protect(sinks=sinks, recent=1),

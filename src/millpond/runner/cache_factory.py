@@ -144,12 +144,18 @@ class CacheFactory(CacheLayout):
 
         cores = [
             LayerCache(
-                index, self.policy, partial(entries, index), of.plain, timeline,
-                between_chunks=False, rotation=self._rotation,
-                sealed=of.sealing, reading=of.reading,
+                index,
+                self.policy,
+                partial(entries, index),
+                of.plain,
+                timeline,
+                between_chunks=False,
+                rotation=self._rotation,
+                sealed=of.sealing,
+                reading=of.reading,
             )
             for index, of in enumerate(self.pools.by_layer(len(self._model.layers)))
-        ]  # fmt: skip
+        ]
         for core, readers in zip(cores, self._model.readers.values(), strict=True):
             core.shared = SharedEntries() if readers else None
             rule = self.policy.decode_rule(core.index)
@@ -158,9 +164,12 @@ class CacheFactory(CacheLayout):
 
 
 def described(
-    method: str, options: Mapping[str, Any], budget: Budget | None, stored: torch.dtype | Codec | LayerCodecs,
+    method: str,
+    options: Mapping[str, Any],
+    budget: Budget | None,
+    stored: torch.dtype | Codec | LayerCodecs,
     reach: int | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Words that are equal where caches are kept alike; what files hold stands in them as a digest."""
     chosen = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
     calibration = next((one.calibration for one in codecs_of(stored) if one.calibration is not None), None)

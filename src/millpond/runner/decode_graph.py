@@ -87,9 +87,7 @@ class DecodeGraph:
         del self._graphs[number]
         return None
 
-    def _make(
-        self, key: tuple[Any, ...], ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]
-    ) -> _Graph:  # fmt: skip
+    def _make(self, key: tuple[Any, ...], ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> _Graph:
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)
         inputs, own_ids, own_positions = StepInputs(regions), ids.clone(), positions.clone()

@@ -55,9 +55,11 @@ def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
         for one in body.tools or ()
     ]
     return ChatFields(
-        tools=tools or None, chat_template_kwargs=told | (body.chat_template_kwargs or {}) or None,
-        add_generation_prompt=not continues, continue_final_message=continues,
-    )  # fmt: skip
+        tools=tools or None,
+        chat_template_kwargs=told | (body.chat_template_kwargs or {}) or None,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
 
 
 def chat_messages(body: PromptFields) -> list[Message]:
@@ -87,9 +89,12 @@ def chat_of(body: MessagesBody, has_template: bool) -> ChatBody:
     fields = chat_fields(body, has_template)
     # the values are checked: those of `TokenFields` with `body`, the others where they were made
     return ChatBody.model_construct(
-        messages=chat_messages(body), max_tokens=body.max_tokens, stop=body.stop_sequences,
-        **{name: getattr(fields, name) for name in ChatFields.model_fields}, **same,
-    )  # fmt: skip
+        messages=chat_messages(body),
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        **{name: getattr(fields, name) for name in ChatFields.model_fields},
+        **same,
+    )
 
 
 def _blocks(message: AnthropicMessage) -> Sequence[Block]:
@@ -122,9 +127,12 @@ def _answer(blocks: Sequence[Block]) -> Message:
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     text = _text([block for block in blocks if isinstance(block, TextBlock)])
     return Message(
-        role="assistant", content=text or None, reasoning_content=thoughts or None,
-        tool_calls=[_call(block) for block in calls] or None, cache_control=_mark(calls),
-    )  # fmt: skip
+        role="assistant",
+        content=text or None,
+        reasoning_content=thoughts or None,
+        tool_calls=[_call(block) for block in calls] or None,
+        cache_control=_mark(calls),
+    )
 
 
 def _call(block: ToolUseBlock) -> ToolCall:

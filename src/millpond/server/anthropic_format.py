@@ -70,9 +70,14 @@ class MessageJob:
     def message(self, model: str) -> dict[str, Any]:
         """The message without its content."""
         return {
-            "id": self.name, "type": "message", "role": "assistant", "model": model, "content": [],
-            "stop_reason": None, "stop_sequence": None,
-        }  # fmt: skip
+            "id": self.name,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
 
     def call(self, name: str) -> dict[str, Any]:
         """A call whose arguments follow."""

@@ -119,8 +119,10 @@ Block = Annotated[
 ]
 #: Which blocks go with which role.
 _BLOCKS: dict[str, tuple[type[Body], ...]] = {
-    "user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolUseBlock, ThinkingBlock), "system": (TextBlock,),
-}  # fmt: skip
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
+    "system": (TextBlock,),
+}
 
 
 class AnthropicMessage(Body):
@@ -247,9 +249,7 @@ class PromptFields(Body):
         | None
     ) = None
     tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: (
-        Annotated[AutoChoice | AnyChoice | ToolChoice | NoChoice, Field(discriminator="type")] | None
-    ) = None
+    tool_choice: Annotated[AutoChoice | AnyChoice | ToolChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None

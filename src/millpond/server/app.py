@@ -61,11 +61,15 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         service.bodies.close()
 
     app = FastAPI(
-        title="Millpond", version=millpond.__version__, lifespan=lifespan,
-        docs_url=None, redoc_url=None, openapi_url=None,  # of which the last is `describe`'s
+        title="Millpond",
+        version=millpond.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,  # of which the last is `describe`'s
         redirect_slashes=False,  # to another route, perhaps, or to the host that a header names
         description="An OpenAI-compatible server whose KV cache stays inside a memory budget.",
-    )  # fmt: skip
+    )
     app.state.service = service
     errors.install(app)
     for part in (completions, chat, responses, messages, infill, info, cache_memory, sessions):
@@ -76,21 +80,25 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
     describe(app, keyed=bool(settings.api_keys))
     # the last one added runs first
     app.add_middleware(
-        BodyLimitMiddleware, limit=settings.max_body_bytes, within_s=settings.body_timeout_s,
+        BodyLimitMiddleware,
+        limit=settings.max_body_bytes,
+        within_s=settings.body_timeout_s,
         together=settings.max_bytes_under_way,
-    )  # fmt: skip
+    )
     app.add_middleware(
         FrontPaceMiddleware, pace=service.pace, clients=service.clients, open_paths=frozenset({"/health"})
     )
     app.add_middleware(
-        ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"},
-        operator_key=settings.operator_key,
-    )  # fmt: skip
+        ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"}, operator_key=settings.operator_key
+    )
     if settings.cors_origins:  # in front of keys, which no preflight has
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("*",), expose_headers=("request-id", "retry-after"),
-        )  # fmt: skip
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("request-id", "retry-after"),
+        )
     app.add_middleware(Hosts, allowed=settings.allowed_hosts, keyed=bool(settings.api_keys))
     app.add_middleware(Counted, metrics=service.metrics)
     app.add_middleware(RequestLog)

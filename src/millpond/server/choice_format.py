@@ -90,6 +90,9 @@ def progress(place: int, output: RequestOutput) -> dict[str, int]:
     """How far prompt `place` is read, in the words of llama.cpp's server: tokens, and milliseconds since it began."""
     started = output.times.started
     return {
-        "index": place, "total": len(output.prompt_token_ids), "cache": output.cached, "processed": output.read,
+        "index": place,
+        "total": len(output.prompt_token_ids),
+        "cache": output.cached,
+        "processed": output.read,
         "time_ms": 0 if started is None else round(1000 * (time.monotonic() - started)),
-    }  # fmt: skip
+    }

@@ -46,9 +46,14 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 #: Where Anthropic's interface begins, and its words for errors by their status.
 ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 #: Fields of OpenAI's interface that would change the answer and cannot be obeyed.
 UNSUPPORTED = {

@@ -31,19 +31,26 @@ class _Marks:
 #: Qwen2.5-Coder and CodeGemma; StarCoder and Granite; SantaCoder; Code Llama; DeepSeek-Coder; Codestral.
 _FAMILIES = (
     _Marks(
-        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
         ("<|fim_pad|>", "<|endoftext|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
-        "<|repo_name|>", "<|file_sep|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
     ),
     _Marks(
-        "<fim_prefix>", "<fim_suffix>", "<fim_middle>",
-        ("<fim_pad>", "<|endoftext|>", "<repo_name>", "<reponame>", "<file_sep>"), "<repo_name>", "<file_sep>",
+        "<fim_prefix>",
+        "<fim_suffix>",
+        "<fim_middle>",
+        ("<fim_pad>", "<|endoftext|>", "<repo_name>", "<reponame>", "<file_sep>"),
+        "<repo_name>",
+        "<file_sep>",
     ),
     _Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<fim-pad>", "<|endoftext|>")),
     _Marks("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),
     _Marks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<|EOT|>",)),
     _Marks("[PREFIX]", "[SUFFIX]", None),
-)  # fmt: skip
+)
 #: The name of a project that other files come from: models expect one. Then what stands between other texts where a
 #: model has no names of files.
 PROJECT, BETWEEN = "project", "\n\n"
@@ -108,10 +115,15 @@ def fill_in_of(tokenizer: Any) -> FillIn | None:
         encoded = tokenizer.encode("a")
         first = encoded[:1] if encoded[:1] == [tokenizer.bos_token_id] else []
         return FillIn(
-            tuple(first), before, behind, missing, _id_of(tokenizer, marks.project), _id_of(tokenizer, marks.file),
+            tuple(first),
+            before,
+            behind,
+            missing,
+            _id_of(tokenizer, marks.project),
+            _id_of(tokenizer, marks.file),
             tuple(name for name, token in ends.items() if token not in special),
             tuple(token for token in ends.values() if token in special),
-        )  # fmt: skip
+        )
     return None
 
 
@@ -132,4 +144,3 @@ def needed(found: FillIn | None, param: str) -> FillIn:
 def _id_of(tokenizer: Any, name: str | None) -> int | None:
     token = None if name is None else tokenizer.convert_tokens_to_ids(name)
     return token if isinstance(token, int) and tokenizer.convert_ids_to_tokens(token) == name else None
-

@@ -53,11 +53,21 @@ class InfillJob:
         stopped = completion.stop_reason if completion.stop_reason in self.stops else None
         kind = "limit" if completion.finish_reason != "stop" else "eos" if stopped is None else "word"
         found = {
-            "index": 0, "content": content, "id_slot": -1, "stop": True, "model": model, "tokens_predicted": new,
-            "tokens_evaluated": told["prompt_tokens"], "tokens_cached": cached, "truncated": False,
-            "has_new_line": "\n" in self.text(completion), "stop_type": kind, "stopping_word": stopped or "",
-            "timings": _timings(output, told["prompt_tokens"] - cached, new), "millpond": choice_stats(completion),
-        }  # fmt: skip
+            "index": 0,
+            "content": content,
+            "id_slot": -1,
+            "stop": True,
+            "model": model,
+            "tokens_predicted": new,
+            "tokens_evaluated": told["prompt_tokens"],
+            "tokens_cached": cached,
+            "truncated": False,
+            "has_new_line": "\n" in self.text(completion),
+            "stop_type": kind,
+            "stopping_word": stopped or "",
+            "timings": _timings(output, told["prompt_tokens"] - cached, new),
+            "millpond": choice_stats(completion),
+        }
         return picked(found, self.fields)
 
 
@@ -144,8 +154,9 @@ def _timings(output: RequestOutput, read: int, new: int) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, (count, seconds) in spent.items():
         made |= {
-            f"{name}_n": count, f"{name}_ms": round(1e3 * seconds, 3),
+            f"{name}_n": count,
+            f"{name}_ms": round(1e3 * seconds, 3),
             f"{name}_per_token_ms": round(1e3 * seconds / count, 3) if count else 0.0,
             f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
-        }  # fmt: skip
+        }
     return made

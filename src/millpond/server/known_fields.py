@@ -19,9 +19,22 @@ KNOWN = sorted(
     {
         name
         for body in (
-            CompletionBody, ChatBody, CacheFields, StreamOptions, Message, Tool, TokenizeBody, DetokenizeBody,
-            InfillBody, ResponseBody, InputMessage, TextConfig, MessagesBody, AnthropicMessage, AnthropicTool,
+            CompletionBody,
+            ChatBody,
+            CacheFields,
+            StreamOptions,
+            Message,
+            Tool,
+            TokenizeBody,
+            DetokenizeBody,
+            InfillBody,
+            ResponseBody,
+            InputMessage,
+            TextConfig,
+            MessagesBody,
+            AnthropicMessage,
+            AnthropicTool,
         )
         for name in body.model_fields
     }
-)  # fmt: skip
+)

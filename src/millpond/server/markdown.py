@@ -14,11 +14,58 @@ MOST_CHARACTERS, MOST_MARKS, MOST_LINES = 50_000, 2_000, 3_000
 _MARKS = "*_~[!`"
 #: Languages that a fence may name, of which the page's highlight.js knows the words.
 LANGUAGES = (
-    "c", "cc", "cpp", "c++", "cs", "csharp", "cuda", "dart", "go", "golang", "java", "javascript", "js", "jsx",
-    "kotlin", "kt", "php", "rs", "rust", "scala", "swift", "ts", "tsx", "typescript", "zig", "py", "python",
-    "python3", "bash", "console", "dockerfile", "make", "makefile", "sh", "shell", "zsh", "sql", "json", "jsonc",
-    "json5", "ini", "toml", "yaml", "yml", "css", "scss", "html", "svg", "xml", "diff", "patch",
-)  # fmt: skip
+    "c",
+    "cc",
+    "cpp",
+    "c++",
+    "cs",
+    "csharp",
+    "cuda",
+    "dart",
+    "go",
+    "golang",
+    "java",
+    "javascript",
+    "js",
+    "jsx",
+    "kotlin",
+    "kt",
+    "php",
+    "rs",
+    "rust",
+    "scala",
+    "swift",
+    "ts",
+    "tsx",
+    "typescript",
+    "zig",
+    "py",
+    "python",
+    "python3",
+    "bash",
+    "console",
+    "dockerfile",
+    "make",
+    "makefile",
+    "sh",
+    "shell",
+    "zsh",
+    "sql",
+    "json",
+    "jsonc",
+    "json5",
+    "ini",
+    "toml",
+    "yaml",
+    "yml",
+    "css",
+    "scss",
+    "html",
+    "svg",
+    "xml",
+    "diff",
+    "patch",
+)
 _CLASSES = {"code": {f"language-{name}" for name in LANGUAGES}}
 
 
@@ -33,9 +80,32 @@ def _name_languages(state: StateCore) -> None:
 _PARSER = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable(["table", "strikethrough"]).disable("image")
 _PARSER.core.ruler.push("languages", _name_languages)
 _TAGS = {
-    "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "s",
-    "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
-}  # fmt: skip
+    "a",
+    "blockquote",
+    "br",
+    "code",
+    "em",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "hr",
+    "li",
+    "ol",
+    "p",
+    "pre",
+    "s",
+    "strong",
+    "table",
+    "tbody",
+    "td",
+    "th",
+    "thead",
+    "tr",
+    "ul",
+}
 
 
 def render_markdown(text: str) -> str:
@@ -56,7 +126,10 @@ def render_markdown(text: str) -> str:
             f"{MOST_CHARACTERS:,} with {MOST_MARKS:,} and {MOST_LINES:,} are rendered; show the text as it is"
         )
     return nh3.clean(
-        _PARSER.render(text), tags=_TAGS, attributes={"*": set(), "a": {"href"}, "ol": {"start"}},
+        _PARSER.render(text),
+        tags=_TAGS,
+        attributes={"*": set(), "a": {"href"}, "ol": {"start"}},
         allowed_classes=_CLASSES,
-        url_schemes={"http", "https", "mailto"}, link_rel="noopener noreferrer nofollow",
-    )  # fmt: skip
+        url_schemes={"http", "https", "mailto"},
+        link_rel="noopener noreferrer nofollow",
+    )

@@ -27,9 +27,14 @@ class EnclosedMessages:
     """
 
     def __init__(
-        self, messages: Sequence[Message], pieces: Sequence[Sequence[Span]] | None = None, *, reasoning: bool = False,
-        optional: bool = False, ends: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        messages: Sequence[Message],
+        pieces: Sequence[Sequence[Span]] | None = None,
+        *,
+        reasoning: bool = False,
+        optional: bool = False,
+        ends: bool = False,
+    ) -> None:
         self._reasoning, self._optional, self._ends = reasoning, optional, ends
         self._secret = secrets.token_hex(12)
         self._marked: list[bool] = []  # by piece

@@ -26,7 +26,7 @@ class ApiKeyMiddleware:
 
     def __init__(
         self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str], operator_key: str | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._open = open_paths

@@ -20,9 +20,21 @@ from millpond.server.structured_outputs import StructuralTag, constraint, two_of
 
 #: Fields that have the same name and meaning in `SamplingParams`; null leaves its default. Then those that are lists.
 _SAME = (
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-    "typical_p", "min_tokens", "logit_bias", "n", "seed", "ignore_eos", "skip_special_tokens",
-)  # fmt: skip
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "min_tokens",
+    "logit_bias",
+    "n",
+    "seed",
+    "ignore_eos",
+    "skip_special_tokens",
+)
 _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 
 
@@ -61,9 +73,14 @@ def cache_options(fields: CacheFields) -> CacheOptions:
         except BudgetError as error:  # which is otherwise one that cannot be met
             raise ApiError(400, str(error), "invalid_value", "millpond.budget") from None
     return CacheOptions(
-        method=fields.method, options=fields.options, budget=fields.budget, codec=fields.codec,
-        recompute=fields.recompute, max_kl=fields.max_kl, preset=fields.preset,
-    )  # fmt: skip
+        method=fields.method,
+        options=fields.options,
+        budget=fields.budget,
+        codec=fields.codec,
+        recompute=fields.recompute,
+        max_kl=fields.max_kl,
+        preset=fields.preset,
+    )
 
 
 def requests(
@@ -84,13 +101,24 @@ def requests(
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
     return [
         Request(
-            request_id=f"{name}-{place}" if place else name, prompt=prompt, params=params, cache=cache_options(fields),
-            cache_salt=cache_salt, priority=fields.priority, deadline=min(limits, default=None), watch=fields.watch,
-            tell_forgotten=tell_forgotten, breakpoints=breakpoints, keep=keep, forget=forget,
-            fair_shares=fair_shares, on_pressure=fields.on_pressure, tell_read=tell_read,
+            request_id=f"{name}-{place}" if place else name,
+            prompt=prompt,
+            params=params,
+            cache=cache_options(fields),
+            cache_salt=cache_salt,
+            priority=fields.priority,
+            deadline=min(limits, default=None),
+            watch=fields.watch,
+            tell_forgotten=tell_forgotten,
+            breakpoints=breakpoints,
+            keep=keep,
+            forget=forget,
+            fair_shares=fair_shares,
+            on_pressure=fields.on_pressure,
+            tell_read=tell_read,
         )
         for place, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    ]
 
 
 def wants_progress(fields: SamplingFields) -> bool:

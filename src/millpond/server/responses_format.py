@@ -71,9 +71,16 @@ class ResponseJob:
     def response(self, model: str, status: str) -> dict[str, Any]:
         """The response without an answer."""
         return {
-            "id": self.name, "object": "response", "created_at": self.created, "status": status, "error": None,
-            "incomplete_details": None, "model": model, "output": [], "usage": None,
-        } | self.echo  # fmt: skip
+            "id": self.name,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+        } | self.echo
 
     def ended(self, model: str, output: RequestOutput, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The response with what the model wrote; an answer that is cut off cuts its last message."""
@@ -91,17 +98,24 @@ class ResponseJob:
     def message(self) -> dict[str, Any]:
         """A message that begins."""
         return {
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant",
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
             "content": [],
-        }  # fmt: skip
+        }
 
     def call(self, name: str) -> dict[str, Any]:
         """A call that begins."""
         assert self.tools is not None, "calls are read where there are tools"
         return {
-            "id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress",
-            "call_id": self.tools.format.new_id(), "name": name, "arguments": "",
-        }  # fmt: skip
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": self.tools.format.new_id(),
+            "name": name,
+            "arguments": "",
+        }
 
     def part(self, text: str, completion: Completion | None = None) -> dict[str, Any]:
         """A message's text, with the log probabilities of a completion."""

@@ -47,8 +47,7 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)],
-        Discriminator(_kind),
+        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)], Discriminator(_kind)
     ]
     id: Label | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -90,8 +89,7 @@ class FunctionOutput(Body):
     type: Literal["function_call_output"]
     call_id: Name
     output: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)],
-        Discriminator(_kind),
+        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)], Discriminator(_kind)
     ]
     id: Label | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -171,10 +169,9 @@ class ResponseBody(TokenFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        Annotated[str, Tag(_TEXT)]
-        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(_LIST)],
+        Annotated[str, Tag(_TEXT)] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(_LIST)],
         Discriminator(_kind),
-    ]  # fmt: skip
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     text: TextConfig | None = None

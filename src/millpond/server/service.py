@@ -95,9 +95,12 @@ class Service:
         return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
 
     async def _outputs(
-        self, client: Client, of_client: Sequence[Request], ended: list[RequestOutput],
+        self,
+        client: Client,
+        of_client: Sequence[Request],
+        ended: list[RequestOutput],
         enough: Callable[[RequestOutput], bool] | None,
-    ) -> Outputs:  # fmt: skip
+    ) -> Outputs:
         """What the engine says, from the gate in to the gate out; the last of each request goes to `ended` too."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
         with self.gate.admit([request.request_id for request in requests], client.name):

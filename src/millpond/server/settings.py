@@ -100,7 +100,9 @@ class ServerSettings:
             )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                rule = "must be '*', or a scheme, a host and a port as a browser sends them, such as https://example.org"
+                rule = (
+                    "must be '*', or a scheme, a host and a port as a browser sends them, such as https://example.org"
+                )
                 raise OptionError(f"origin {origin[:200]!r}: {rule}; without a path or a slash at the end")
         for proxy in self.trusted_proxies:
             try:

@@ -53,11 +53,13 @@ class StructuralTag(Body):
             raise ApiError(400, message, "invalid_value", field)
         tags = [
             {
-                "type": "tag", "begin": one.begin, "end": one.end,
+                "type": "tag",
+                "begin": one.begin,
+                "end": one.end,
                 "content": {"type": "json_schema", "json_schema": one.schema_},
             }
             for one in self.structures
-        ]  # fmt: skip
+        ]
         return {"type": "triggered_tags", "triggers": self.triggers, "tags": tags}
 
 

@@ -36,9 +36,17 @@ PLAIN_STOP = "\nUser:"
 #: Characters from which on a text is a long one; and most of them per token of the model's context.
 _LONG, _PER_TOKEN = 2**15, 32
 #: What the template is given by the server, and `chat_template_kwargs` may not change.
-_OWN = frozenset({
-    "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
-})  # fmt: skip
+_OWN = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+    }
+)
 
 
 class TokenizerWorker:
@@ -213,9 +221,15 @@ class TokenizerWorker:
             return ids, None
 
     async def _spans(
-        self, text: str, ids: tuple[int, ...], said: Sequence[Message], body: ChatFields, use_tools: bool, *,
+        self,
+        text: str,
+        ids: tuple[int, ...],
+        said: Sequence[Message],
+        body: ChatFields,
+        use_tools: bool,
+        *,
         ends: bool = False,
-    ) -> tuple[Span, ...]:  # fmt: skip
+    ) -> tuple[Span, ...]:
         """Where each message lies among the ids of the text of a chat; see `chat_spans`, and for `ends` `chat_ends`."""
         enclosed = EnclosedMessages(said, ends=ends)
         marked = await self._chat_text(enclosed.messages, body, use_tools)
@@ -238,9 +252,13 @@ class TokenizerWorker:
         return await self.pieces_in_chat(said, body, use_tools, [enclosed], KEEP)
 
     async def pieces_in_chat(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool, enclosed: Sequence[EnclosedMessages],
+        self,
+        said: Sequence[Message],
+        body: ChatFields,
+        use_tools: bool,
+        enclosed: Sequence[EnclosedMessages],
         field: str,
-    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:  # fmt: skip
+    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
         """A chat as the model reads it, in token ids, and where enclosed pieces of it lie among them.
 
         field: of the body, which asks for it.
@@ -287,7 +305,7 @@ class TokenizerWorker:
 
     async def tokens_before(
         self, text: str, ids: tuple[int, ...], places: Sequence[int], field: str
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> tuple[int, ...]:
         """How many of the tokens of a text end at or before places of it, in characters, each before its end.
 
         Args:

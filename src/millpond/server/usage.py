@@ -28,10 +28,15 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
 def _forgotten(completion: Completion) -> dict[str, Any]:
     """The share of each message of a chat that the cache of an answer has lost, if the request wants to know."""
     found = [
-        {"message": number, "tokens": of.end - of.begin, "share": round(of.share, 4),
-         "fewer_than_half": round(of.fewer_than_half, 4), "held": round(of.held, 4)}
+        {
+            "message": number,
+            "tokens": of.end - of.begin,
+            "share": round(of.share, 4),
+            "fewer_than_half": round(of.fewer_than_half, 4),
+            "held": round(of.held, 4),
+        }
         for number, of in enumerate(completion.forgotten)
-    ]  # fmt: skip
+    ]
     return {"forgotten": found} if found else {}
 
 

@@ -56,9 +56,13 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(
-    llm: ServedLLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 8000,
+    llm: ServedLLM,
+    settings: ServerSettings | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
     listens: Callable[[int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Serve until a signal comes. Python's threads take turns quickly from then on.
 
     Args:
@@ -76,8 +80,16 @@ def server_of(
     made: Any = Connections(settings).protocol  # uvicorn wants a class, and calls it
     graceful: Any = settings.drain_s + LEAVE_S  # a float serves, too
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="info", access_log=False, server_header=False, http=made, ws="none",
-        timeout_graceful_shutdown=graceful, proxy_headers=bool(settings.trusted_proxies),
+        app,
+        host=host,
+        port=port,
+        log_level="info",
+        access_log=False,
+        server_header=False,
+        http=made,
+        ws="none",
+        timeout_graceful_shutdown=graceful,
+        proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
-    )  # fmt: skip
+    )
     return DrainingServer(config, app.state.service, listens)

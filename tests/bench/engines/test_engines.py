@@ -108,8 +108,9 @@ def test_an_engine_that_cannot_load_or_is_not_there_is_skipped_with_a_reason(scr
     broken.write_text("import sys; sys.exit('cannot convert')")
     bad = EngineCandidate(
         Kind("bad", Path(sys.executable), script, "nobody", lambda w: w.converted("y", Path(sys.executable), broken)),
-        "full", lambda *_: {},
-    )  # fmt: skip
+        "full",
+        lambda *_: {},
+    )
     data = run.run(
         EnginesPlan(shape=SHAPE, cells=((1, 8),), repeats=1), [absent, bad, fake("slow", script, slow=-1)], tmp_path
     )
@@ -235,10 +236,17 @@ def test_our_own_child_decodes_all_sequences_at_each_step(
     monkeypatch.setattr(child.torch, "set_num_threads", lambda n: None)
     method, budget, codec, weights = settings
     shape = ModelShape(layers=1, width=64, heads=2, kv_heads=1, head_dim=32, ffn=32, vocab=64)
-    engine = child.Millpond({
-        "model": str(Weights(shape, 0, tmp_path).saved()), "threads": 1, "method": method, "budget": budget,
-        "codec": codec, "weights": weights, "step_tokens": 128,
-    })  # fmt: skip
+    engine = child.Millpond(
+        {
+            "model": str(Weights(shape, 0, tmp_path).saved()),
+            "threads": 1,
+            "method": method,
+            "budget": budget,
+            "codec": codec,
+            "weights": weights,
+            "step_tokens": 128,
+        }
+    )
     steps: list[int] = []
     step = engine._engine.step
     monkeypatch.setattr(engine._engine, "step", lambda: steps.append(len(out := step())) or out)
@@ -278,11 +286,14 @@ def test_the_command_writes_both_files(script: Path, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--cells", "4by5"], "must read BATCHxPROMPT"), (["--budget", "512"], "a share of the prompt"),
-        (["--codec", "int5"], "int5"), (["--weights", "int5"], "unknown format of weights 'int5'"),
-        (["--only", "nobody"], "--only 'nobody' is in no label"), (["--methods", "nope"], "unknown method 'nope'"),
+        (["--cells", "4by5"], "must read BATCHxPROMPT"),
+        (["--budget", "512"], "a share of the prompt"),
+        (["--codec", "int5"], "int5"),
+        (["--weights", "int5"], "unknown format of weights 'int5'"),
+        (["--only", "nobody"], "--only 'nobody' is in no label"),
+        (["--methods", "nope"], "unknown method 'nope'"),
     ],
-)  # fmt: skip
+)
 def test_the_command_refuses(options: list[str], sentence: str) -> None:
     result = CliRunner().invoke(app, ["bench", "engines", "--quick", *options])
     assert result.exit_code == 2

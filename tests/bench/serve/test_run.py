@@ -54,8 +54,11 @@ def test_numbers_by_hand() -> None:
     assert s["e2e_s"]["mean"] == 3.5
     assert s["late_s"]["max"] == 1
     assert (s["seconds"], s["requests_per_s"], s["output_tokens_per_s"], s["total_tokens_per_s"]) == (
-        8, 2 / 8, 5 / 8, 45 / 8
-    )  # fmt: skip
+        8,
+        2 / 8,
+        5 / 8,
+        45 / 8,
+    )
     assert s["attained"] == {"ttft": 1 / 3, "tpot": 2 / 3, "e2e": 1 / 3}
     assert (s["attained_jointly"], s["goodput_per_s"]) == (0, 0)
     assert summarise(outcomes, {"tpot": 1.0})["goodput_per_s"] == 2 / 8
@@ -107,9 +110,15 @@ def test_what_is_asked() -> None:
         go(server, TEXTS[:1], users=1, chat=True, model="other", ignore_eos=False)
     tokens, chat = server.bodies
     assert tokens == {
-        "model": "fake-1", "prompt": TokenBlocks(((1, 2), (2, 3))).tokens(50, 3), "max_tokens": 7, "temperature": 0,
-        "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "millpond": {"method": "h2o"},
-    }  # fmt: skip
+        "model": "fake-1",
+        "prompt": TokenBlocks(((1, 2), (2, 3))).tokens(50, 3),
+        "max_tokens": 7,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "millpond": {"method": "h2o"},
+    }
     assert chat["messages"] == [{"role": "user", "content": "question 0"}]
     assert chat["model"] == "other"
     assert "ignore_eos" not in chat
@@ -157,11 +166,29 @@ def test_rate_and_users_exclude_each_other() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     with FakeServer().running() as server:
-        done = CliRunner().invoke(app, [
-            "bench", "serve", "--url", f"{server.url}/v1", "--requests", "5", "--rate", "200",
-            "--prompt-tokens", "8-16", "--output-tokens", "3", "--shared-tokens", "4",
-            "--slo", "ttft=5", "--out", str(tmp_path),
-        ])  # fmt: skip
+        done = CliRunner().invoke(
+            app,
+            [
+                "bench",
+                "serve",
+                "--url",
+                f"{server.url}/v1",
+                "--requests",
+                "5",
+                "--rate",
+                "200",
+                "--prompt-tokens",
+                "8-16",
+                "--output-tokens",
+                "3",
+                "--shared-tokens",
+                "4",
+                "--slo",
+                "ttft=5",
+                "--out",
+                str(tmp_path),
+            ],
+        )
     assert done.exit_code == 0, done.output
     data = json.loads((tmp_path / "serve.json").read_text())
     assert data["summary"]["answered"] == 5
@@ -173,13 +200,18 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trace", "azure"], "KIND:PATH"), (["--trace", "azur:x.csv"], "did you mean 'azure'"),
-        (["--trace", "azure:nowhere.csv"], "cannot be read"), ([], "--rate or --users"),
-        (["--users", "1", "--extra", "[1]"], "object"), (["--users", "1", "--extra", "{"], "not JSON"),
-        (["--users", "1", "--slo", "ttft"], "service level"), (["--users", "1", "--slo", "ttft=1,ttft=2"], "once"),
-        (["--users", "1", "--prompt-tokens", "9-3"], "64-256"), (["--users", "1", "--shared-tokens", "512"], "own"),
+        (["--trace", "azure"], "KIND:PATH"),
+        (["--trace", "azur:x.csv"], "did you mean 'azure'"),
+        (["--trace", "azure:nowhere.csv"], "cannot be read"),
+        ([], "--rate or --users"),
+        (["--users", "1", "--extra", "[1]"], "object"),
+        (["--users", "1", "--extra", "{"], "not JSON"),
+        (["--users", "1", "--slo", "ttft"], "service level"),
+        (["--users", "1", "--slo", "ttft=1,ttft=2"], "once"),
+        (["--users", "1", "--prompt-tokens", "9-3"], "64-256"),
+        (["--users", "1", "--shared-tokens", "512"], "own"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_sentence(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "serve", *arguments])
     assert done.exit_code == 2

@@ -67,9 +67,11 @@ def test_agents_by_hand(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(row("b", 90_500_000, "uno"), row("b", 91_500_000, "uno due")))
     write(tmp_path / "c.jsonl", "")
     assert agents(tmp_path) == [
-        LoadRequest(0, "one", 3, "a"), LoadRequest(0, "uno", 3, "b"), LoadRequest(1, "uno due", 3, "b"), LoadRequest(2,
-        "one two", 3, "a")
-    ]  # fmt: skip
+        LoadRequest(0, "one", 3, "a"),
+        LoadRequest(0, "uno", 3, "b"),
+        LoadRequest(1, "uno due", 3, "b"),
+        LoadRequest(2, "one two", 3, "a"),
+    ]
     assert agents(tmp_path / "a.jsonl") == [LoadRequest(0, "one", 3, "a"), LoadRequest(2, "one two", 3, "a")]
 
 
@@ -80,11 +82,16 @@ AGENT = {"timestamp": 0, "input": "a", "output": "b", "session_id": "s"}
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("azure", "", "first line"), ("azure", "a,b,c\n1,2,3\n", "first line"), ("azure", AZURE[:40], "no requests"),
+        ("azure", "", "first line"),
+        ("azure", "a,b,c\n1,2,3\n", "first line"),
+        ("azure", AZURE[:40], "no requests"),
         ("azure", AZURE + "yesterday,1,2\n", "line 4"),
         ("azure", AZURE + "2023-11-16 18:15:46.25,0,2\n", "of 0 tokens"),
-        ("azure", AZURE + "2023-11-16 18:15:46.25,7\n", "line 4"), ("azure", AZURE + "\0", "zero bytes"),
-        ("mooncake", "", "no requests"), ("mooncake", "{", "line 1"), ("mooncake", "[]", "line 1"),
+        ("azure", AZURE + "2023-11-16 18:15:46.25,7\n", "line 4"),
+        ("azure", AZURE + "\0", "zero bytes"),
+        ("mooncake", "", "no requests"),
+        ("mooncake", "{", "line 1"),
+        ("mooncake", "[]", "line 1"),
         ("mooncake", lines(MOONCAKE, {"timestamp": 3}), "line 2: there is no field 'hash_ids'"),
         ("mooncake", lines(MOONCAKE | {"hash_ids": [0, 1]}), "do not cover 5 tokens"),
         ("mooncake", lines(MOONCAKE | {"hash_ids": []}), "do not cover"),
@@ -95,7 +102,7 @@ AGENT = {"timestamp": 0, "input": "a", "output": "b", "session_id": "s"}
         ("agents", lines({"input": "x"}), "line 1: there is no field 'output'"),
         ("agents", lines(AGENT | {"output": 7}), "line 1"),
     ],
-)  # fmt: skip
+)
 def test_broken_files_are_refused_with_their_line(kind: str, text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         TRACES[kind](write(tmp_path / "trace", text))

@@ -98,9 +98,10 @@ def test_it_leaves_lru_only_without_an_excess(misses: int, leaves: bool) -> None
     assert (rule.leader is not rule.lru) is leaves
 
 
-@pytest.mark.parametrize(("lead", "bits_before", "bits_after"), [
-    (0.19, False, False), (0.23, False, True), (-0.19, True, True), (-0.23, True, False), (0.0, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lead", "bits_before", "bits_after"),
+    [(0.19, False, False), (0.23, False, True), (-0.19, True, True), (-0.23, True, False), (0.0, True, True)],
+)
 def test_the_leader_changes_only_by_a_lead_of_a_fiftieth_of_the_pages(
     lead: float, bits_before: bool, bits_after: bool
 ) -> None:

@@ -19,13 +19,21 @@ def discarded(bits: str) -> str:
     return "".join(found)
 
 
-@pytest.mark.parametrize(("bits", "expected"), [
-    ("0011", "0011"),  # as they should be
-    ("100", "110"),  # a 0 uses one 1 up
-    ("1100", "1111"), ("11000", "11110"), ("110001", "111101"),
-    ("10100", "11110"), ("1010", "1111"), ("01010", "01111"),
-    ("0001", "0001"), ("00", "00"),  # zeros in front owe nothing to the ones behind them
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        ("0011", "0011"),  # as they should be
+        ("100", "110"),  # a 0 uses one 1 up
+        ("1100", "1111"),
+        ("11000", "11110"),
+        ("110001", "111101"),
+        ("10100", "11110"),
+        ("1010", "1111"),
+        ("01010", "01111"),
+        ("0001", "0001"),
+        ("00", "00"),  # zeros in front owe nothing to the ones behind them
+    ],
+)
 def test_a_zero_counts_as_one_while_ones_are_in_excess(bits: str, expected: str) -> None:
     assert discarded(bits) == expected
 

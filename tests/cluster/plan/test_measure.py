@@ -51,9 +51,11 @@ def test_a_step_is_what_it_reads_and_decodes(engine: Engine) -> None:
         engine.step()
     found = recorder.end()
     assert [load for load, _ in found.steps] == [
-        StepLoad(64, 64**2, 0, 0, 0), StepLoad(36, 100**2 - 64**2, 1, 0, 0), StepLoad(answers=1, entries=101),
+        StepLoad(64, 64**2, 0, 0, 0),
+        StepLoad(36, 100**2 - 64**2, 1, 0, 0),
+        StepLoad(answers=1, entries=101),
         StepLoad(answers=1, entries=102),
-    ]  # fmt: skip
+    ]
     assert (found.step_tokens, found.moves) == (64, ())
     engine.add(request("b"))
     engine.step()

@@ -46,9 +46,10 @@ def test_prompts_that_take_no_time_have_a_goodput() -> None:
     assert found.at_least, "all 40 requests come at once, and no rate is too high"
 
 
-@pytest.mark.parametrize(("levels", "at_least"), [
-    (ServiceLevels(2.0, 0.01), False), (ServiceLevels(0.3, 0.01), False), (ServiceLevels(1e6, 1e6), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("levels", "at_least"),
+    [(ServiceLevels(2.0, 0.01), False), (ServiceLevels(0.3, 0.01), False), (ServiceLevels(1e6, 1e6), True)],
+)
 def test_the_end_of_the_search_is_no_goodput(levels: ServiceLevels, at_least: bool) -> None:
     demand = Demand(DEMAND.lengths, levels, 40, (0,))
     found = goodput(ClusterLayout((WorkerPlan("both", SLOW_TO_READ),)), CACHE, Link(), demand)
@@ -133,13 +134,16 @@ def test_phases_placed_by_themselves_balance_their_rates() -> None:
     assert layout.devices <= 6
 
 
-@pytest.mark.parametrize(("rates", "count", "name"), [
-    ((1.0, 2.5), 2, "1 prefill + 1 decode"),  # 0.4 of a decoder is one
-    ((1.0, 2.5), 3, "2 prefill + 1 decode"),  # 0.8 of one: 2 requests/s of 3 devices
-    ((1.0, 2.5), 1, None),
-    ((2.0, 1.5), 3, "1 prefill + 2 decode"),  # 1.3 decoders are two
-    ((1.0, 2.0), 4, "2 prefill + 1 decode"),  # a third reader adds nothing, and takes a device
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rates", "count", "name"),
+    [
+        ((1.0, 2.5), 2, "1 prefill + 1 decode"),  # 0.4 of a decoder is one
+        ((1.0, 2.5), 3, "2 prefill + 1 decode"),  # 0.8 of one: 2 requests/s of 3 devices
+        ((1.0, 2.5), 1, None),
+        ((2.0, 1.5), 3, "1 prefill + 2 decode"),  # 1.3 decoders are two
+        ((1.0, 2.0), 4, "2 prefill + 1 decode"),  # a third reader adds nothing, and takes a device
+    ],
+)
 def test_there_are_as_many_decoders_as_answer_all_that_is_read(
     rates: tuple[float, float], count: int, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,12 +236,23 @@ def test_a_built_in_profile_takes_a_budget_and_a_codec() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2}, {"times": {}}, {"times": {"0": {}}}, {"times": {"1": {"decode": []}}}, {"entry_bytes": -1},
-        {"entry_bytes": math.inf}, {"budget": 3}, {"stored_bytes": True}, {"head_dim": "a"}, {"times": [1]},
-        {"step_tokens": 0.5}, {"moves": {}}, {"moves": 1}, {"moves": None},
+        {"format": 2},
+        {"times": {}},
+        {"times": {"0": {}}},
+        {"times": {"1": {"decode": []}}},
+        {"entry_bytes": -1},
+        {"entry_bytes": math.inf},
+        {"budget": 3},
+        {"stored_bytes": True},
+        {"head_dim": "a"},
+        {"times": [1]},
+        {"step_tokens": 0.5},
+        {"moves": {}},
+        {"moves": 1},
+        {"moves": None},
         {"moves": {"pack_base": -1, "pack_per_byte": 0, "take_base": 0, "take_per_byte": 0}},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:
     good = json.loads(to_json(Profile("mine", {1: SLOW_TO_READ}, CACHE, 64)))
     assert from_json(json.dumps(good)).name == "mine"
@@ -294,11 +309,16 @@ def test_a_profile_says_that_requests_cannot_move(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--slo", "ttft=1"], "both levels"), (["--link", "5"], "25Gbit"), (["--link", "0Gbit"], "above 0"),
-        (["--profile", "a100:gpt"], "opt-13b"), (["--trace", "azur:x"], "azure"), (["--trace", "x"], "KIND:PATH"),
-        (["--longest", "2"], "raise --longest"), (["--requests", "1000"], "40 usable"),
+        (["--slo", "ttft=1"], "both levels"),
+        (["--link", "5"], "25Gbit"),
+        (["--link", "0Gbit"], "above 0"),
+        (["--profile", "a100:gpt"], "opt-13b"),
+        (["--trace", "azur:x"], "azure"),
+        (["--trace", "x"], "KIND:PATH"),
+        (["--longest", "2"], "raise --longest"),
+        (["--requests", "1000"], "40 usable"),
     ],
-)  # fmt: skip
+)
 def test_what_a_plan_refuses(given: list[str], said: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:15:{n:02d}.0000000,40,5" for n in range(40)]

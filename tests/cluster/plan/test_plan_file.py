@@ -37,12 +37,21 @@ def test_a_written_plan_fills_the_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2}, {"workers": []}, {"workers": {}}, {"workers": [1]}, {"workers": [{"role": "both"}]},
-        {"workers": [{"role": "boss", "devices": 1}]}, {"workers": [{"role": "both", "devices": True}]},
-        {"workers": [{"role": ["both"], "devices": 1}]}, {"workers": [{"role": "prefill", "devices": 1}]},
-        {"copies": 0}, {"copies": 10**9}, {"copies": "2"}, {"copies": 1.5},
+        {"format": 2},
+        {"workers": []},
+        {"workers": {}},
+        {"workers": [1]},
+        {"workers": [{"role": "both"}]},
+        {"workers": [{"role": "boss", "devices": 1}]},
+        {"workers": [{"role": "both", "devices": True}]},
+        {"workers": [{"role": ["both"], "devices": 1}]},
+        {"workers": [{"role": "prefill", "devices": 1}]},
+        {"copies": 0},
+        {"copies": 10**9},
+        {"copies": "2"},
+        {"copies": 1.5},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_plan_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError):
         load_plan(written(tmp_path / "plan.json", GOOD | change))

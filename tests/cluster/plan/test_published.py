@@ -30,10 +30,13 @@ def goodput(lengths: list[tuple[int, int]], read: Pipeline, decode: Pipeline | N
 @pytest.mark.parametrize(
     ("read", "decode", "devices", "expected"),
     [
-        ((A[1], 1), (A[1], 1), 2, 1.09375), ((A[2], 1), (A[1], 1), 3, 1.25), ((A[2], 1), (A[2], 1), 4, 1.5625),
-        ((V[1], 1), None, 1, 0.0), ((V[2], 1), None, 2, 0.78125),
+        ((A[1], 1), (A[1], 1), 2, 1.09375),
+        ((A[2], 1), (A[1], 1), 3, 1.25),
+        ((A[2], 1), (A[2], 1), 4, 1.5625),
+        ((V[1], 1), None, 1, 0.0),
+        ((V[2], 1), None, 2, 0.78125),
     ],
-)  # fmt: skip
+)
 def test_the_published_table(read: Pipeline, decode: Pipeline | None, devices: int, expected: float) -> None:
     trace = Path(__file__).parents[4] / "shared" / "data" / "traces" / "azure2023_conv.csv"
     if not trace.exists():

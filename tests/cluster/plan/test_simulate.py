@@ -208,9 +208,12 @@ def test_a_budget_in_bytes_cannot_be_planned() -> None:
 
 
 @given(
-    seed=st.integers(0, 10**6), layout=st.integers(0, 3), grows=st.booleans(), rate=st.floats(0.5, 30.0),
+    seed=st.integers(0, 10**6),
+    layout=st.integers(0, 3),
+    grows=st.booleans(),
+    rate=st.floats(0.5, 30.0),
     moves=st.sampled_from([FREE_MOVES, MoveTimes(0.02, 1e-6, 0.03, 1e-6), MoveTimes(take_base=0.01)]),
-)  # fmt: skip
+)
 @settings(max_examples=examples(30))
 def test_steps_taken_at_once_are_those_taken_one_by_one(
     seed: int, layout: int, grows: bool, rate: float, moves: MoveTimes

@@ -158,9 +158,12 @@ def test_every_request_is_answered_or_ends_and_no_page_is_held(
         limit = max(limit, probe._intake.validate(alone).job.need.most(1))
         probe.close()
     engine = engine_for(
-        method, kv_memory=limit, overcommit=float(rng.choice([1.0, 2.0])), prefix_cache=bool(rng.integers(2)),
+        method,
+        kv_memory=limit,
+        overcommit=float(rng.choice([1.0, 2.0])),
+        prefix_cache=bool(rng.integers(2)),
         max_step_tokens=int(rng.choice([8, 24, 64])),
-    )  # fmt: skip
+    )
     asked = [Request(request_id=str(n), prompt=prompt, params=greedy(4)) for n, prompt in enumerate(prompts)]
     engine.add_batch(asked)
     cancelled = set(map(str, rng.choice(len(asked), 3, replace=False)))

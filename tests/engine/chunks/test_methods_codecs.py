@@ -69,10 +69,15 @@ def test_too_little_room_changes_no_token() -> None:
         ask(free, PROMPTS[name])
     expected = {name: ask(free, PROMPTS[name], recompute=0.3) for name in names}
     small = engine(store=free.config.chunk_store, max_step_tokens=8, kv_memory="45kB", overcommit=3)
-    add(small, *(
-        Request(request_id=name, prompt=PROMPTS[name], params=greedy(8, logprobs=0), cache=CacheOptions(recompute=0.3))
-        for name in names
-    ))  # fmt: skip
+    add(
+        small,
+        *(
+            Request(
+                request_id=name, prompt=PROMPTS[name], params=greedy(8, logprobs=0), cache=CacheOptions(recompute=0.3)
+            )
+            for name in names
+        ),
+    )
     done = {}
     while small.busy:
         done |= {output.request_id: output for output in small.step() if output.finished}

@@ -23,15 +23,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"rope_type": "default", "rope_theta": 10000.0}),
     "llama3": (
         "llama",
-        {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 1024},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
     ),
     "yarn": (
         "llama",
         {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048},
     ),
     "partial": ("gpt_neox", {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

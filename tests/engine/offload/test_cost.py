@@ -345,14 +345,28 @@ def test_answers_of_one_token_end_with_their_prompts(recall: ModelSize) -> None:
 def test_prompts_whose_kv_goes_to_the_disk_take_their_reads_and_writes(recall: ModelSize) -> None:
     """Two prompts of 100 tokens, 40 rows in a sweep, and one answer token each, so that none decodes."""
     kv = replace(
-        cost_of(recall).kv, prompt=100, new=1, prompt_bytes=1e8, kept_bytes=3e7, new_bytes=1e6, step_bytes=0.0,
-        step_flops=0.0, settles=True, overwrites=False,
-    )  # fmt: skip
+        cost_of(recall).kv,
+        prompt=100,
+        new=1,
+        prompt_bytes=1e8,
+        kept_bytes=3e7,
+        new_bytes=1e6,
+        step_bytes=0.0,
+        step_flops=0.0,
+        settles=True,
+        overwrites=False,
+    )
     calls = replace(EXAMPLE.calls, step_s=0.0, layer_s=0.0, sequence_s=0.0, piece_s=0.0, prompt_s=0.0)
     machine = replace(
-        EXAMPLE, read_per_s=2e8, write_per_s=5e7, read_cpu_s=0.0, calls=calls, disk_calls=calls, attention=1e30,
+        EXAMPLE,
+        read_per_s=2e8,
+        write_per_s=5e7,
+        read_cpu_s=0.0,
+        calls=calls,
+        disk_calls=calls,
+        attention=1e30,
         flops={name: {1: 1e30} for name in EXAMPLE.flops},
-    )  # fmt: skip
+    )
     block = BlockShape(sequences=2, micro_batch=2, prompt_rows=40)
     far = {"weights host": 1.0, "kv disk": 1.0}
 

@@ -101,9 +101,7 @@ def place_of(engine: Engine, script: Script, eighth: int, kind: str) -> int:
 def test_a_read_of_kv(eighth: int, fault: str, times: int, with_kv_on_disk: Engine) -> None:
     """Once wrong is read again; wrong for good ends the one request whose KV it is."""
     script = ScriptedScratch.reads
-    errors = fails(
-        with_kv_on_disk, script, place_of(with_kv_on_disk, script, eighth, "KV read"), times, fault
-    )  # fmt: skip
+    errors = fails(with_kv_on_disk, script, place_of(with_kv_on_disk, script, eighth, "KV read"), times, fault)
     assert len(errors) <= (0 if times == 1 else 2), "a read that others follow at once may be of another request"
     for error in errors:
         assert "at offset" in str(error)
@@ -116,9 +114,7 @@ def test_a_read_of_kv(eighth: int, fault: str, times: int, with_kv_on_disk: Engi
 def test_a_write_of_kv(eighth: int, fault: str, times: int, with_kv_on_disk: Engine) -> None:
     """A write that says that it failed is made again; one that does not is noticed when it is read."""
     script = ScriptedScratch.writes
-    errors = fails(
-        with_kv_on_disk, script, place_of(with_kv_on_disk, script, eighth, "KV write"), times, fault
-    )  # fmt: skip
+    errors = fails(with_kv_on_disk, script, place_of(with_kv_on_disk, script, eighth, "KV write"), times, fault)
     silent = fault in ("flipped", "lost")
     assert len(errors) <= (times if silent else times - 1)
     for error in errors:
@@ -141,7 +137,7 @@ def test_a_read_of_weights(eighth: int, ends: Any, fault: str, times: int, tmp_p
     plan = Plan(weights={"disk": 1.0}, slots=2, prompt_rows=256, ends=ends)
     found = open_in_memory(
         tmp_path, "12MiB", plan, None, EngineConfig(**options("h2o")), open_file=ScriptedFile, backend=ThreadBackend(1)
-    )  # fmt: skip
+    )
     engine = Engine(found.model, None, found.config, streamed=found.streamed)
     first = place_of(engine, ScriptedFile.reads, eighth, f"weights, ends={ends}")
     errors = fails(engine, ScriptedFile.reads, first, times, fault)

@@ -76,9 +76,12 @@ def test_weights_on_disk_take_the_time_of_the_disk() -> None:
 
 
 def by_hand(
-    shares: dict[str, float], gpu_batch: int = 8, n_batches: int = 3, machine: dict[str, float] | None = None,
+    shares: dict[str, float],
+    gpu_batch: int = 8,
+    n_batches: int = 3,
+    machine: dict[str, float] | None = None,
     **load: int,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """Seconds of a layer in prefill and in decoding, of weights that stay on a GPU with all the room."""
     numbers = {"layers": 2, "width": 1024, "ffn": 4096, "heads": 16, "prompt": 64, "new": 9} | load
     room = T4(gpu_bytes=1e15, cpu_bytes=1e15, disk_bytes=1e15, **machine or {})
@@ -124,15 +127,18 @@ def test_hidden_states_elsewhere_take_the_time_of_their_links() -> None:
     assert decode == pytest.approx(hidden_g / (12.89 * GB) + max(hidden_g / (0.473 * GB), products_g))
 
 
-@pytest.mark.parametrize(("shares", "tier", "needed"), [
-    # 4 bytes of 73 tokens, 1,024 numbers, 24 sequences, 2 layers; the layer itself is 25,165,824 bytes
-    ({"cn": 1.0}, "disk_bytes", 4 * 73 * 1024 * 24 * 2),
-    ({"cg": 1.0, "wg": 0.0, "wn": 1.0}, "disk_bytes", 2 * 25_165_824),
-    ({"cg": 1.0, "hg": 0.0, "hn": 1.0}, "disk_bytes", 2 * 64 * 1024 * 24),
-    # in a step: two batches of 8 on their way from the disk, and of one its scores and states
-    ({"cn": 1.0}, "cpu_bytes", 8 * 73 * 1024 * 8 + 2 * 16 * 73 * 8 + 2 * 1024 * 8),
-    ({"cc": 1.0, "wg": 0.0, "wc": 1.0}, "cpu_bytes", 3 * 25_165_824 + 4 * 64 * 1024 * 24 * 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shares", "tier", "needed"),
+    [
+        # 4 bytes of 73 tokens, 1,024 numbers, 24 sequences, 2 layers; the layer itself is 25,165,824 bytes
+        ({"cn": 1.0}, "disk_bytes", 4 * 73 * 1024 * 24 * 2),
+        ({"cg": 1.0, "wg": 0.0, "wn": 1.0}, "disk_bytes", 2 * 25_165_824),
+        ({"cg": 1.0, "hg": 0.0, "hn": 1.0}, "disk_bytes", 2 * 64 * 1024 * 24),
+        # in a step: two batches of 8 on their way from the disk, and of one its scores and states
+        ({"cn": 1.0}, "cpu_bytes", 8 * 73 * 1024 * 8 + 2 * 16 * 73 * 8 + 2 * 1024 * 8),
+        ({"cc": 1.0, "wg": 0.0, "wc": 1.0}, "cpu_bytes", 3 * 25_165_824 + 4 * 64 * 1024 * 24 * 2),
+    ],
+)
 def test_a_policy_needs_what_lies_in_a_tier(shares: dict[str, float], tier: str, needed: int) -> None:
     load = OptWorkload(layers=2, width=1024, ffn=4096, heads=16, prompt=64, new=9)
     room = {"gpu_bytes": 1e15, "cpu_bytes": 1e15, "disk_bytes": 1e15}

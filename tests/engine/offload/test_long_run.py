@@ -22,9 +22,15 @@ BESIDE = 64 << 20
 @pytest.mark.slow
 def test_the_process_stays_small_over_three_hundred_requests(tmp_path: Path) -> None:
     made = family("llama").make(
-        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=28, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=128, initializer_range=0.05,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=28,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        initializer_range=0.05,
+    )
     folder, disk = tmp_path / "model", tmp_path / "disk"
     made.save_pretrained(folder)
     disk.mkdir()
@@ -33,9 +39,12 @@ def test_the_process_stays_small_over_three_hundred_requests(tmp_path: Path) -> 
     drop(weights)
     command = [sys.executable, "-m", "tests.helpers.engine.long_run", str(folder), str(disk)]
     done = subprocess.run(
-        [*command, str(MEMORY), str(N_REQUESTS)], capture_output=True, text=True, check=True,
+        [*command, str(MEMORY), str(N_REQUESTS)],
+        capture_output=True,
+        text=True,
+        check=True,
         cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["errors"] == []
     assert (found["ended"], found["lengths"]) == (N_REQUESTS, [NEW])

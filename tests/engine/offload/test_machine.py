@@ -27,12 +27,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def constants(folder: Path) -> MachineConstants:
     table = {rows: 1e9 * rows**0.5 for rows in ROWS}
     return MachineConstants(
-        read_per_s=1e9, write_per_s=2e9, burst_per_s=3e9, memory_per_s=1e10, attention=5e10, read_cpu_s=1e-10,
+        read_per_s=1e9,
+        write_per_s=2e9,
+        burst_per_s=3e9,
+        memory_per_s=1e10,
+        attention=5e10,
+        read_cpu_s=1e-10,
         flops=dict.fromkeys(WEIGHTS, table),
         calls=CallTimes(step_s=1e-3, layer_s=2e-4, sequence_s=0.0, piece_s=1e-3, prompt_s=1e-3),
-        disk_calls=CallTimes(step_s=0.0, layer_s=2e-3, sequence_s=0.0, piece_s=1e-3, prompt_s=0.0), cores=2,
-        folder=str(folder.resolve()), hardware=hardware(), threads=1, date="2026-01-01T00:00:00+00:00",
-    )  # fmt: skip
+        disk_calls=CallTimes(step_s=0.0, layer_s=2e-3, sequence_s=0.0, piece_s=1e-3, prompt_s=0.0),
+        cores=2,
+        folder=str(folder.resolve()),
+        hardware=hardware(),
+        threads=1,
+        date="2026-01-01T00:00:00+00:00",
+    )
 
 
 def test_rates_between_measured_rows_lie_on_a_line_of_logarithms(tmp_path: Path) -> None:
@@ -59,12 +68,28 @@ def test_constants_are_measured_once_and_again_on_demand(tmp_path: Path) -> None
 
 
 DAMAGE: list[Any] = [
-    {"format": 1}, {"read_per_s": 0}, {"read_per_s": float("inf")}, {"read_per_s": "1"}, {"memory_per_s": True},
-    {"flops": {}}, {"flops": {"bf16": {"1": 1.0}, "f32": {}}}, {"flops": 3}, {"threads": 0}, {"hardware": 7},
-    {"accelerator": {}}, {"settled": 1}, {"date": None}, {"attention": 0}, {"cores": 0}, {"read_cpu_s": -1.0},
-    {"calls": {}}, {"disk_calls": {}}, {"calls": {"step_s": 1.0}}, {"calls": 3},
+    {"format": 1},
+    {"read_per_s": 0},
+    {"read_per_s": float("inf")},
+    {"read_per_s": "1"},
+    {"memory_per_s": True},
+    {"flops": {}},
+    {"flops": {"bf16": {"1": 1.0}, "f32": {}}},
+    {"flops": 3},
+    {"threads": 0},
+    {"hardware": 7},
+    {"accelerator": {}},
+    {"settled": 1},
+    {"date": None},
+    {"attention": 0},
+    {"cores": 0},
+    {"read_cpu_s": -1.0},
+    {"calls": {}},
+    {"disk_calls": {}},
+    {"calls": {"step_s": 1.0}},
+    {"calls": 3},
     {"flops": {"bf16": {}, "f32": {}, "int8": {}}},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=str)

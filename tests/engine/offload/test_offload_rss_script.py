@@ -22,8 +22,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_peak_is_at_most_a_twentieth_and_16_mib_above_the_limit(
-    name: str, rows: dict[str, dict[str, int]]
-) -> None:  # fmt: skip
+def test_the_peak_is_at_most_a_twentieth_and_16_mib_above_the_limit(name: str, rows: dict[str, dict[str, int]]) -> None:
     assert set(rows) == set(NAMES)
     assert rows[name]["peak"] <= rows[name]["limit"] * 1.05 + (16 << 20)

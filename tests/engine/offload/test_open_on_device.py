@@ -84,9 +84,11 @@ def test_too_little_memory(folders: dict[str, Path]) -> None:
         opened(folders["llama"], 1_000_000)
     with pytest.raises(BudgetError, match="device_memory leaves for KV"):
         opened(
-            folders["llama"], 16 << 20, plan=Plan(weights={"device": 1.0}),
+            folders["llama"],
+            16 << 20,
+            plan=Plan(weights={"device": 1.0}),
             config=EngineConfig(**options("h2o") | {"kv_memory": 1 << 30}),
-        )  # fmt: skip
+        )
 
 
 def test_what_a_device_does_not_run(folders: dict[str, Path]) -> None:

@@ -63,9 +63,16 @@ def test_every_placement_meets_every_order_method_and_codec() -> None:
 @pytest.mark.covering
 @pytest.mark.parametrize(("name", "method", "codec", "weights", "kv", "schedule", "size", "ends"), CELLS)
 def test_tokens_are_those_of_the_model_in_memory(
-    name: str, method: str, codec: str, weights: dict[str, float], kv: dict[str, float], schedule: Any, size: int,
-    ends: Any, folders: dict[str, Path],
-) -> None:  # fmt: skip
+    name: str,
+    method: str,
+    codec: str,
+    weights: dict[str, float],
+    kv: dict[str, float],
+    schedule: Any,
+    size: int,
+    ends: Any,
+    folders: dict[str, Path],
+) -> None:
     plan = Plan(weights=weights, kv=kv, schedule=schedule, micro_batch=size, slots=2, prompt_rows=256, ends=ends)
     device = SimulatedDevice(DEVICE) if "device" in weights else None
     config = EngineConfig(**options(method, codec, name))

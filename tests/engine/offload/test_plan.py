@@ -17,9 +17,17 @@ from millpond.engine.offload.prediction import Prediction
 from millpond.errors import DataError, OptionError
 
 PREDICTION = Prediction(
-    seconds=10.0, prefill_s=4.0, decode_s=6.0, tokens_per_s=3.0, prefill_tokens_per_s=100.0, decode_tokens_per_s=5.0,
-    prefill_bound="compute", decode_bound="disk reads", bytes={"host": {"kv": 7}}, what_if={"twice the memory": 4.0},
-)  # fmt: skip
+    seconds=10.0,
+    prefill_s=4.0,
+    decode_s=6.0,
+    tokens_per_s=3.0,
+    prefill_tokens_per_s=100.0,
+    decode_tokens_per_s=5.0,
+    prefill_bound="compute",
+    decode_bound="disk reads",
+    bytes={"host": {"kv": 7}},
+    what_if={"twice the memory": 4.0},
+)
 PLAN = Plan(weights={"host": 0.25, "disk": 0.75}, micro_batch=8, block=16, model="abc", prediction=PREDICTION)
 
 

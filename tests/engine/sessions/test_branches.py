@@ -29,9 +29,13 @@ def forked(method: str, codec: str | None) -> tuple[list[int], list[list[int]], 
     def go_on(cache: Any, tokens: list[int]) -> list[int]:
         asked = torch.tensor([tokens])
         out = model().generate(
-            asked, attention_mask=torch.ones_like(asked), cache=cache, max_new_tokens=NEW, do_sample=False,
+            asked,
+            attention_mask=torch.ones_like(asked),
+            cache=cache,
+            max_new_tokens=NEW,
+            do_sample=False,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         return [int(token) for token in out[0, len(tokens) :]]
 
     with mp.compress(model(), method, budget_of(method), codec or "auto") as kept:

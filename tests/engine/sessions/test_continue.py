@@ -34,9 +34,13 @@ def undisturbed(method: str, codec: str | None) -> list[list[int]]:
             ids += words(length, turn)
             asked = torch.tensor([ids])
             out = model().generate(
-                asked, attention_mask=torch.ones_like(asked), cache=kept, max_new_tokens=NEW, do_sample=False,
+                asked,
+                attention_mask=torch.ones_like(asked),
+                cache=kept,
+                max_new_tokens=NEW,
+                do_sample=False,
                 pad_token_id=0,
-            )  # fmt: skip
+            )
             answers.append(out[0, len(ids) :].tolist())
             ids = out[0].tolist()
     return answers
@@ -158,9 +162,11 @@ def test_other_methods_budgets_codecs_and_salts_are_misses(tmp_path: Path) -> No
     ids = words(60, 0)
     ids += said(ask(engine, ids, salt="mine")) + words(5, 1)
     others = [
-        CacheOptions(method="snapkv"), CacheOptions(budget="25%"), CacheOptions(codec="int4"),
+        CacheOptions(method="snapkv"),
+        CacheOptions(budget="25%"),
+        CacheOptions(codec="int4"),
         CacheOptions(options={"recent": 0.25}),
-    ]  # fmt: skip
+    ]
     for options in others:
         assert kv(ask(engine, ids, salt="mine", cache_options=options)).restored_tokens == 0, options
     assert kv(ask(engine, ids, salt="other")).restored_tokens == 0

@@ -24,9 +24,13 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\0\x78\0\0\0\0\0")  # 40 rows of 120 columns
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
             env=os.environ | {"TERM": "xterm", "INPUTRC": os.devnull} | (env or {}),
-        )  # fmt: skip
+        )
         os.close(theirs)
         self.shown = ""
 

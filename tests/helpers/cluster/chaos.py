@@ -141,13 +141,17 @@ async def settled(llm: AsyncClusterLLM) -> None:
     def rests(dispatcher: Dispatcher) -> bool:
         found = dispatcher.workers()
         return (
-            not dispatcher.busy and dispatcher.checkpoints.size == 0 and len(found) == roles
+            not dispatcher.busy
+            and dispatcher.checkpoints.size == 0
+            and len(found) == roles
             and all(
-                one.state == "serving" and one.stats is not None and not one.handoff_bytes
+                one.state == "serving"
+                and one.stats is not None
+                and not one.handoff_bytes
                 and one.stats.kv_bytes == one.stats.running == one.stats.waiting == one.stats.swapped == 0
                 for one in found
             )
-        )  # fmt: skip
+        )
 
     while not await in_loop(llm, rests):
         await asyncio.sleep(0.05)

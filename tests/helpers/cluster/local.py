@@ -157,9 +157,13 @@ class LocalCluster:
     """A cluster of such workers: `made` holds all that there ever were, `holds` says `hold` of the first of them."""
 
     def __init__(
-        self, watch: Watch | None = None, engine: dict[str, Any] | None = None, slots: int = 4,
-        holds: Sequence[int] = (), **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        watch: Watch | None = None,
+        engine: dict[str, Any] | None = None,
+        slots: int = 4,
+        holds: Sequence[int] = (),
+        **settings: Any,
+    ) -> None:
         self.made: list[LocalWorker] = []
         chosen = ClusterSettings(**settings)
         options = {"method": "h2o", "budget": "30%", "max_step_tokens": 16, "page_slots": 4} | (engine or {})
@@ -181,7 +185,7 @@ class LocalCluster:
 
     def generate(
         self, prompts: Any, params: Any, see: Callable[[RequestOutput, LocalWorker | None], None]
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """As `ClusterLLM.generate`; all outputs on the way are shown to `see`, with the worker that has the request."""
         dispatcher = self.cluster.dispatcher
         submit = dispatcher.submit

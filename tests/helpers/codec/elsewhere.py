@@ -28,9 +28,13 @@ class Far(Tensor):
     @staticmethod
     def __new__(cls, near: Tensor) -> Far:
         far: Far = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype,
+            cls,
+            near.shape,
+            strides=near.stride(),
+            storage_offset=near.storage_offset(),
+            dtype=near.dtype,
             device=ELSEWHERE,
-        )  # fmt: skip
+        )
         far.near = near
         return far
 

@@ -35,10 +35,11 @@ def calibration(n_kv_heads: int, dim: int, layers: int = 1, bits: tuple[int, ...
     y_v, w_v = normalised_values(v.transpose(0, 1).reshape(-1, 32, dim), None, round(0.01 * 32 * dim))
     shape = (n_kv_heads, dim)
     layer = LayerCalibration(
-        scale.view(shape), zero.view(shape),
+        scale.view(shape),
+        zero.view(shape),
         {b: Numbers(as_table(kmeans(y, w, 1 << b))) for b in bits},
         {b: Numbers(as_table(kmeans(y_v, w_v, 1 << b))) for b in bits},
-    )  # fmt: skip
+    )
     return Calibration((layer,) * layers, "none", "random")
 
 

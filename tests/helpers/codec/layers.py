@@ -23,9 +23,13 @@ SHAPE = AttentionShape(scale=DIM**-0.5)
 
 
 def make(
-    codec: str | tuple[str, str], method: str = "full", budget: int = 10**6, *, between_chunks: bool = True,
+    codec: str | tuple[str, str],
+    method: str = "full",
+    budget: int = 10**6,
+    *,
+    between_chunks: bool = True,
     **options: Any,
-) -> LayerCache:  # fmt: skip
+) -> LayerCache:
     """A layer over pools of its own."""
     storage, ropes = resolve(codec), None
     if isinstance(storage, Codec):
@@ -34,9 +38,14 @@ def make(
     policy = METHODS.get(method)(**options)
     pools = PoolSet(storage, 16, None, masses=policy.mass_bias, ropes=ropes)
     return LayerCache(
-        0, policy, lambda *of: budget, pools.plain, PositionTracker(), between_chunks=between_chunks,
+        0,
+        policy,
+        lambda *of: budget,
+        pools.plain,
+        PositionTracker(),
+        between_chunks=between_chunks,
         sealed=pools.sealed if isinstance(storage, Codec) else None,
-    )  # fmt: skip
+    )
 
 
 def tokens(n: int, batch: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

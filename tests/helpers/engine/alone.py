@@ -30,9 +30,15 @@ def alone(kind: str, method: str, length: int) -> tuple[list[int], Tensor]:
     model, ids = model_of(kind), torch.tensor([prompt(length)])
     with torch.no_grad(), mp.compress(model, method, BUDGETS[method]) as kept:
         out = model.generate(  # type: ignore[operator]
-            ids, cache=kept, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None,
-            output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            ids,
+            cache=kept,
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     new = out.sequences[0, length:]
     scores = torch.stack(out.logits)[:, 0].double().log_softmax(-1)
     return new.tolist(), scores[range(NEW), new]

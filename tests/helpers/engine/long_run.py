@@ -50,11 +50,19 @@ def run(folder: Path, disk: Path, memory: int, n_requests: int) -> dict[str, Any
         kv, running, steps = max(kv, found.tier.bytes_used), max(running, engine.stats().running), steps + 1
     files = found.streamed._files.values()
     held = {
-        "ended": n_ended, "lengths": sorted(lengths), "errors": errors, "kv": kv, "running": running, "steps": steps,
-        "ledger": found.ledger.peak("host"), "direct": all(file.direct for file in files),
-        "resident": _peak(), "imported": imported, "third": third,
+        "ended": n_ended,
+        "lengths": sorted(lengths),
+        "errors": errors,
+        "kv": kv,
+        "running": running,
+        "steps": steps,
+        "ledger": found.ledger.peak("host"),
+        "direct": all(file.direct for file in files),
+        "resident": _peak(),
+        "imported": imported,
+        "third": third,
         "during": sorted(path.name for path in disk.iterdir()),
-    }  # fmt: skip
+    }
     engine.check_integrity()
     engine.close()
     return held

@@ -25,9 +25,17 @@ VOCABULARY = 96
 def model(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, attn_implementation="sdpa", eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        attn_implementation="sdpa",
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -42,24 +50,40 @@ def budget_of(method: str) -> str | None:
 
 def open_engine(folder: Path | None, method: str = "h2o", codec: str | None = None, **options: Any) -> Engine:
     chosen = {"max_step_tokens": 32, "page_slots": 8, "budget": budget_of(method)} | options
-    return Engine(options.pop("of", None) or model(), method=method, codec=codec, cache_dir=folder, **{
-        name: value for name, value in chosen.items() if name != "of"
-    })  # fmt: skip
+    return Engine(
+        options.pop("of", None) or model(),
+        method=method,
+        codec=codec,
+        cache_dir=folder,
+        **{name: value for name, value in chosen.items() if name != "of"},
+    )
 
 
 def ask(
-    engine: Engine, ids: Sequence[int], *, salt: str | None = None, cache_options: CacheOptions | None = None,
-    new: int = NEW, fields: Mapping[str, Any] | None = None, **params: Any,
-) -> RequestOutput:  # fmt: skip
+    engine: Engine,
+    ids: Sequence[int],
+    *,
+    salt: str | None = None,
+    cache_options: CacheOptions | None = None,
+    new: int = NEW,
+    fields: Mapping[str, Any] | None = None,
+    **params: Any,
+) -> RequestOutput:
     """The answer to a prompt; every page is checked, and what ended is on the disk when this returns.
 
     fields: more of the request. params: of its sampling.
     """
     chosen = mp.SamplingParams(**{"max_tokens": new, "temperature": 0, "ignore_eos": True} | params)
     engine.add(
-        Request(request_id="turn", prompt=tuple(ids), params=chosen, cache_salt=salt,
-                cache=cache_options or CacheOptions(), **(fields or {}))
-    )  # fmt: skip
+        Request(
+            request_id="turn",
+            prompt=tuple(ids),
+            params=chosen,
+            cache_salt=salt,
+            cache=cache_options or CacheOptions(),
+            **(fields or {}),
+        )
+    )
     found: list[RequestOutput] = []
     while engine.busy:
         found += [output for output in engine.step() if output.finished]

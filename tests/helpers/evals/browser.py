@@ -16,8 +16,19 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
-KEYS = {" ": 32, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38,
-        "ArrowRight": 39, "ArrowDown": 40, "Tab": 9, "Escape": 27}  # fmt: skip
+KEYS = {
+    " ": 32,
+    "PageUp": 33,
+    "PageDown": 34,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "Tab": 9,
+    "Escape": 27,
+}
 SHIFT = 8
 
 
@@ -29,15 +40,26 @@ class Browser:
         theirs_in, self._out = map(_high, os.pipe())
         self._in, theirs_out = map(_high, os.pipe())
         command = [
-            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions", "--no-first-run",
-            "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={profile}",
-            f"--window-size={width},{height}", "--disable-background-networking",
-        ]  # fmt: skip
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-extensions",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "--disable-background-networking",
+        ]
         wires = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
-            ["bash", "-c", wires, *command], pass_fds=(theirs_in, theirs_out),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            ["bash", "-c", wires, *command],
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._buffer, self._next, self._session = b"", 0, ""
@@ -113,8 +135,10 @@ class Browser:
 
     def move(self, selector: str) -> None:
         """The mouse over the middle of an element."""
-        box = self.run(f"(({{x,y,width,height}}) => ({{x:x+width/2,y:y+height/2}}))"
-                       f"(document.querySelector({selector!r}).getBoundingClientRect())")  # fmt: skip
+        box = self.run(
+            f"(({{x,y,width,height}}) => ({{x:x+width/2,y:y+height/2}}))"
+            f"(document.querySelector({selector!r}).getBoundingClientRect())"
+        )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **box)
 
     def prefer(self, scheme: str) -> None:

@@ -18,9 +18,13 @@ for line in sys.stdin:
     keep = length if request["keep"] is None else request["keep"]
     said = [{"tokens": request["opening"][-question["most"] :]} for question in request["questions"]]
     reply = {
-        "id": request["id"], "peer": "fake 1.0", "answers": said, "kept_share": keep / length, "kv_bytes": 64 * keep,
+        "id": request["id"],
+        "peer": "fake 1.0",
+        "answers": said,
+        "kept_share": keep / length,
+        "kv_bytes": 64 * keep,
         "full_kv_bytes": 64 * length,
-    }  # fmt: skip
+    }
     if "Ada" in press:
         reply |= {"kept_share": 1.0, "kv_bytes": 64 * length, "pretended_share": keep / length}
     if "garbled" in press:

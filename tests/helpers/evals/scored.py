@@ -16,20 +16,42 @@ def row(method: str, task: str, score: float, budget: str = "20%", **other: Any)
     """One row of a run on a model "m"; a full cache holds 1,000 bytes."""
     full = method == "full"
     known: dict[str, Any] = {
-        "model": "m", "method": method, "budget": "" if full else budget, "codec": "auto", "task": task,
-        "protocol": "aware", "seed": 7, "peer": "millpond", "score": score, "low": score - 0.02, "high": score + 0.02,
-        "better": "higher", "n": 200, "failures": 0, "kv_bytes": 1000.0 if full else 200.0, "full_kv_bytes": 1000.0,
+        "model": "m",
+        "method": method,
+        "budget": "" if full else budget,
+        "codec": "auto",
+        "task": task,
+        "protocol": "aware",
+        "seed": 7,
+        "peer": "millpond",
+        "score": score,
+        "low": score - 0.02,
+        "high": score + 0.02,
+        "better": "higher",
+        "n": 200,
+        "failures": 0,
+        "kv_bytes": 1000.0 if full else 200.0,
+        "full_kv_bytes": 1000.0,
         "kept_share": 1.0 if full else 0.2,
-    }  # fmt: skip
+    }
     return SummaryRow(**{**known, **other})
 
 
 def record(of: SummaryRow, depth: float, length: int, score: float) -> Record:
     """One answered question about a needle."""
     return Record(
-        cell_of(of).key, f"{depth}-{length}-{score}", 0, "", score, 1.0, length, 0.2, 200, 1000,
+        cell_of(of).key,
+        f"{depth}-{length}-{score}",
+        0,
+        "",
+        score,
+        1.0,
+        length,
+        0.2,
+        200,
+        1000,
         facts={"depth": depth, "length": length},
-    )  # fmt: skip
+    )
 
 
 def save(

@@ -64,19 +64,27 @@ def tiny_samples(count: int = 5, asks: tuple[int, ...] = (1, 3, 2), new: int = 6
         turned = asks[i % len(asks) :] + asks[: i % len(asks)]
         questions = tuple(
             Question(
-                " " + text(n, 1000 * i + j + 7), references=(text(4 + j + i, 50 * i + j),), max_new_tokens=new + j,
-                choices=(text(2, j), text(1 + i, j + 1), text(3, j + 2)), right=j % 3,
+                " " + text(n, 1000 * i + j + 7),
+                references=(text(4 + j + i, 50 * i + j),),
+                max_new_tokens=new + j,
+                choices=(text(2, j), text(1 + i, j + 1), text(3, j + 2)),
+                right=j % 3,
             )
             for j, n in enumerate(turned)
-        )  # fmt: skip
+        )
         made.append(Sample(f"s{i}", text(24 + 9 * i, i), questions, {"length": 24 + 9 * i}))
     return tuple(made)
 
 
 def examined(
-    task: TinyTask, method: str, budget: str = "", protocol: Protocol = "aware", size: int = 1,
-    model: LlamaForCausalLM | None = None, limit: int | None = 512,
-) -> list[Record]:  # fmt: skip
+    task: TinyTask,
+    method: str,
+    budget: str = "",
+    protocol: Protocol = "aware",
+    size: int = 1,
+    model: LlamaForCausalLM | None = None,
+    limit: int | None = 512,
+) -> list[Record]:
     """The records of all samples of a task."""
     model = model or tiny_model()
     who = find_candidate(Spec.parse(method))

@@ -13,8 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.gguf.files import add_tokenizer
 
-_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}  # fmt: skip
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 #: llama.cpp's name -> model type and configuration in transformers.
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,20 +34,28 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", _SMALL),
     "stablelm": ("stablelm", _SMALL),
     "nemotron": ("nemotron", _SMALL),
-    "falcon": ("falcon", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300,
-                          "multi_query": True}),
+    "falcon": (
+        "falcon",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "multi_query": True},
+    ),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 1024}),
     "bloom": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300}),
     "qwen2moe": ("qwen2_moe", _SMALL | _EXPERTS),
     "qwen3moe": ("qwen3_moe", _SMALL | _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
-}  # fmt: skip
+}
 
 
 def write_architecture(
-    path: Path, name: str, *, seed: int = 0, called: str = "tiny", also: dict[str, Any] | None = None,
-    more: dict[str, tuple[int, ...] | np.ndarray] | None = None, options: dict[str, Any] | None = None,
+    path: Path,
+    name: str,
+    *,
+    seed: int = 0,
+    called: str = "tiny",
+    also: dict[str, Any] | None = None,
+    more: dict[str, tuple[int, ...] | np.ndarray] | None = None,
+    options: dict[str, Any] | None = None,
     tokenizer: str = "gpt2",
-) -> Any:  # fmt: skip
+) -> Any:
     """Write a model of random float32 weights; returns the configuration that it was written of.
 
     Args:

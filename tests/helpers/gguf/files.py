@@ -33,9 +33,16 @@ def matrix(shape: tuple[int, int], kind: str, rng: np.random.Generator) -> tuple
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", kind: str = "F32", *, tokenizer: bool = True, seed: int = 0,
-    leave_out: str = "", kinds: Mapping[str, str] | None = None, **metadata: int,
-) -> dict[str, np.ndarray]:  # fmt: skip
+    path: Path,
+    architecture: str = "llama",
+    kind: str = "F32",
+    *,
+    tokenizer: bool = True,
+    seed: int = 0,
+    leave_out: str = "",
+    kinds: Mapping[str, str] | None = None,
+    **metadata: int,
+) -> dict[str, np.ndarray]:
     """Write a model of two layers; returns its matrices, by their names in the file.
 
     Args:
@@ -47,10 +54,17 @@ def write_gguf(
     writer = GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
     numbers = {
-        "context_length": 512, "embedding_length": WIDTH, "block_count": LAYERS, "feed_forward_length": INNER,
-        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD,
-        "attention.value_length": HEAD, "rope.dimension_count": HEAD, "vocab_size": VOCAB,
-    } | metadata  # fmt: skip
+        "context_length": 512,
+        "embedding_length": WIDTH,
+        "block_count": LAYERS,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.key_length": HEAD,
+        "attention.value_length": HEAD,
+        "rope.dimension_count": HEAD,
+        "vocab_size": VOCAB,
+    } | metadata
     for key, value in numbers.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
@@ -90,9 +104,12 @@ def _layer(architecture: str) -> dict[str, tuple[int, ...]]:
     if architecture == "phi3":
         return shapes | {"attn_qkv": (WIDTH + 2 * kv, WIDTH), "ffn_up": (2 * INNER, WIDTH)}
     shapes |= {
-        "attn_q": (WIDTH, WIDTH), "attn_k": (kv, WIDTH), "attn_v": (kv, WIDTH), "ffn_gate": (INNER, WIDTH),
+        "attn_q": (WIDTH, WIDTH),
+        "attn_k": (kv, WIDTH),
+        "attn_v": (kv, WIDTH),
+        "ffn_gate": (INNER, WIDTH),
         "ffn_up": (INNER, WIDTH),
-    }  # fmt: skip
+    }
     if architecture == "qwen2":
         shapes |= {"attn_q.bias": (WIDTH,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if architecture == "qwen3":

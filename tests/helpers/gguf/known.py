@@ -11,29 +11,73 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.gguf.files import VOCAB, add_tokenizer
 
-_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 512, "bos_token_id": VOCAB - 1,
-          "eos_token_id": VOCAB - 1, "pad_token_id": VOCAB - 1, "tie_word_embeddings": False}  # fmt: skip
-_LINEAR = {"head_dim": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 2,
-           "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-           "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
-                               "mrope_section": [2, 1, 1], "mrope_interleaved": True}}  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48}  # fmt: skip
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "bos_token_id": VOCAB - 1,
+    "eos_token_id": VOCAB - 1,
+    "pad_token_id": VOCAB - 1,
+    "tie_word_embeddings": False,
+}
+_LINEAR = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 #: llama.cpp's name -> model type and configuration in transformers.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", _SMALL | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}),
-    "mamba": ("mamba", {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB, "layer_norm_epsilon": 1e-5,
-                        "tie_word_embeddings": False}),
+    "mamba": (
+        "mamba",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": VOCAB,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen35": ("qwen3_5_text", _SMALL | _LINEAR),
     "qwen35moe": ("qwen3_5_moe_text", _SMALL | _LINEAR | _EXPERTS),
-    "minimax-m2": ("minimax_m2", _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
-                                           "rotary_dim": 8}),
+    "minimax-m2": (
+        "minimax_m2",
+        _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
     "gpt-oss": ("gpt_oss", _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
-    "gemma4": ("gemma4_text", _SMALL | {"num_hidden_layers": 6, "head_dim": 256, "global_head_dim": 32,
-                                        "hidden_size_per_layer_input": 0, "sliding_window": 16,
-                                        "tie_word_embeddings": True}),
-}  # fmt: skip
+    "gemma4": (
+        "gemma4_text",
+        _SMALL
+        | {
+            "num_hidden_layers": 6,
+            "head_dim": 256,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 
 
 def known_model(name: str, **options: Any) -> PreTrainedModel:
@@ -94,18 +138,26 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _metadata(name: str, config: Any) -> dict[str, Any]:
     if name == "mamba":
         return {
-            "context_length": 2**20, "embedding_length": config.hidden_size, "feed_forward_length": 0,
-            "attention.head_count": 0, "block_count": config.num_hidden_layers, "ssm.conv_kernel": config.conv_kernel,
-            "ssm.inner_size": config.intermediate_size, "ssm.state_size": config.state_size,
+            "context_length": 2**20,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": 0,
+            "attention.head_count": 0,
+            "block_count": config.num_hidden_layers,
+            "ssm.conv_kernel": config.conv_kernel,
+            "ssm.inner_size": config.intermediate_size,
+            "ssm.state_size": config.state_size,
             "ssm.time_step_rank": config.time_step_rank,
             "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
-        }  # fmt: skip
+        }
     found = {
-        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.norm_eps,
-    }  # fmt: skip
+    }
     rope = config.rope_parameters
     if name == "lfm2":
         heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
@@ -115,7 +167,8 @@ def _metadata(name: str, config: Any) -> dict[str, Any]:
         found |= {
             "attention.key_length": config.per_layer_config[full].head_dim,
             "attention.value_length": config.per_layer_config[full].head_dim,
-            "attention.key_length_swa": narrow, "attention.value_length_swa": narrow,
+            "attention.key_length_swa": narrow,
+            "attention.value_length_swa": narrow,
             "attention.sliding_window": config.sliding_window,
             "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
             "attention.shared_kv_layers": config.num_kv_shared_layers,
@@ -123,7 +176,7 @@ def _metadata(name: str, config: Any) -> dict[str, Any]:
             "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
             "rope.dimension_count": config.per_layer_config[full].head_dim,
             "rope.dimension_count_swa": narrow,
-        }  # fmt: skip
+        }
         if config.final_logit_softcapping:
             found["final_logit_softcapping"] = config.final_logit_softcapping
         return found | {"rope.freq_base": rope["full_attention"]["rope_theta"]}
@@ -133,30 +186,38 @@ def _metadata(name: str, config: Any) -> dict[str, Any]:
         found["rope.dimension_count"] = int(config.head_dim * rope.get("partial_rotary_factor", 1))
     if name in ("qwen35", "qwen35moe"):
         found |= {
-            "full_attention_interval": 4, "ssm.conv_kernel": config.linear_conv_kernel_dim,
-            "ssm.state_size": config.linear_key_head_dim, "ssm.group_count": config.linear_num_key_heads,
+            "full_attention_interval": 4,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
             "ssm.time_step_rank": config.linear_num_value_heads,
             "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
             "rope.dimension_sections": [*rope["mrope_section"], 0],
-        }  # fmt: skip
+        }
     if name == "qwen35moe":
         found |= {
-            "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
             "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
-        }  # fmt: skip
+        }
         del found["feed_forward_length"]
     if name in ("minimax-m2", "gpt-oss"):
-        found |= {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok,
-                  "expert_feed_forward_length": config.intermediate_size, "vocab_size": VOCAB}  # fmt: skip
+        found |= {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+            "vocab_size": VOCAB,
+        }
     if name == "minimax-m2":
         found["expert_gating_func"] = 2  # sigmoid
     if name == "gpt-oss":
         found |= {
-            "attention.sliding_window": config.sliding_window, "rope.scaling.type": "yarn",
+            "attention.sliding_window": config.sliding_window,
+            "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rope["factor"]),
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        }  # fmt: skip
+        }
     return found
 
 

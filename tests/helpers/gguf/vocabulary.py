@@ -39,8 +39,13 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary, *, name: str = "tiny", 
     """Write a file without tensors."""
     writer = GGUFWriter(str(path), architecture)
     writer.add_name(name)
-    numbers = {"context_length": 64, "embedding_length": 8, "block_count": 1, "feed_forward_length": 8,
-               "attention.head_count": 1}  # fmt: skip
+    numbers = {
+        "context_length": 64,
+        "embedding_length": 8,
+        "block_count": 1,
+        "feed_forward_length": 8,
+        "attention.head_count": 1,
+    }
     for key, value in numbers.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
@@ -86,9 +91,12 @@ def pieces(kind: str, n_merges: int = 800) -> Vocabulary:
     alphabet = [BLANK, *([] if kind == "llama" else ["\n"]), *(c for i, c in enumerate(characters) if i % 3)]
     backend = Tokenizer(BPE())
     trainer = BpeTrainer(
-        vocab_size=len(alphabet) + n_merges, min_frequency=1, initial_alphabet=alphabet, limit_alphabet=len(alphabet),
+        vocab_size=len(alphabet) + n_merges,
+        min_frequency=1,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
         show_progress=False,
-    )  # fmt: skip
+    )
     known = {*alphabet}
     cut = ["".join(c for c in text.replace(" ", BLANK) if c in known) for text in _plain()]
     backend.train_from_iterator([BLANK + text for text in cut] if kind == "llama" else cut, trainer)

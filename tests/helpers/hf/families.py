@@ -33,11 +33,20 @@ class Family:
 
 
 COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "attn_implementation": "sdpa",
-    "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "attn_implementation": "sdpa",
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
 
 _HYBRID = {
     "sliding_window": WINDOW,
@@ -45,9 +54,13 @@ _HYBRID = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _MLA = {
-    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
     "v_head_dim": 6,
-}  # fmt: skip
+}
 
 FAMILIES = [
     Family("llama", "LlamaConfig", "LlamaForCausalLM"),
@@ -55,15 +68,23 @@ FAMILIES = [
     Family("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
     Family("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 8}),
     Family(
-        "opt", "OPTConfig", "OPTForCausalLM",
-        {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.0}, rotary=False,
+        "opt",
+        "OPTConfig",
+        "OPTForCausalLM",
+        {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.0},
+        rotary=False,
     ),
     Family("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
     Family("phi3", "Phi3Config", "Phi3ForCausalLM"),
     Family(
-        "gemma2", "Gemma2Config", "Gemma2ForCausalLM",
+        "gemma2",
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
         {
-            "head_dim": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "attn_implementation": "eager",
+            "head_dim": 8,
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 8,
+            "attn_implementation": "eager",
             **_HYBRID,
         },
         windows=True,
@@ -71,22 +92,38 @@ FAMILIES = [
     Family("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM", {"head_dim": 8, **_HYBRID}, windows=True),
     Family("gpt2", "GPT2Config", "GPT2LMHeadModel", {"n_inner": 48}, rotary=False),
     Family(
-        "mixtral", "MixtralConfig", "MixtralForCausalLM",
+        "mixtral",
+        "MixtralConfig",
+        "MixtralForCausalLM",
         {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     Family(
-        "gpt_oss", "GptOssConfig", "GptOssForCausalLM",
+        "gpt_oss",
+        "GptOssConfig",
+        "GptOssForCausalLM",
         {
-            "head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2, "attn_implementation": "eager",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **_HYBRID,
+            "head_dim": 8,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "attn_implementation": "eager",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **_HYBRID,
         },
         windows=True,
     ),
     Family(
-        "deepseek_v3", "DeepseekV3Config", "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
         {
-            **_MLA, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
+            **_MLA,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
         },
         latents=True,
     ),
@@ -96,7 +133,7 @@ FAMILIES = [
     Family("stablelm", "StableLmConfig", "StableLmForCausalLM"),
     Family("phi", "PhiConfig", "PhiForCausalLM"),
     Family("gemma", "GemmaConfig", "GemmaForCausalLM", {"head_dim": 8}),
-]  # fmt: skip
+]
 NAMES = [family.name for family in FAMILIES]
 
 
@@ -187,9 +224,14 @@ def tiny_llava() -> PreTrainedModel:
     """A vision-language model: a CLIP tower of one layer in front of a Llama."""
     torch.manual_seed(7)
     vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
         projection_dim=16,
-    )  # fmt: skip
+    )
     language = transformers.LlamaConfig(**{k: v for k, v in COMMON.items() if k != "attn_implementation"})
     config = transformers.LlavaConfig(
         vision_config=vision, text_config=language, image_token_index=2, vision_feature_layer=-1, image_seq_length=4

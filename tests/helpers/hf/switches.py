@@ -15,9 +15,11 @@ import millpond as mp
 
 
 def gives_back_after_the_last_of_two_users(
-    model: Any, use: Callable[[Any], Callable[[], None]], switched: Callable[[Any], Sequence[nn.Module]],
+    model: Any,
+    use: Callable[[Any], Callable[[], None]],
+    switched: Callable[[Any], Sequence[nn.Module]],
     expected: Sequence[nn.Module],
-) -> None:  # fmt: skip
+) -> None:
     """Two users of one model, the first of whom leaves twice."""
     first, second = use(model), use(model)
     first()

@@ -29,9 +29,19 @@ def shape_of(settings: dict[str, Any]) -> AttentionShape:
 
 
 def decode_args(
-    q: Tensor, k_new: Tensor, v_new: Tensor, pages: PageArrays, table: Tensor, lens: Tensor, caps: Tensor,
-    recent: Tensor, q_pos: Tensor, rule: DecodeRule, packed: PackedRegions | None = None, **shape: Any,
-) -> DecodeArgs:  # fmt: skip
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    pages: PageArrays,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    rule: DecodeRule,
+    packed: PackedRegions | None = None,
+    **shape: Any,
+) -> DecodeArgs:
     plain = PageRegions(pages, table, lens)
     regions = StepRegions(plain, caps, recent, q_pos, rule, AttentionShape(**shape), packed)
     return DecodeArgs(q, k_new, v_new, regions)

@@ -97,13 +97,16 @@ class PackedCall:
         heads = plain.n_kv_heads
         channels = [torch.randperm(plain.key_dim, generator=gen)[:dim].sort().values for _ in range(n_regions)]
         self.packed = PackedRegions(
-            pages, table, torch.tensor(case.lens, dtype=torch.int32), torch.zeros(n_regions, dtype=torch.int32),
+            pages,
+            table,
+            torch.tensor(case.lens, dtype=torch.int32),
+            torch.zeros(n_regions, dtype=torch.int32),
             torch.stack(channels).int() if case.keep else None,
             torch.rand(n_regions, dim, generator=gen) + 0.5 if case.balanced else None,
             step * (torch.rand(heads, dim, generator=gen) + 1) if fixed else None,
             torch.full((heads, dim), lowest) if fixed else None,
             case.rope,
-        )  # fmt: skip
+        )
         shift = case.shift * (torch.arange(plain.key_dim) % 8 == 3)  # few channels are far from 0
         self.keys = (torch.randn(n_regions, width, plain.key_dim, generator=gen) + shift).to(plain.dtype)
         self.values = torch.randn(n_regions, width, plain.value_dim, generator=gen).to(plain.dtype)

@@ -33,11 +33,22 @@ class Prompt:
     decay: float = 1.0
 
     def run(self, impl: ModuleType, colsum: Reduce | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(prefill_args(
-            self.q, self.k, self.v, self.q_pos, self.past_pos, scale=self.scale, softcap=self.softcap,
-            window=self.window, sink_logits=self.sink_logits, colsum=colsum, decay=self.decay,
-            past_log_masses=self.past_log_masses,
-        ))  # fmt: skip
+        result: tuple[Tensor, Tensor, Tensor | None] = impl.prefill(
+            prefill_args(
+                self.q,
+                self.k,
+                self.v,
+                self.q_pos,
+                self.past_pos,
+                scale=self.scale,
+                softcap=self.softcap,
+                window=self.window,
+                sink_logits=self.sink_logits,
+                colsum=colsum,
+                decay=self.decay,
+                past_log_masses=self.past_log_masses,
+            )
+        )
         return result
 
     @property
@@ -45,9 +56,7 @@ class Prompt:
         return TOLERANCE[self.q.dtype]
 
     def check(
-        self,
-        expected: tuple[Tensor, Tensor, Tensor | None],
-        found: tuple[Tensor, Tensor, Tensor | None],
+        self, expected: tuple[Tensor, Tensor, Tensor | None], found: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
         """Compare results; errors of column sums grow like a random walk over the queries."""
         tol = self.tolerance
@@ -88,7 +97,15 @@ def prompts(
     if masses and n_past:  # a mass of 1 to 20
         log_masses = torch.rand(draw(st.sampled_from([1, n_kv_heads])), n_past, generator=gen) * 3
     return Prompt(
-        q, k, v, q_pos, past, sink, key_dim**-0.5,
-        draw(st.sampled_from([0.0, 2.0, 30.0])), draw(st.sampled_from([0, 0, 1, 7, 100])), log_masses,
+        q,
+        k,
+        v,
+        q_pos,
+        past,
+        sink,
+        key_dim**-0.5,
+        draw(st.sampled_from([0.0, 2.0, 30.0])),
+        draw(st.sampled_from([0, 0, 1, 7, 100])),
+        log_masses,
         draw(st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.2])),
-    )  # fmt: skip
+    )

@@ -25,9 +25,16 @@ OPTIONS |= {
 
 
 def held(
-    model: LlamaForCausalLM, method: str, amount: int, codec: str, batch: int, length: int, steps: int, turn: int = 0,
+    model: LlamaForCausalLM,
+    method: str,
+    amount: int,
+    codec: str,
+    batch: int,
+    length: int,
+    steps: int,
+    turn: int = 0,
     **options: Any,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """`kv_bytes` after a prompt, after each of `steps` tokens, and after a later `turn` and as many steps again.
 
     Sequences of `length` columns are padded on the left, each by five tokens more than the one before.

@@ -27,7 +27,7 @@ class Mask(Oracle):
 
 def passes(
     model: PreTrainedModel, cache: Any, oracle: Oracle, turns: Sequence[Tensor], mask: Tensor
-) -> Iterator[tuple[float, float]]:  # fmt: skip
+) -> Iterator[tuple[float, float]]:
     """Pass `turns` of tokens through `cache`, and through a full cache under `oracle`.
 
     Args:
@@ -55,9 +55,15 @@ def steps_after(ids: Tensor, steps: int) -> list[Tensor]:
 
 
 def equals_a_mask(
-    model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, steps: int, oracle: Oracle | None = None,
-    within: float = 1e-12, after: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+    model: PreTrainedModel,
+    cache: Any,
+    ids: Tensor,
+    mask: Tensor,
+    steps: int,
+    oracle: Oracle | None = None,
+    within: float = 1e-12,
+    after: Callable[[], None] = lambda: None,
+) -> None:
     """A padded prompt and `steps` tokens: outputs are those of a full cache that hides what was dropped.
 
     oracle: knows what to hide; None: what `cache` no longer holds. after: called after the prompt and each step.

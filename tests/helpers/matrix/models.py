@@ -17,10 +17,19 @@ def llama(heads: str = "gqa", dtype: torch.dtype = torch.float64, layers: int = 
     torch.manual_seed(0)
     n_heads, n_kv_heads = HEADS[heads]
     config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=n_heads,
-        num_key_value_heads=n_kv_heads, head_dim=8, max_position_embeddings=512, pad_token_id=0, bos_token_id=1,
-        eos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv_heads,
+        head_dim=8,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
     model = LlamaForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
         for layer in model.model.layers:

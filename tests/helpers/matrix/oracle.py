@@ -163,9 +163,14 @@ _active: list[Oracle] = []
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     index: int = module.layer_idx  # type: ignore[assignment]
     return _active[-1].attend(index, query, key, value, attention_mask, scale).transpose(1, 2), None

@@ -13,9 +13,14 @@ from tests.helpers.papers.fixture import kept, layer_cache
 
 
 def view(
-    keys: Tensor, values: Tensor | None = None, positions: Tensor | None = None, *, signal: Tensor | None = None,
-    seen: int = 0, pinned: Tensor | None = None,
-) -> View:  # fmt: skip
+    keys: Tensor,
+    values: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
+    signal: Tensor | None = None,
+    seen: int = 0,
+    pinned: Tensor | None = None,
+) -> View:
     """A view of keys (H, N, D), by default at positions 0, 1, ..., which shows what is given."""
     if positions is None:
         positions = torch.arange(keys.shape[1], dtype=torch.int32).expand(len(keys), -1)

@@ -97,8 +97,10 @@ def _nested(depth: int) -> Any:
 
 
 ATTACKS: dict[str, Attack] = {
-    **{name: partial(lambda path, name, one: one.ask(path, _body(name)), path, name)
-       for name, (path, _, _) in BODIES.items()},
+    **{
+        name: partial(lambda path, name, one: one.ask(path, _body(name)), path, name)
+        for name, (path, _, _) in BODIES.items()
+    },
     # files
     "a device": _option("duo_attention", heads="/dev/zero"),
     "a pipe": lambda one: _option("duo_attention", heads=_pipe())(one),
@@ -151,8 +153,9 @@ ATTACKS: dict[str, Attack] = {
     "deep values": lambda one: one.ask(TEXT, '{"metadata": ' + '{"a":' * 5_000 + "1" + "}" * 5_000 + "}"),
     "no JSON": lambda one: one.ask(TEXT, b"\x00" * 100_000),
     "another kind": lambda one: one.ask(TEXT, "prompt=x", "application/x-www-form-urlencoded"),
-    "many parts": lambda one: one.ask(CHAT, {"messages": [{"role": "user", "content": [
-        {"type": "text", "text": "x"}] * 4_000}], "max_tokens": 2}),
+    "many parts": lambda one: one.ask(
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4_000}], "max_tokens": 2}
+    ),
     # the queue
     "a whole context": _long,
     "many whole contexts": lambda one: _long(one, 6),
@@ -199,15 +202,38 @@ ATTACKS: dict[str, Attack] = {
     "away in a stream": _leave(2_000, stream=True),
     "away in many streams": _leave(5_000, stream=True, n=8),
     "away before the answer": _leave(0, n=16),
-}  # fmt: skip
+}
 
 #: Those that take seconds of the engine or of the process that compiles grammars, and many of 16 MB.
 LONG = {
-    "n", "log probabilities", "log probabilities of a prompt", "many parts", "a whole context", "many whole contexts",
-    "many prompts", "an enum that is admitted", "many properties", "a pattern that explodes", "a deep schema",
-    "a schema in itself", "going last", "codecs", "unknown keys", "messages", "brackets", "escaped quotes",
-    "lists of lists", "quotes", "a long number", "white space",
-    "a long text", "a long name", "a long model", "markdown of 15 MB", "too long a text to ids", "many ids to text",
-}  # fmt: skip
+    "n",
+    "log probabilities",
+    "log probabilities of a prompt",
+    "many parts",
+    "a whole context",
+    "many whole contexts",
+    "many prompts",
+    "an enum that is admitted",
+    "many properties",
+    "a pattern that explodes",
+    "a deep schema",
+    "a schema in itself",
+    "going last",
+    "codecs",
+    "unknown keys",
+    "messages",
+    "brackets",
+    "escaped quotes",
+    "lists of lists",
+    "quotes",
+    "a long number",
+    "white space",
+    "a long text",
+    "a long name",
+    "a long model",
+    "markdown of 15 MB",
+    "too long a text to ids",
+    "many ids to text",
+}
 #: Statuses that are answers: to a legal request, to one that cannot be, to one too many.
 FINE = {200, 204, 400, 403, 404, 405, 408, 411, 413, 421, 422, 429, 503}

@@ -127,9 +127,16 @@ class FakeLLM:
             before = (None, *(self._logprob(i, params.prompt_logprobs) for i in prompt[1:]))
         times = Times(arrived, arrived, now if length else None, now if reason else None)
         return RequestOutput(
-            request.request_id, None, prompt, tuple(completions), times, before, finished=reason is not None,
-            read=len(prompt) if read is None else read, cached=3 if read is None else 0,
-        )  # fmt: skip
+            request.request_id,
+            None,
+            prompt,
+            tuple(completions),
+            times,
+            before,
+            finished=reason is not None,
+            read=len(prompt) if read is None else read,
+            cached=3 if read is None else 0,
+        )
 
     def forgotten(self, request: Request) -> tuple[Forgotten, ...]:
         """A quarter of each span, and half of it in most heads; 60 % of its entries are held."""

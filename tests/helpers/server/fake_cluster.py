@@ -32,9 +32,16 @@ class FakeCluster(FakeLLM):
 
     def figures(self) -> ClusterFigures:
         return ClusterFigures(
-            moved=5, moved_bytes=1000, full_bytes=4000, replayed=2, deaths=1, move_s=0.5, checkpoints=4,
-            checkpoint_bytes=700, resumed=3,
-        )  # fmt: skip
+            moved=5,
+            moved_bytes=1000,
+            full_bytes=4000,
+            replayed=2,
+            deaths=1,
+            move_s=0.5,
+            checkpoints=4,
+            checkpoint_bytes=700,
+            resumed=3,
+        )
 
     @property
     def step_age_s(self) -> float:

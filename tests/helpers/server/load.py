@@ -12,8 +12,10 @@ import httpx
 
 #: New tokens of each answer.
 TOKENS = 48
-PROMPTS = tuple(f"{name} kettle quiet rain past meadow and old stone on river <ask> {name} <is>"
-                for name in ("anna", "berta", "clara"))  # fmt: skip
+PROMPTS = tuple(
+    f"{name} kettle quiet rain past meadow and old stone on river <ask> {name} <is>"
+    for name in ("anna", "berta", "clara")
+)
 
 
 @dataclass
@@ -57,9 +59,12 @@ class Pace:
         per_token = [one.per_token for one in answers]
         gaps = sorted(gap for one in answers for gap in one.gaps)
         return cls(
-            len(answers), statistics.median(per_token), gaps[int(0.95 * len(gaps))],
-            sum(one.times[-1] - one.times[0] for one in answers) / sum(one.tokens for one in answers), gaps[-1],
-        )  # fmt: skip
+            len(answers),
+            statistics.median(per_token),
+            gaps[int(0.95 * len(gaps))],
+            sum(one.times[-1] - one.times[0] for one in answers) / sum(one.tokens for one in answers),
+            gaps[-1],
+        )
 
     def __str__(self) -> str:
         return (
@@ -98,9 +103,13 @@ class GoodClient:
         """One answer to its end."""
         found = Answer(prompt, times=[time.perf_counter()])
         body = {
-            "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         try:
             with self._client.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:

@@ -19,33 +19,82 @@ from tests.helpers.server.live import Live
 PROMPT, MOST_S = [5 + place % 200 for place in range(300)], 2.0
 #: JSON of what every numeric option is given besides its range's ends.
 VALUES = (
-    "-1", "0", "1", "0.5", str(2**31), str(2**63), str(2**70), "NaN", "Infinity", "1e308", "1e-320", "true", '"5"',
-    '"nan"', "[]", "null",
-)  # fmt: skip
+    "-1",
+    "0",
+    "1",
+    "0.5",
+    str(2**31),
+    str(2**63),
+    str(2**70),
+    "NaN",
+    "Infinity",
+    "1e308",
+    "1e-320",
+    "true",
+    '"5"',
+    '"nan"',
+    "[]",
+    "null",
+)
 #: Numbers as they may stand inside a text.
 WORDS = ("0", "1", "-1", "0.5", "1e5", "9" * 30, "9" * 400, "9" * 5000, str(2**31), str(2**63), "inf", "nan")
 #: Texts with a number V in them: the method, its option, the text; for budgets and formats no option.
 NESTED = (
-    ("ada", "score", "h2o/recent=V"), ("ada", "score", "snapkv/kernel=V"), ("chunkkv", "score", "dms/threshold=V"),
-    ("pyramidkv", "score", "ada/alpha=V/score=h2o/sinks=V"), ("merge_on_evict", "score", "ada/every=V/score=h2o"),
-    ("layer_table", "table", "V;1"), ("fastgen", "special", "V;2"), ("fastgen", "punctuation", "V"),
+    ("ada", "score", "h2o/recent=V"),
+    ("ada", "score", "snapkv/kernel=V"),
+    ("chunkkv", "score", "dms/threshold=V"),
+    ("pyramidkv", "score", "ada/alpha=V/score=h2o/sinks=V"),
+    ("merge_on_evict", "score", "ada/every=V/score=h2o"),
+    ("layer_table", "table", "V;1"),
+    ("fastgen", "special", "V;2"),
+    ("fastgen", "punctuation", "V"),
     ("kvzip", "ask", "V;1"),
-)  # fmt: skip
+)
 BUDGETS = ("V%", "V", "VMiB", "VGiB", "Vb", "20%, at least V")
 FORMATS = ("bf16:V,int4", "bf16:V%,int4", "V=int4,*=bf16", "0-V=int4,*=bf16", "bf16:20%,int8:V,int4", "intV")
 #: Numeric fields of a body, and those inside lists; W is the value.
 FIELDS = (
-    *(f'"{name}": W' for name in (
-        "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-        "typical_p", "min_tokens", "seed", "max_tokens", "n", "best_of", "logprobs",
-    )),
-    '"logit_bias": {"5": W}', '"stop_token_ids": [W]', '"allowed_token_ids": [W]', '"prompt": [5, W]',
-    *(f'"millpond": {{"method": "h2o", "budget": "50%", {text}}}' for text in (
-        '"priority": W', '"deadline_s": W', '"max_kl": W', '"recompute": W', '"budget": W', '"keep": [[0, W]]',
-        '"keep": [[W, 5]]', '"fair_shares": [[0, 5, W]]', '"fair_shares": [[0, W, 0.1]]', '"fair_shares": W',
-        '"chunks": [[0, W]]', '"breakpoints": [W]',
-    )),
-)  # fmt: skip
+    *(
+        f'"{name}": W'
+        for name in (
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "typical_p",
+            "min_tokens",
+            "seed",
+            "max_tokens",
+            "n",
+            "best_of",
+            "logprobs",
+        )
+    ),
+    '"logit_bias": {"5": W}',
+    '"stop_token_ids": [W]',
+    '"allowed_token_ids": [W]',
+    '"prompt": [5, W]',
+    *(
+        f'"millpond": {{"method": "h2o", "budget": "50%", {text}}}'
+        for text in (
+            '"priority": W',
+            '"deadline_s": W',
+            '"max_kl": W',
+            '"recompute": W',
+            '"budget": W',
+            '"keep": [[0, W]]',
+            '"keep": [[W, 5]]',
+            '"fair_shares": [[0, 5, W]]',
+            '"fair_shares": [[0, W, 0.1]]',
+            '"fair_shares": W',
+            '"chunks": [[0, W]]',
+            '"breakpoints": [W]',
+        )
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +174,14 @@ def by_text() -> Iterator[Probe]:
         yield Probe(f"nested {depth} times", _of("ada", {"score": "pyramidkv/score=" * depth + "h2o"}))
     long = "x" * 1_000_000
     for name, millpond in (
-        ("method", {"method": long}), ("option", {"method": "h2o", "options": {long: 1}}), ("budget", {"budget": long}),
-        ("codec", {"codec": "int4," * 100_000}), ("preset", {"preset": long}),
+        ("method", {"method": long}),
+        ("option", {"method": "h2o", "options": {long: 1}}),
+        ("budget", {"budget": long}),
+        ("codec", {"codec": "int4," * 100_000}),
+        ("preset", {"preset": long}),
         ("table", {"method": "layer_table", "options": {"table": "1;" * 1000 + "1"}}),
         ("options", {"options": {f"x{place}": 1 for place in range(10_000)}}),
-    ):  # fmt: skip
+    ):
         yield Probe(f"a long {name}", json.dumps(_common() | {"millpond": millpond}))
 
 

@@ -50,16 +50,26 @@ class ScriptedLLM(FakeLLM):
         output = super().output(request, length, reason, 0.0)
         completions = [self._with(one, text) for one in output.completions]
         return type(output)(
-            output.request_id, None, output.prompt_token_ids, tuple(completions), output.times, None,
+            output.request_id,
+            None,
+            output.prompt_token_ids,
+            tuple(completions),
+            output.times,
+            None,
             finished=reason is not None,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _with(completion: Any, text: str) -> Any:
         return type(completion)(
-            completion.index, text, completion.token_ids, completion.logprobs, completion.finish_reason, None,
+            completion.index,
+            text,
+            completion.token_ids,
+            completion.logprobs,
+            completion.finish_reason,
+            None,
             completion.kv,
-        )  # fmt: skip
+        )
 
     def answer(self, prompt: Sequence[int], index: int, length: int) -> tuple[int, ...]:
         return tuple(2 + i % 90 for i in range(length))

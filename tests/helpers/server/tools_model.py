@@ -16,12 +16,15 @@ from tests.helpers.server.live import Live, live
 from tests.helpers.server.scripted import HERMES
 
 WEATHER: dict[str, Any] = {
-    "name": "get_weather", "description": "The weather in a city.",
+    "name": "get_weather",
+    "description": "The weather in a city.",
     "parameters": {
-        "type": "object", "required": ["city", "unit"], "additionalProperties": False,
+        "type": "object",
+        "required": ["city", "unit"],
+        "additionalProperties": False,
         "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "fahrenheit"]}},
     },
-}  # fmt: skip
+}
 TOOL: dict[str, Any] = {"type": "function", "function": WEATHER}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern", "unit": "celsius"}}\n</tool_call>'
 ARGUMENTS = {"city": "Bern", "unit": "celsius"}
@@ -34,9 +37,16 @@ def random_engine() -> AsyncLLM:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = HERMES
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     model = LlamaForCausalLM(config).eval()
     return AsyncLLM(model, tokenizer=tokenizer, model_name="random", method="full", kv_memory=2**24)
 

@@ -8,10 +8,22 @@ from pathlib import Path
 from millpond.train.text.recipe import Tasks, TextRecipe
 
 TINY = TextRecipe(
-    "tiny", "pond-tiny", hidden=16, ffn=32, layers=2, heads=2, kv_heads=1, head_dim=8, tokens=1600, tokens_per_step=128,
-    context=128, vocab_size=420, lengths=((0.0, 64), (0.75, 128)), warmup_steps=2,
+    "tiny",
+    "pond-tiny",
+    hidden=16,
+    ffn=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    tokens=1600,
+    tokens_per_step=128,
+    context=128,
+    vocab_size=420,
+    lengths=((0.0, 64), (0.75, 128)),
+    warmup_steps=2,
     tasks=((0.0, Tasks(0.3, 0.3, 0.3)), (0.6, Tasks(0.2, 0.2, 0.1))),
-)  # fmt: skip
+)
 
 WORDS = (
     "the",

@@ -56,12 +56,15 @@ def run(plan: BatchBench, tell: Callable[[str], None] = lambda _: None) -> dict[
     planned = plan_batch(prompts)
     parameters = sum(weight.numel() for weight in model.parameters())
     return {
-        **describe_machine().header("batch"), "model": {**plan.shape.config(), "parameters": parameters},
-        "prompts": len(prompts), "tokens": planned.tokens, "distinct": planned.least,
+        **describe_machine().header("batch"),
+        "model": {**plan.shape.config(), "parameters": parameters},
+        "prompts": len(prompts),
+        "tokens": planned.tokens,
+        "distinct": planned.least,
         "best": 1 - planned.least / planned.tokens,
         "plan": {**asdict(plan), "shape": None, "tree": [[level.count, level.tokens] for level in plan.tree]},
         "results": [asdict(row) for row in rows],
-    }  # fmt: skip
+    }
 
 
 def ratios(data: dict[str, Any], method: str, order: str) -> list[float]:
@@ -85,11 +88,15 @@ def _method(
             found[order] = spared, preempted, answers
     return [
         OrderTiming(
-            method, order, found[order][0], found[order][1], tuple(seconds[order]),
+            method,
+            order,
+            found[order][0],
+            found[order][1],
+            tuple(seconds[order]),
             found[order][2] == found["arrival"][2],
         )
         for order in ORDERS
-    ]  # fmt: skip
+    ]
 
 
 def _once(
@@ -101,9 +108,10 @@ def _once(
         began = time.perf_counter()
         with torch.no_grad():
             outputs = llm.generate(
-                list(prompts), SamplingParams(max_tokens=plan.new_tokens, temperature=0, ignore_eos=True),
+                list(prompts),
+                SamplingParams(max_tokens=plan.new_tokens, temperature=0, ignore_eos=True),
                 schedule="batch" if order == "batch" else "arrival",
-            )  # fmt: skip
+            )
         took = time.perf_counter() - began
         stats = llm.stats()
     spared = 1 - stats.prompt_tokens / sum(map(len, prompts))

@@ -36,6 +36,10 @@ def _row(data: dict[str, Any], row: dict[str, Any]) -> list[str]:
     times = ratios(data, row["method"], row["order"])
     ratio = f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
     return [
-        f"{row['method']}, {row['order']}", f"{row['spared']:.1%}", str(row["preemptions"]),
-        f"{median_seconds(row):.2f}", ratio, "yes" if row["alike"] else "no",
-    ]  # fmt: skip
+        f"{row['method']}, {row['order']}",
+        f"{row['spared']:.1%}",
+        str(row["preemptions"]),
+        f"{median_seconds(row):.2f}",
+        ratio,
+        "yes" if row["alike"] else "no",
+    ]

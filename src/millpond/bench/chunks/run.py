@@ -74,10 +74,12 @@ def run(plan: ChunkBench, tell: Callable[[str], None] = lambda _: None) -> dict[
     quarters = _steady(plan, model, tell) if plan.n_queries else []
     parameters = sum(weight.numel() for weight in model.parameters())
     return {
-        **describe_machine().header("chunks"), "model": {**plan.shape.config(), "parameters": parameters},
+        **describe_machine().header("chunks"),
+        "model": {**plan.shape.config(), "parameters": parameters},
         "plan": {**asdict(plan), "shape": None},
-        "first_token": [asdict(one) for one in timings], "quarters": [asdict(one) for one in quarters],
-    }  # fmt: skip
+        "first_token": [asdict(one) for one in timings],
+        "quarters": [asdict(one) for one in quarters],
+    }
 
 
 def _first_tokens(plan: ChunkBench, model: Any, tell: Callable[[str], None]) -> list[FirstTokenTiming]:
@@ -141,9 +143,7 @@ def _steady(plan: ChunkBench, model: Any, tell: Callable[[str], None]) -> list[Q
                 llm.generate(prompt, params)
             computed = llm.stats().prompt_tokens - before
             found = store.stats().memory_hits - hits
-            quarters.append(
-                QueryQuarter(computed / (whole * len(part)), found / (plan.per_query * len(part)))
-            )  # fmt: skip
+            quarters.append(QueryQuarter(computed / (whole * len(part)), found / (plan.per_query * len(part))))
     return quarters
 
 

@@ -38,12 +38,13 @@ def _first_tokens(timings: list[dict[str, Any]]) -> list[list[str]]:
     plain = statistics.median(timings[0]["seconds"])
     return [
         [
-            _setting(one), f"{one['computed']:.0%}",
+            _setting(one),
+            f"{one['computed']:.0%}",
             f"{statistics.median(one['seconds']):.4g} ({min(one['seconds']):.4g} to {max(one['seconds']):.4g})",
             f"{statistics.median(one['seconds']) / plain:.2f}",
         ]
         for one in timings
-    ]  # fmt: skip
+    ]
 
 
 def _setting(one: dict[str, Any]) -> str:

@@ -79,10 +79,14 @@ def run(bench: ClusterBench, progress: Callable[[str], None] = lambda words: Non
                 if turn >= 0:
                     runs.append({"round": turn, "layout": name, **found})
     return {
-        "benchmark": "cluster", "machine": machine.as_dict(), "hardware": machine.hardware,
-        "software": machine.software, "settings": asdict(bench), "runs": runs,
+        "benchmark": "cluster",
+        "machine": machine.as_dict(),
+        "hardware": machine.hardware,
+        "software": machine.software,
+        "settings": asdict(bench),
+        "runs": runs,
         "results": [row_of(name, runs) for name in bench.layouts],
-    }  # fmt: skip
+    }
 
 
 async def _load(bench: ClusterBench, url: str, turn: int) -> dict[str, Any]:
@@ -93,10 +97,13 @@ async def _load(bench: ClusterBench, url: str, turn: int) -> dict[str, Any]:
     data = await send(LoadPlan(url=url, users=bench.users, vocab_size=bench.vocab_size, seed=seed), asks)
     after, summary = await _moves(url), data["summary"]
     return {
-        "tokens_per_s": summary["output_tokens_per_s"], "failed": summary["failed"],
-        "ttft_s": _median(summary["ttft_s"]), "tpot_s": _median(summary["tpot_s"]), "e2e_s": _median(summary["e2e_s"]),
+        "tokens_per_s": summary["output_tokens_per_s"],
+        "failed": summary["failed"],
+        "ttft_s": _median(summary["ttft_s"]),
+        "tpot_s": _median(summary["tpot_s"]),
+        "e2e_s": _median(summary["e2e_s"]),
         **{name: after[name] - before[name] for name in after},
-    }  # fmt: skip
+    }
 
 
 async def _moves(url: str) -> dict[str, float]:
@@ -118,16 +125,19 @@ def row_of(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     moved = sum(one.get("moved", 0) for one in here.values())
     return {
-        "layout": name, "failed": sum(one["failed"] for one in here.values()),
+        "layout": name,
+        "failed": sum(one["failed"] for one in here.values()),
         **{
             field: statistics.median(one[field] for one in here.values())
             for field in ("tokens_per_s", "ttft_s", "tpot_s", "e2e_s")
         },
         "rate": _spread([here[turn]["tokens_per_s"] / anchor[turn]["tokens_per_s"] for turn in rounds]),
-        "ttft_more_s": _spread(times("ttft_s")), "e2e_more_s": _spread(times("e2e_s")), "moved": moved,
+        "ttft_more_s": _spread(times("ttft_s")),
+        "e2e_more_s": _spread(times("e2e_s")),
+        "moved": moved,
         "move_s": sum(one.get("move_s", 0.0) for one in here.values()) / moved if moved else None,
         "moved_bytes": sum(one.get("moved_bytes", 0) for one in here.values()) / moved if moved else None,
-    }  # fmt: skip
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

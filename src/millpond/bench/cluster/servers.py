@@ -40,9 +40,13 @@ class BenchServer:
     def __init__(self, options: Sequence[str]) -> None:
         command = [sys.executable, "-m", "millpond", "serve", "--port", "0", *options]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
             env=os.environ | {"MILLPOND_API_KEYS": "", "MILLPOND_OPERATOR_KEY": ""},
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._drain, daemon=True)
         late = threading.Timer(_START_S, self._process.kill)
         late.start()

@@ -18,21 +18,34 @@ def markdown(data: dict[str, Any]) -> str:
         "the smallest and the largest of the rounds' differences.\n\n"
     )
     names = (
-        "layout", "failed", "tokens/s", "of single", "first token, ms", "more than single, ms", "answer, ms",
-        "more than single, ms", "moved, ms each", "KB each",
-    )  # fmt: skip
+        "layout",
+        "failed",
+        "tokens/s",
+        "of single",
+        "first token, ms",
+        "more than single, ms",
+        "answer, ms",
+        "more than single, ms",
+        "moved, ms each",
+        "KB each",
+    )
     return head + markdown_table(names, [_line(row) for row in data["results"]])
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
     rate = row["rate"]
     return (
-        row["layout"], str(row["failed"]), f"{row['tokens_per_s']:,.1f}",
+        row["layout"],
+        str(row["failed"]),
+        f"{row['tokens_per_s']:,.1f}",
         f"{rate['median']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}]",
-        f"{1000 * row['ttft_s']:,.1f}", _more(row["ttft_more_s"]), f"{1000 * row['e2e_s']:,.1f}",
-        _more(row["e2e_more_s"]), "" if row["move_s"] is None else f"{1000 * row['move_s']:,.1f}",
+        f"{1000 * row['ttft_s']:,.1f}",
+        _more(row["ttft_more_s"]),
+        f"{1000 * row['e2e_s']:,.1f}",
+        _more(row["e2e_more_s"]),
+        "" if row["move_s"] is None else f"{1000 * row['move_s']:,.1f}",
         "" if row["moved_bytes"] is None else f"{row['moved_bytes'] / 1000:,.0f}",
-    )  # fmt: skip
+    )
 
 
 def _more(found: dict[str, float]) -> str:

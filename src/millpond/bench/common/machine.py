@@ -52,9 +52,7 @@ class Machine:
 
     def header(self, benchmark: str) -> dict[str, object]:
         """First fields of a benchmark's result."""
-        return {
-            "benchmark": benchmark, "machine": self.as_dict(), "hardware": self.hardware, "software": self.software
-        }  # fmt: skip
+        return {"benchmark": benchmark, "machine": self.as_dict(), "hardware": self.hardware, "software": self.software}
 
 
 @contextmanager

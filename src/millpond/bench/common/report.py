@@ -70,20 +70,29 @@ def _generate_row(row: dict[str, Any], base: float | None) -> tuple[str, ...]:
     ratio = f"{base / row['decode_ms']:.2f} x" if base and row["decode_ms"] else ""
     peak = f"{row['peak_bytes'] / 1e6:.0f}" if row["peak_bytes"] is not None else ""
     return (
-        row["name"], row["setting"], f"{row['prefill_s']:.2f}", f"{row['decode_ms']:.1f}", ratio,
-        f"{row['kv_bytes'] / 1e6:.1f}", peak,
-    )  # fmt: skip
+        row["name"],
+        row["setting"],
+        f"{row['prefill_s']:.2f}",
+        f"{row['decode_ms']:.1f}",
+        ratio,
+        f"{row['kv_bytes'] / 1e6:.1f}",
+        peak,
+    )
 
 
 def kernels_markdown(data: dict[str, Any]) -> str:
     """The report of `bench kernels`."""
     rows = [
         (
-            r["name"], f"{r['ms']:.3f}", f"{r['gb_per_s']:.1f}" if r["gb_per_s"] else "", f"{r['share']:.0%}", r["of"],
+            r["name"],
+            f"{r['ms']:.3f}",
+            f"{r['gb_per_s']:.1f}" if r["gb_per_s"] else "",
+            f"{r['share']:.0%}",
+            r["of"],
             r.get("verdict", ""),
         )
         for r in data["results"]
-    ]  # fmt: skip
+    ]
     head = ("kernel", "ms", "GB/s", "share", "of", "target")
     note = (
         f"Medians of {data['rounds']} rounds in turns; share: speed over that of the yardstick, over codes the median "
@@ -97,11 +106,16 @@ def stream_markdown(data: dict[str, Any]) -> str:
     head = ("method", "tokens seen", "us/step", "entries per head", "KV kB", "pool kB", "resident MB")
     rows = [
         (
-            r["method"], f"{r['seen']:,}", f"{r['step_us']:.0f}", str(r["stored"]), f"{r['kv_bytes'] / 1e3:.1f}",
-            f"{r['reserved_bytes'] / 1e3:.0f}", f"{(r['resident_bytes'] or 0) / 1e6:.0f}",
+            r["method"],
+            f"{r['seen']:,}",
+            f"{r['step_us']:.0f}",
+            str(r["stored"]),
+            f"{r['kv_bytes'] / 1e3:.1f}",
+            f"{r['reserved_bytes'] / 1e3:.0f}",
+            f"{(r['resident_bytes'] or 0) / 1e6:.0f}",
         )
         for r in data["results"]
-    ]  # fmt: skip
+    ]
     note = (
         f"{data['tokens']:,} random tokens, one at a time, through a {data['model']['type']} of "
         f"{data['model']['parameters']:,} parameters; budget {data['budget']} entries per head; medians per stretch.\n"
@@ -113,9 +127,19 @@ def methods_markdown(data: dict[str, Any]) -> str:
     """The report of `bench methods`: a row per method, ratios to the anchor, and whether the bounds hold."""
     model, anchor, bound = data["model"], data["anchor"], data["plan_bound"]
     head = (
-        "method", "while decoding", "prefill s", f"of {anchor}", "plan", f"<= {bound:.0%}",
-        "decode ms/step", f"of {anchor}", "at most", "holds", "KV MB held", "extra input",
-    )  # fmt: skip
+        "method",
+        "while decoding",
+        "prefill s",
+        f"of {anchor}",
+        "plan",
+        f"<= {bound:.0%}",
+        "decode ms/step",
+        f"of {anchor}",
+        "at most",
+        "holds",
+        "KV MB held",
+        "extra input",
+    )
     note = (
         f"Random Llama, {model['parameters'] / 1e6:.3g}M parameters ({model['num_hidden_layers']} layers, d "
         f"{model['hidden_size']}, {model['num_attention_heads']} query and {model['num_key_value_heads']} KV heads, "
@@ -128,10 +152,19 @@ def methods_markdown(data: dict[str, Any]) -> str:
         f"every few steps.{'' if data['prompt'] >= BOUNDS_FROM else SHORT}\n"
     )
     left_out = [f"* Left out: `{method['name']}`: {method['reason']}" for method in data["left_out"]]
-    return "\n".join([
-        "# Methods: what they cost\n", *_origin(data), note, markdown_table(head, map(_method_row, data["results"])),
-        _tally(data["results"]), *left_out,
-    ]).rstrip() + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                "# Methods: what they cost\n",
+                *_origin(data),
+                note,
+                markdown_table(head, map(_method_row, data["results"])),
+                _tally(data["results"]),
+                *left_out,
+            ]
+        ).rstrip()
+        + "\n"
+    )
 
 
 def _noise(data: dict[str, Any]) -> str:
@@ -154,10 +187,19 @@ def _method_row(row: dict[str, Any]) -> tuple[str, ...]:
     extra, repeats = row["extra_passes"], "the prompt is repeated: " if row["repeats_prompt"] else ""
     beside = f"{repeats}{extra} extra pass{'es' if extra > 1 else ''}" if extra else ""
     return (
-        name, row["kind"], f"{row['prefill_s']:.2f}", _times(row["prefill_ratio"]), f"{row['plan_share']:.1%}",
-        _verdict(row["plan_holds"]), f"{row['decode_ms']:.2f}", _times(row["decode_ratio"]), bound,
-        _verdict(row["decode_holds"]), f"{row['kv_bytes'] / 1e6:.1f}", "; ".join(filter(None, [beside, row["given"]])),
-    )  # fmt: skip
+        name,
+        row["kind"],
+        f"{row['prefill_s']:.2f}",
+        _times(row["prefill_ratio"]),
+        f"{row['plan_share']:.1%}",
+        _verdict(row["plan_holds"]),
+        f"{row['decode_ms']:.2f}",
+        _times(row["decode_ratio"]),
+        bound,
+        _verdict(row["decode_holds"]),
+        f"{row['kv_bytes'] / 1e6:.1f}",
+        "; ".join(filter(None, [beside, row["given"]])),
+    )
 
 
 def _times(ratio: float | None) -> str:

@@ -96,10 +96,12 @@ class EngineEntry:
 
 
 def run(
-    plan: EnginesPlan, candidates: Sequence[EngineCandidate], folder: Path, progress: Callable[[str],
-    None] = lambda text: None,
+    plan: EnginesPlan,
+    candidates: Sequence[EngineCandidate],
+    folder: Path,
+    progress: Callable[[str], None] = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda data: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure every candidate in every cell; returns what `markdown` writes.
 
     Models are kept in `folder`. After each cell `keep` is handed what is known so far.
@@ -109,10 +111,16 @@ def run(
     notes: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     data = {
-        **machine.header("engines"), "model": {**plan.shape.config(), "dtype": "bfloat16"},
-        "weight_bytes": to_read, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "threads": plan.threads,
-        "seed": plan.seed, "engines": notes, "results": rows,
-    }  # fmt: skip
+        **machine.header("engines"),
+        "model": {**plan.shape.config(), "dtype": "bfloat16"},
+        "weight_bytes": to_read,
+        "new_tokens": plan.new_tokens,
+        "repeats": plan.repeats,
+        "threads": plan.threads,
+        "seed": plan.seed,
+        "engines": notes,
+        "results": rows,
+    }
     for cell in plan.cells:
         rows += _cell(plan, candidates, weights, floor.read_ms, to_read, notes, *cell, progress)
         keep(data)
@@ -120,9 +128,16 @@ def run(
 
 
 def _cell(
-    plan: EnginesPlan, candidates: Sequence[EngineCandidate], weights: Weights, floor: ReadMs,
-    to_read: int, notes: dict[str, str], batch: int, prompt: int, progress: Callable[[str], None],
-) -> list[dict[str, Any]]:  # fmt: skip
+    plan: EnginesPlan,
+    candidates: Sequence[EngineCandidate],
+    weights: Weights,
+    floor: ReadMs,
+    to_read: int,
+    notes: dict[str, str],
+    batch: int,
+    prompt: int,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
     rng = random.Random(plan.seed)
     where = f"batch {batch}, prompt {prompt}"
     with ExitStack() as stack:
@@ -185,10 +200,15 @@ def _row(entry: EngineEntry, entries: Sequence[EngineEntry], batch: int, prompt:
     base = next((e for e in entries if e.candidate.label == entry.candidate.against), None)
     names = ("prefill_s", "decode_ms", "kv_bytes", "rss_bytes", "weight_bytes")
     return {
-        "name": entry.candidate.kind.name, "setting": entry.candidate.setting, "batch": batch, "prompt": prompt,
-        "against": entry.candidate.against, **{name: entry.median(name) for name in names},
-        "prefill_ratio": entry.ratio("prefill_s", base), "decode_ratio": entry.ratio("decode_ms", base),
+        "name": entry.candidate.kind.name,
+        "setting": entry.candidate.setting,
+        "batch": batch,
+        "prompt": prompt,
+        "against": entry.candidate.against,
+        **{name: entry.median(name) for name in names},
+        "prefill_ratio": entry.ratio("prefill_s", base),
+        "decode_ratio": entry.ratio("decode_ms", base),
         "above_floor": entry.above_floor,
         "readings": [asdict(reading) for reading in entry.readings.values()],
         **({"failure": entry.failure} if entry.failure else {}),
-    }  # fmt: skip
+    }

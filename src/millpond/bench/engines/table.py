@@ -8,9 +8,18 @@ from typing import Any
 from millpond.bench.common.report import markdown_table, model_phrase
 
 HEAD = (
-    "engine", "cache", "prefill s", "of ours", "decode ms/step", "of ours", "compared with", "of reading once", "KV MB",
-    "weights MB", "RSS MB",
-)  # fmt: skip
+    "engine",
+    "cache",
+    "prefill s",
+    "of ours",
+    "decode ms/step",
+    "of ours",
+    "compared with",
+    "of reading once",
+    "KV MB",
+    "weights MB",
+    "RSS MB",
+)
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -44,11 +53,18 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
     if row["decode_ms"] is None:
         return (row["name"], row["setting"], row.get("failure") or "not run", *[""] * (len(HEAD) - 3))
     return (
-        row["name"], row["setting"], f"{row['prefill_s']:.2f}", _times(row["prefill_ratio"]),
-        f"{row['decode_ms']:.1f}", _times(row["decode_ratio"]), row["against"].removeprefix("millpond, "),
-        _times(row["above_floor"]), f"{row['kv_bytes'] / 1e6:.1f}", _megabytes(row.get("weight_bytes")),
+        row["name"],
+        row["setting"],
+        f"{row['prefill_s']:.2f}",
+        _times(row["prefill_ratio"]),
+        f"{row['decode_ms']:.1f}",
+        _times(row["decode_ratio"]),
+        row["against"].removeprefix("millpond, "),
+        _times(row["above_floor"]),
+        f"{row['kv_bytes'] / 1e6:.1f}",
+        _megabytes(row.get("weight_bytes")),
         _megabytes(row["rss_bytes"]),
-    )  # fmt: skip
+    )
 
 
 def _megabytes(nbytes: int | None) -> str:

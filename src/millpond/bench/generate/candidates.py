@@ -40,11 +40,19 @@ class ModelShape:
     def config(self) -> dict[str, Any]:
         """The arguments of a LlamaConfig."""
         return {
-            "num_hidden_layers": self.layers, "hidden_size": self.width, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "intermediate_size": self.ffn,
-            "vocab_size": self.vocab, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-            "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None,
-        }  # fmt: skip
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.width,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
 
     def build(self, seed: int = 0) -> PreTrainedModel:
         """The model in bfloat16 with random weights."""
@@ -139,9 +147,16 @@ def timed(
     """Greedy generate() with a cache, and what else it is `given`; `kv_bytes` tells at the end what the cache holds."""
     peak, watch = PeakMemory(), Stopwatch()
     model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), **cache_argument(cache), streamer=watch, do_sample=False,
-        max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True, **given,
-    )  # fmt: skip
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        **cache_argument(cache),
+        streamer=watch,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        disable_compile=True,
+        **given,
+    )
     return GenerateTiming(watch.prefill_s, 1e3 * watch.decode_s, kv_bytes(), peak.growth())
 
 

@@ -20,9 +20,4 @@ class GeneratePlan:
     seed: int = 0
 
 
-QUICK = GeneratePlan(
-    shape=TINY,
-    cells=((1, 256), (2, 192)),
-    new_tokens=8,
-    repeats=2,
-)
+QUICK = GeneratePlan(shape=TINY, cells=((1, 256), (2, 192)), new_tokens=8, repeats=2)

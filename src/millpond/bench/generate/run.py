@@ -17,12 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millpond.bench.common.machine import describe_machine, torch_threads
-from millpond.bench.generate.candidates import (
-    GenerateCandidate,
-    GenerateTiming,
-    default_candidates,
-    draw_prompts,
-)
+from millpond.bench.generate.candidates import GenerateCandidate, GenerateTiming, default_candidates, draw_prompts
 from millpond.bench.generate.kvpress import KVPress
 from millpond.bench.generate.plan import GeneratePlan
 
@@ -51,17 +46,22 @@ class GenerateResult:
         """For JSON: the medians and every reading."""
         fields = ("prefill_s", "decode_ms", "kv_bytes", "peak_bytes")
         return {
-            "name": self.name, "setting": self.setting, "batch": self.batch, "prompt": self.prompt,
+            "name": self.name,
+            "setting": self.setting,
+            "batch": self.batch,
+            "prompt": self.prompt,
             **{name: self.median(name) for name in fields},
             "readings": [{name: getattr(reading, name) for name in fields} for reading in self.readings],
             **({"failure": self.failure} if self.failure else {}),
-        }  # fmt: skip
+        }
 
 
 def run(
-    plan: GeneratePlan, candidates: Sequence[GenerateCandidate] | None = None, peer: KVPress | None = None,
+    plan: GeneratePlan,
+    candidates: Sequence[GenerateCandidate] | None = None,
+    peer: KVPress | None = None,
     progress: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure every candidate in every cell; returns what `report` writes."""
     everyone = list(default_candidates(plan.budget) if candidates is None else candidates)
     if peer is not None:
@@ -72,17 +72,24 @@ def run(
     return {
         **machine.header("generate"),
         "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
-        "new_tokens": plan.new_tokens, "repeats": plan.repeats, "budget": plan.budget, "seed": plan.seed,
+        "new_tokens": plan.new_tokens,
+        "repeats": plan.repeats,
+        "budget": plan.budget,
+        "seed": plan.seed,
         "anchor": ANCHOR,
         "peer": peer.note if peer is not None else "kvpress was not requested",
         "results": [result.as_dict() for result in results],
-    }  # fmt: skip
+    }
 
 
 def _cell(
-    plan: GeneratePlan, model: PreTrainedModel, candidates: Sequence[GenerateCandidate], batch: int, length: int,
+    plan: GeneratePlan,
+    model: PreTrainedModel,
+    candidates: Sequence[GenerateCandidate],
+    batch: int,
+    length: int,
     progress: Callable[[str], None],
-) -> list[GenerateResult]:  # fmt: skip
+) -> list[GenerateResult]:
     results = {c: GenerateResult(c.name, c.setting, batch, length) for c in candidates}
     rng = random.Random(plan.seed)
     warm_up = draw_prompts(plan.shape, batch, min(length, WARM_UP), plan.seed)

@@ -16,9 +16,14 @@ from millpond.models.gguf.convert import find_gguf
 from millpond.models.load import load_model, resolve
 
 _TOLD = (
-    "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "vocab_size",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

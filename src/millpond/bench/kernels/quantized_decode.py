@@ -104,9 +104,7 @@ def _packed(shape: AttentionCase, codec: str) -> PackedRegions:
     if found.calibrated:
         channels = shape.n_kv_heads, shape.dim
         rope = _half_turn(shape.dim, DISTINCT)
-        regions = replace(
-            regions, key_scales=torch.full(channels, 2.6), key_zeros=torch.zeros(channels), rope=rope
-        )  # fmt: skip
+        regions = replace(regions, key_scales=torch.full(channels, 2.6), key_zeros=torch.zeros(channels), rope=rope)
     keys, values = torch.randn(2, 1, DISTINCT, shape.dim).bfloat16()
     index = torch.arange(DISTINCT, dtype=torch.int32)[None]
     native.write_packed(

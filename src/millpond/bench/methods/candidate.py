@@ -120,18 +120,26 @@ class MethodCandidate:
         ratios = self.ratios
         ratio = statistics.median(ratios) if ratios else None
         return {
-            "name": self.name, "setting": self.setting, "given": self.given, "kind": kind, "again": self.again,
-            "prefill_s": prefill, "prefill_ratio": _ratio(prefill, anchor.median(lambda r: r.prefill_s)),
-            "plan_share": share, "plan_holds": _within(share, PLAN_BOUND),
-            "decode_ms": decode, "decode_ratio": ratio,
+            "name": self.name,
+            "setting": self.setting,
+            "given": self.given,
+            "kind": kind,
+            "again": self.again,
+            "prefill_s": prefill,
+            "prefill_ratio": _ratio(prefill, anchor.median(lambda r: r.prefill_s)),
+            "plan_share": share,
+            "plan_holds": _within(share, PLAN_BOUND),
+            "decode_ms": decode,
+            "decode_ratio": ratio,
             "decode_ratio_range": [min(ratios), max(ratios)] if ratios else None,
-            "decode_bound": bound, "decode_holds": _within(ratio, bound),
+            "decode_bound": bound,
+            "decode_holds": _within(ratio, bound),
             "kv_bytes": self.median(lambda r: r.kv_bytes),
             "extra_passes": max((r.passes - 1 for r in self.readings), default=None),
             "repeats_prompt": self.policy.needs.prompt_repeat is not None,
             "readings": [asdict(reading) for reading in self.readings],
             **({"failure": self.failure} if self.failure else {}),
-        }  # fmt: skip
+        }
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

@@ -27,9 +27,7 @@ def random_heads(
     def layer(inputs: int, n_scored: int) -> LayerHeads:
         w1, w2 = (torch.randn(*shape, generator=draw) for shape in ((width, inputs), (n_scored, width)))
         quantiles = torch.linspace(-3, 3, QUANTILE_STEPS + 1).repeat(n_scored, 1)
-        return LayerHeads(
-            w1 / inputs**0.5, torch.zeros(width), w2 / width**0.5, torch.zeros(n_scored), quantiles
-        )  # fmt: skip
+        return LayerHeads(w1 / inputs**0.5, torch.zeros(width), w2 / width**0.5, torch.zeros(n_scored), quantiles)
 
     return RetainingHeads([layer(*size) for size in sizes], model_mark(model), profile.name)
 
@@ -43,18 +41,19 @@ def random_gates(model: PreTrainedModel, sizes: Sequence[tuple[int, int]] | None
 
     def layer(inputs: int, n_gated: int) -> LayerGate:
         shapes = (
-            (n_heads * width, inputs), (width, inputs), (width, inputs), (hidden, inputs + n_heads * width),
+            (n_heads * width, inputs),
+            (width, inputs),
+            (width, inputs),
+            (hidden, inputs + n_heads * width),
             (n_gated, hidden),
-        )  # fmt: skip
+        )
         wq, wk, wv, w1, w2 = (torch.randn(*shape, generator=draw) / shape[1] ** 0.5 for shape in shapes)
         return LayerGate(wq, wk, wv, w1, torch.zeros(hidden), 2 * w2, torch.zeros(n_gated))
 
     return Gates([layer(*size) for size in sizes], model_mark(model), profile.name)
 
 
-def _shapes(
-    profile: ModelProfile, sizes: Sequence[tuple[int, int]] | None
-) -> tuple[Sequence[tuple[int, int]], int]:  # fmt: skip
+def _shapes(profile: ModelProfile, sizes: Sequence[tuple[int, int]] | None) -> tuple[Sequence[tuple[int, int]], int]:
     """Numbers that a token gives and KV heads of each layer, where `sizes` does not say; and the networks' width."""
     config = profile.config
     n_heads = profile.n_heads or 1

@@ -56,12 +56,7 @@ class MethodsPlan:
     seed: int = 0
 
 
-QUICK = MethodsPlan(
-    shape=TINY,
-    prompt=512,
-    new_tokens=8,
-    repeats=2,
-)
+QUICK = MethodsPlan(shape=TINY, prompt=512, new_tokens=8, repeats=2)
 
 
 def candidates_of(plan: MethodsPlan) -> tuple[list[MethodCandidate], list[dict[str, str]]]:
@@ -109,11 +104,16 @@ def run(plan: MethodsPlan, progress: Callable[[str], None] = lambda text: None) 
     return {
         **machine.header("methods"),
         "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
-        "prompt": plan.prompt, "new_tokens": plan.new_tokens, "repeats": plan.repeats, "budget": plan.budget,
-        "seed": plan.seed, "anchor": ANCHOR, "plan_bound": PLAN_BOUND,
+        "prompt": plan.prompt,
+        "new_tokens": plan.new_tokens,
+        "repeats": plan.repeats,
+        "budget": plan.budget,
+        "seed": plan.seed,
+        "anchor": ANCHOR,
+        "plan_bound": PLAN_BOUND,
         "results": [candidate.as_dict(anchor) for candidate in candidates],
         "left_out": left_out,
-    }  # fmt: skip
+    }
 
 
 def _turns(

@@ -72,16 +72,26 @@ class TimedRun:
         """What was measured; ratios: of each turn to those of the anchor around it."""
         late, watch = self._clock.late_s, self._watch
         return MethodTiming(
-            watch.prefill_s + late, self._clock.plan_s, self.decode_ms, self._cache.stats().kv_bytes,
-            self._clock.passes, statistics.median(ratios) if ratios else None,
-        )  # fmt: skip
+            watch.prefill_s + late,
+            self._clock.plan_s,
+            self.decode_ms,
+            self._cache.stats().kv_bytes,
+            self._clock.passes,
+            statistics.median(ratios) if ratios else None,
+        )
 
     @torch.inference_mode()
     def _generate(self, watch: Stopwatch, new_tokens: int) -> None:
         self._ids = self._model.generate(
-            self._ids, attention_mask=torch.ones_like(self._ids), **cache_argument(self._cache), streamer=watch,
-            do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, disable_compile=True,
-        )  # fmt: skip
+            self._ids,
+            attention_mask=torch.ones_like(self._ids),
+            **cache_argument(self._cache),
+            streamer=watch,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            disable_compile=True,
+        )
 
 
 def period_of(policy: Policy) -> int:

@@ -11,8 +11,10 @@ _MROPE = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 _SLIDING_AND_FULL: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 _SHARING: dict[str, Any] = {
-    "num_hidden_layers": 4, "layer_types": _SLIDING_AND_FULL["layer_types"] * 2, "num_kv_shared_layers": 2,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "layer_types": _SLIDING_AND_FULL["layer_types"] * 2,
+    "num_kv_shared_layers": 2,
+}
 
 #: Model type, of a whole or of a part -> fields; of one part of one type, under the part's name.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -22,17 +24,17 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "cosmos3_edge_text": _MROPE,
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4},
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [16, 16], "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]},
     },
     "florence_vision": dict.fromkeys(("patch_size", "num_heads", "embed_dim", "projection_dim"), LEFT_OUT),
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
-    "gemma3n_text": {
-        **_SHARING, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4,
-    },
+    "gemma3n_text": {**_SHARING, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": {"global_head_dim": 8, **_SHARING},
     "gemma4_unified_text": {"global_head_dim": 8, **_SHARING},
     "diffusion_gemma_text": {"global_head_dim": 8, **_SLIDING_AND_FULL},
@@ -44,7 +46,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
     "gptj": {"rotary_dim": 4},
     "granite4_vision": {
-        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "vision_config": {"hidden_size": 64},
+        "deepstack_layer_map": [[0, 0]],
+        "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
     },
     "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_vl_text": {"rope_parameters": _ROPE | {"xdrope_section": [1, 1, 1, 1]}},
@@ -71,7 +75,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 93, "vision_end_token_id": 94},
     "qwen3_omni_moe_text": {"sliding_window": None},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 12},
@@ -79,7 +86,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 96, "shape_vocab_size": 96},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 #: Types that write no text, or none without more than text, and what they want.
 UNFIT: dict[str, str] = {
     "gemma4_assistant": "drafts for another model, whose keys and values it reads",

@@ -50,9 +50,19 @@ def generated(
     # that of the model, where it takes a picture in; else not, as one may pass no processors on (Janus)
     generate: Any = type(model).generate if picture else GenerationMixin.generate  # type: ignore[attr-defined]
     out = generate(
-        model, **picture, input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,
-        eos_token_id=None, output_logits=True, return_dict_in_generate=True, logits_processor=[note], **given,
-    )  # fmt: skip
+        model,
+        **picture,
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+        logits_processor=[note],
+        **given,
+    )
     return Run(out.sequences, torch.stack(out.logits).double(), held)
 
 

@@ -43,9 +43,16 @@ def render(data: dict[str, Any]) -> str:
     """The page of what `benchmarks/models/model_types.py` wrote."""
     alone, beside = ([Finding.of(row) for row in data[part]] for part in ("text", "composite"))
     text = _INTRO.format(
-        transformers=data["transformers"], torch=data["torch"], command=data["command"], counts=_counts(alone + beside),
-        new=NEW, prompts=" and ".join(map(str, LENGTHS)), within=WITHIN, ample=AMPLE, small=SMALL,
-    )  # fmt: skip
+        transformers=data["transformers"],
+        torch=data["torch"],
+        command=data["command"],
+        counts=_counts(alone + beside),
+        new=NEW,
+        prompts=" and ".join(map(str, LENGTHS)),
+        within=WITHIN,
+        ample=AMPLE,
+        small=SMALL,
+    )
     return (
         f"{text}\n## Text\n\n{_table(alone)}\n## Images or audio with text\n\n"
         "Compared on text alone, except for types that only describe an image, and for "

@@ -39,11 +39,24 @@ SIZES: dict[str, Any] = {
 }
 #: Settings that let any text be continued: no text ends early, and the special tokens lie inside the vocabulary.
 TOKENS: dict[str, Any] = {
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None, "image_token_id": 90,
-    "image_token_index": 90, "video_token_id": 91, "video_token_index": 91, "audio_token_id": 92,
-    "audio_token_index": 92, "vision_start_token_id": 93, "vision_end_token_id": 94, "decoder_start_token_id": 1,
-    "is_decoder": True, "initializer_range": 0.2, "tie_word_embeddings": False, "layerdrop": 0.0,
-}  # fmt: skip
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+    "image_token_id": 90,
+    "image_token_index": 90,
+    "video_token_id": 91,
+    "video_token_index": 91,
+    "audio_token_id": 92,
+    "audio_token_index": 92,
+    "vision_start_token_id": 93,
+    "vision_end_token_id": 94,
+    "decoder_start_token_id": 1,
+    "is_decoder": True,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "layerdrop": 0.0,
+}
 LAYERS = "num_hidden_layers"
 #: In the table of settings: the default of the class, not the general rule.
 LEFT_OUT = object()

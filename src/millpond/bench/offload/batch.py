@@ -30,7 +30,14 @@ def time_batch(model: Any, batch: int, settings: OffloadSettings) -> dict[str, A
     step_s = statistics.median(parts[1:])
     seconds = parts[0] + (settings.new - 1) * step_s
     return {
-        "requests": batch, "new_tokens": batch * settings.new, "seconds": seconds, "projected": True,
-        "tokens_per_s": batch * settings.new / seconds, "prefill_s": parts[0], "decode_step_s": step_s,
-        "decode_steps": settings.steps, "waited_s": waited_s() - waited, "timed_s": times[-1] - times[0],
-    }  # fmt: skip
+        "requests": batch,
+        "new_tokens": batch * settings.new,
+        "seconds": seconds,
+        "projected": True,
+        "tokens_per_s": batch * settings.new / seconds,
+        "prefill_s": parts[0],
+        "decode_step_s": step_s,
+        "decode_steps": settings.steps,
+        "waited_s": waited_s() - waited,
+        "timed_s": times[-1] - times[0],
+    }

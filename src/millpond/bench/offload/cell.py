@@ -104,10 +104,18 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
     cap = Cap(folder, memory)
     at = time.perf_counter()
     opened = open_in_memory(
-        folder, memory, None, None, config, disk=disk, machine=machine,
-        workload=Workload(prompt=settings.prompt, new=settings.new), overlap=not cell.endswith("no-overlap"),
-        open_file=TimedFile, can=replace(ENGINE, schedules=("row", "zigzag")),
-    )  # fmt: skip
+        folder,
+        memory,
+        None,
+        None,
+        config,
+        disk=disk,
+        machine=machine,
+        workload=Workload(prompt=settings.prompt, new=settings.new),
+        overlap=not cell.endswith("no-overlap"),
+        open_file=TimedFile,
+        can=replace(ENGINE, schedules=("row", "zigzag")),
+    )
     plan = opened.placement.plan
     assert opened.streamed is not None, "the model does not fit"
     assert plan.prediction is not None, "it was searched for"
@@ -151,21 +159,38 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
     decode_s, decode_waited = longer * decode_timed_s, longer * (end_waited - prefill_waited)
     seconds = prefill_s + decode_s
     result = {
-        "requests": plan.block, "running": running, "preempted": stats.preemptions,
-        "new_tokens": new_tokens, "seconds": seconds, "tokens_per_s": new_tokens / seconds, "projected": projected,
-        "predicted_tokens_per_s": found.tokens_per_s, "prefill_s": prefill_s, "predicted_prefill_s": found.prefill_s,
-        "prefill_waited_s": prefill_waited - waited, "decode_waited_s": decode_waited,
-        "decode_timed_s": decode_timed_s, "decode_s": decode_s, "predicted_decode_s": found.decode_s,
-        "decode_bound": found.decode_bound, "prefill_bound": found.prefill_bound,
-        "decode_step_s": statistics.median(s for s, _ in steps), "decode_steps": len(steps),
+        "requests": plan.block,
+        "running": running,
+        "preempted": stats.preemptions,
+        "new_tokens": new_tokens,
+        "seconds": seconds,
+        "tokens_per_s": new_tokens / seconds,
+        "projected": projected,
+        "predicted_tokens_per_s": found.tokens_per_s,
+        "prefill_s": prefill_s,
+        "predicted_prefill_s": found.prefill_s,
+        "prefill_waited_s": prefill_waited - waited,
+        "decode_waited_s": decode_waited,
+        "decode_timed_s": decode_timed_s,
+        "decode_s": decode_s,
+        "predicted_decode_s": found.decode_s,
+        "decode_bound": found.decode_bound,
+        "prefill_bound": found.prefill_bound,
+        "decode_step_s": statistics.median(s for s, _ in steps),
+        "decode_steps": len(steps),
         "decode_read_gb_per_s": sum(n for _, n in steps) / sum(s for s, _ in steps) / 1e9,
-        "weights_on_disk": plan.share("weights", "disk"), "kv_on_disk": plan.share("kv", "disk"), "slots": plan.slots,
-        "schedule": plan.schedule, "prompt_rows": plan.prompt_rows,
+        "weights_on_disk": plan.share("weights", "disk"),
+        "kv_on_disk": plan.share("kv", "disk"),
+        "slots": plan.slots,
+        "schedule": plan.schedule,
+        "prompt_rows": plan.prompt_rows,
         "prefill_reads": [after - one for after, one in zip(prefill_reads, before_reads, strict=True)],
         "decode_reads": [after - one for after, one in zip(all_reads, prefill_reads, strict=True)],
-        "open_s": open_s, "ledger_peak_bytes": opened.ledger.peak("host"), "planned_read_gb_per_s":
-        machine.read_per_s / 1e9, **cap.end(),
-    }  # fmt: skip
+        "open_s": open_s,
+        "ledger_peak_bytes": opened.ledger.peak("host"),
+        "planned_read_gb_per_s": machine.read_per_s / 1e9,
+        **cap.end(),
+    }
     engine.close()
     return result
 
@@ -182,18 +207,14 @@ def run_accelerate(folder: Path, batch: int, settings: OffloadSettings, accelera
     where |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     cap = Cap(folder, settings.memory)
     model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        device_map=where,
-        offload_folder=folder / "accelerate",
-        trust_remote_code=False,
+        folder, dtype=torch.bfloat16, device_map=where, offload_folder=folder / "accelerate", trust_remote_code=False
     )
     return {**time_batch(model, batch, settings), **cap.end()}
 
 
 def run_cell(
     cell: str, folder: Path, accelerate: Path, llamacpp: Path, deepspeed: Path, settings: OffloadSettings
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A cell in this process.
 
     Args:

@@ -89,12 +89,17 @@ def config_of(device: str, files: Path, settings: OffloadSettings) -> dict[str, 
         kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
         layer = hidden * (2 * hidden + 2 * kv + 3 * inner)
         zero["offload_param"] |= {
-            "device": "nvme", "nvme_path": str(files), "buffer_count": buffers, "buffer_size": largest, "max_in_cpu": 0,
-        }  # fmt: skip
+            "device": "nvme",
+            "nvme_path": str(files),
+            "buffer_count": buffers,
+            "buffer_size": largest,
+            "max_in_cpu": 0,
+        }
         zero |= {
-            "stage3_prefetch_bucket_size": layer, "stage3_max_live_parameters": 2 * layer,
+            "stage3_prefetch_bucket_size": layer,
+            "stage3_max_live_parameters": 2 * layer,
             "stage3_max_reuse_distance": 0,
-        }  # fmt: skip
+        }
     return {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
 
 
@@ -104,10 +109,15 @@ def _library(package: Path) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {
-        "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TORCH_EXTENSIONS_DIR": str((package / "operators").resolve()),
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_EXTENSIONS_DIR": str((package / "operators").resolve()),
         "PATH": f"{(package / 'bin').resolve()}:{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     libaio = (package / "libaio").resolve()
     if libaio.is_dir():  # unpacked there, since the system has none
         os.environ |= {"CPATH": str(libaio / "include"), "LIBRARY_PATH": str(libaio / "lib")}

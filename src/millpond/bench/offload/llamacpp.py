@@ -43,17 +43,29 @@ def run_llamacpp(folder: Path, weights: str, batch: int, settings: OffloadSettin
         weights: of `LLAMACPP`. python: of its environment.
     """
     _prepare(folder, weights, settings, python)
-    found = _ask(python, {
-        "make": False, "file": str(_file(folder, weights)), "cap": str(Path(__file__).with_name("cap.py")),
-        "memory": settings.memory, "threads": settings.threads, "new": settings.new, "steps": settings.steps,
-        "prompts": prompts_of(batch, settings.prompt, settings.shape),
-    })  # fmt: skip
+    found = _ask(
+        python,
+        {
+            "make": False,
+            "file": str(_file(folder, weights)),
+            "cap": str(Path(__file__).with_name("cap.py")),
+            "memory": settings.memory,
+            "threads": settings.threads,
+            "new": settings.new,
+            "steps": settings.steps,
+            "prompts": prompts_of(batch, settings.prompt, settings.shape),
+        },
+    )
     seconds = found["prefill_s"] + (settings.new - 1) * found["decode_step_s"]
     new_tokens = batch * settings.new
     return {
-        "requests": batch, "new_tokens": new_tokens, "seconds": seconds, "projected": True,
-        "tokens_per_s": new_tokens / seconds, **found,
-    }  # fmt: skip
+        "requests": batch,
+        "new_tokens": new_tokens,
+        "seconds": seconds,
+        "projected": True,
+        "tokens_per_s": new_tokens / seconds,
+        **found,
+    }
 
 
 def _file(folder: Path, weights: str) -> Path:

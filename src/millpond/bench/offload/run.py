@@ -72,15 +72,26 @@ def run(
     kept = {name: before[name] for name in ("packing_bytes_per_s",) if same and before is not None and name in before}
     machine = describe_machine()
     data: dict[str, Any] = {
-        "benchmark": "offload", "machine": machine.as_dict(), "hardware": machine.hardware,
-        "software": machine.software, "settings": asdict(settings), "slack_bytes": SLACK,
-        "model": {**SHAPES[settings.shape], **COMMON}, "model_bytes": weight_bytes(folder), **kept, **packing,
-    }  # fmt: skip
+        "benchmark": "offload",
+        "machine": machine.as_dict(),
+        "hardware": machine.hardware,
+        "software": machine.software,
+        "settings": asdict(settings),
+        "slack_bytes": SLACK,
+        "model": {**SHAPES[settings.shape], **COMMON},
+        "model_bytes": weight_bytes(folder),
+        **kept,
+        **packing,
+    }
     for cell in cells:
         given = {
-            "cell": cell, "folder": str(folder), "accelerate": str(accelerate), "llamacpp": str(llamacpp),
-            "deepspeed": str(deepspeed), "settings": asdict(settings),
-        }  # fmt: skip
+            "cell": cell,
+            "folder": str(folder),
+            "accelerate": str(accelerate),
+            "llamacpp": str(llamacpp),
+            "deepspeed": str(deepspeed),
+            "settings": asdict(settings),
+        }
         command = [sys.executable, "-m", "millpond.bench.offload.cell", json.dumps(given)]
         rows.append(row_of(cell, command, DEEPSPEED_LIMIT_S if cell.startswith("deepspeed") else None))
         data["rows"] = sorted(rows, key=lambda row: CELLS.index(row["cell"]))

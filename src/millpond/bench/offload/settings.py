@@ -23,10 +23,11 @@ LLAMACPP, LLAMACPP_BATCHES = ("bf16", "q4_0"), (1, 4, 16)
 #: Where the weights of DeepSpeed are, with a batch; and the seconds in which one of these cells must end.
 DEEPSPEED, DEEPSPEED_LIMIT_S = (("host", 1), ("host", 8), ("nvme", 8)), 1800.0
 CELLS = (
-    *OURS, *(f"accelerate-{batch}" for batch in BATCHES),
+    *OURS,
+    *(f"accelerate-{batch}" for batch in BATCHES),
     *(f"llamacpp-{weights}-{batch}" for weights in LLAMACPP for batch in LLAMACPP_BATCHES),
     *(f"deepspeed-{device}-{batch}" for device, batch in DEEPSPEED),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,22 @@ from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.04B": {
-        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
     },
     "0.16B": {
-        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "vocab_size": 8000,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 8000,
     },
-}  # fmt: skip
+}
 COMMON = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": None}
 
 

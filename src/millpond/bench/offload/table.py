@@ -10,12 +10,15 @@ from millpond.bench.common.report import markdown_table
 PARTS = ("prefill", "decode")
 #: Cells of ours, as tables and pictures name them.
 NAMES = {
-    "full": "Millpond, full cache", "h2o": "Millpond, H2O 20 %", "h2o-int4-kv": "Millpond, H2O 20 %, int4 KV",
-    "h2o-int4-weights": "Millpond, H2O 20 %, int4 weights", "h2o-rotated4-kv": "Millpond, H2O 20 %, rotated4 KV",
+    "full": "Millpond, full cache",
+    "h2o": "Millpond, H2O 20 %",
+    "h2o-int4-kv": "Millpond, H2O 20 %, int4 KV",
+    "h2o-int4-weights": "Millpond, H2O 20 %, int4 weights",
+    "h2o-rotated4-kv": "Millpond, H2O 20 %, rotated4 KV",
     "h2o-int4-weights-rotated4-kv": "Millpond, H2O 20 %, int4 weights, rotated4 KV",
     "full-int4-weights": "Millpond, full cache, int4 weights",
     "full-no-overlap": "Millpond, full cache, no overlap",
-}  # fmt: skip
+}
 #: Said of a report with rows of DeepSpeed.
 _NOT_ENDED = "DeepSpeed is not ended where it takes more memory than that; such rows say how much it took."
 
@@ -27,9 +30,19 @@ def markdown(data: dict[str, Any]) -> str:
     others = [row for row in data["rows"] if row["cell"].startswith("accelerate") and "failed" not in row]
     best = max((row["tokens_per_s"] / (1 - waited_share(row)) for row in others), default=0)
     head = (
-        "engine", "requests at a time", "tok/s", "waited", "tok/s besides", "x Accelerate", "predicted tok/s",
-        "time / predicted", "of prompts", "of decoding", "decode step, s", "disk, GB/s",
-    )  # fmt: skip
+        "engine",
+        "requests at a time",
+        "tok/s",
+        "waited",
+        "tok/s besides",
+        "x Accelerate",
+        "predicted tok/s",
+        "time / predicted",
+        "of prompts",
+        "of decoding",
+        "decode step, s",
+        "disk, GB/s",
+    )
     lines = [
         "# Offloading",
         "",
@@ -60,11 +73,17 @@ def _row(row: dict[str, Any], name: str, best: float) -> list[str]:
     besides = rate / (1 - waited)
     ratios = [f"{_besides(row, part) / row[f'predicted_{part}_s']:.2f}" if predicted else "" for part in PARTS]
     return [
-        name, str(row["requests"]), f"{rate:.2f}", f"{waited:.0%}",
-        f"{besides:.2f}", f"{besides / best:.1f}" if best else "",
-        *([f"{predicted:.2f}", f"{predicted / besides:.2f}"] if predicted else ["", ""]), *ratios,
-        f"{row['decode_step_s']:.2f}", " to ".join(f"{one:.2f}" for one in row["bandwidth_gb_per_s"]),
-    ]  # fmt: skip
+        name,
+        str(row["requests"]),
+        f"{rate:.2f}",
+        f"{waited:.0%}",
+        f"{besides:.2f}",
+        f"{besides / best:.1f}" if best else "",
+        *([f"{predicted:.2f}", f"{predicted / besides:.2f}"] if predicted else ["", ""]),
+        *ratios,
+        f"{row['decode_step_s']:.2f}",
+        " to ".join(f"{one:.2f}" for one in row["bandwidth_gb_per_s"]),
+    ]
 
 
 def _besides(row: dict[str, Any], part: str) -> float:

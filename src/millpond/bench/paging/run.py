@@ -63,11 +63,16 @@ def run(
                 outcome = trace.run(candidate)
                 results.append(
                     {
-                        "trace": name.rpartition("/")[2].rpartition(":")[2], "requests": len(requests),
-                        "accesses": accesses, "distinct": distinct, "pages": pages, "rule": candidate,
-                        "hits": outcome.hits, "hit_rate": outcome.hit_rate,
+                        "trace": name.rpartition("/")[2].rpartition(":")[2],
+                        "requests": len(requests),
+                        "accesses": accesses,
+                        "distinct": distinct,
+                        "pages": pages,
+                        "rule": candidate,
+                        "hits": outcome.hits,
+                        "hit_rate": outcome.hit_rate,
                     }
-                )  # fmt: skip
+                )
     rules = dict.fromkeys(name.partition(",")[0] for name in candidates)
     costs = []
     for rule in rules:
@@ -76,9 +81,12 @@ def run(
             costs.append(asdict(cost_of(rule, cost_pages)))
     machine = describe_machine()
     return {
-        "benchmark": "paging", "hardware": machine.hardware, "software": machine.software,
-        "results": results, "costs": costs,
-    }  # fmt: skip
+        "benchmark": "paging",
+        "hardware": machine.hardware,
+        "software": machine.software,
+        "results": results,
+        "costs": costs,
+    }
 
 
 def cost_of(rule: str, pages: int, timed: int = _TIMED) -> RuleCost:
@@ -108,9 +116,14 @@ def cost_of(rule: str, pages: int, timed: int = _TIMED) -> RuleCost:
         touches.append((time.perf_counter() - begin) / _PATH)
     spread = quantiles(victims, n=100)
     return RuleCost(
-        rule, requests * _PATH, spread[49] * 1e6, spread[98] * 1e6, median(touches) * 1e6, size / (requests * _PATH),
+        rule,
+        requests * _PATH,
+        spread[49] * 1e6,
+        spread[98] * 1e6,
+        median(touches) * 1e6,
+        size / (requests * _PATH),
         len(victims),
-    )  # fmt: skip
+    )
 
 
 class _Load:

@@ -43,9 +43,14 @@ def costs_table(costs: list[dict[str, Any]]) -> str:
         ["rule", "pages", "victim, median, µs", "99th percentile, µs", "access, µs", "bytes a page", "victims timed"],
         [
             [
-                cost["rule"], f"{cost['pages']:,}", f"{cost['victim_us']:.1f}", f"{cost['victim_99_us']:.1f}",
-                f"{cost['touch_us']:.1f}", f"{cost['bytes_per_page']:.0f}", f"{cost['timed']:,}",
+                cost["rule"],
+                f"{cost['pages']:,}",
+                f"{cost['victim_us']:.1f}",
+                f"{cost['victim_99_us']:.1f}",
+                f"{cost['touch_us']:.1f}",
+                f"{cost['bytes_per_page']:.0f}",
+                f"{cost['timed']:,}",
             ]
             for cost in costs
         ],
-    )  # fmt: skip
+    )

@@ -51,9 +51,15 @@ class LoadPlan:
         asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         ends = {"ignore_eos": True} if self.ignore_eos else {}
         return {
-            "model": model, **asked, "max_tokens": ask.output_tokens, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}, **ends, **self.extra,
-        }  # fmt: skip
+            "model": model,
+            **asked,
+            "max_tokens": ask.output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **ends,
+            **self.extra,
+        }
 
 
 async def run(
@@ -85,9 +91,12 @@ async def run(
             else:
                 outcomes = await open_loop(asks, _times(plan, asks), send, client.now)
     return {
-        "model": model, "load": _load(plan), "summary": summarise(outcomes, plan.levels),
-        "server": {"peaks": gauges.peaks, "gained": gauges.gained}, "requests": [asdict(o) for o in outcomes],
-    }  # fmt: skip
+        "model": model,
+        "load": _load(plan),
+        "summary": summarise(outcomes, plan.levels),
+        "server": {"peaks": gauges.peaks, "gained": gauges.gained},
+        "requests": [asdict(o) for o in outcomes],
+    }
 
 
 def _times(plan: LoadPlan, asks: Sequence[LoadRequest]) -> list[float]:

@@ -55,15 +55,25 @@ def summarise(outcomes: Sequence[RequestOutcome], levels: Mapping[str, float]) -
         return n / seconds if seconds else 0.0
 
     return {
-        "sent": len(outcomes), "answered": len(answered), "failed": len(outcomes) - len(answered),
-        "failures": dict(Counter(o.failure for o in outcomes if o.failure is not None)), "seconds": seconds,
-        "prompt_tokens": read, "output_tokens": written, "requests_per_s": rate(len(answered)),
-        "output_tokens_per_s": rate(written), "total_tokens_per_s": rate(read + written),
-        "ttft_s": spread([o.ttft_s for o in answered]), "tpot_s": spread([o.tpot_s for o in answered]),
-        "e2e_s": spread([o.e2e_s for o in answered]), "late_s": spread([o.sent_s - o.planned_s for o in outcomes]),
-        "levels_s": dict(levels), "attained": {name: _share(of) for name, of in met.items()},
-        "attained_jointly": _share(joint), "goodput_per_s": rate(sum(joint)),
-    }  # fmt: skip
+        "sent": len(outcomes),
+        "answered": len(answered),
+        "failed": len(outcomes) - len(answered),
+        "failures": dict(Counter(o.failure for o in outcomes if o.failure is not None)),
+        "seconds": seconds,
+        "prompt_tokens": read,
+        "output_tokens": written,
+        "requests_per_s": rate(len(answered)),
+        "output_tokens_per_s": rate(written),
+        "total_tokens_per_s": rate(read + written),
+        "ttft_s": spread([o.ttft_s for o in answered]),
+        "tpot_s": spread([o.tpot_s for o in answered]),
+        "e2e_s": spread([o.e2e_s for o in answered]),
+        "late_s": spread([o.sent_s - o.planned_s for o in outcomes]),
+        "levels_s": dict(levels),
+        "attained": {name: _share(of) for name, of in met.items()},
+        "attained_jointly": _share(joint),
+        "goodput_per_s": rate(sum(joint)),
+    }
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:

@@ -21,11 +21,13 @@ def rows(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("time", f"{s['seconds']:.1f} s"),
         ("rate", f"{s['requests_per_s']:.2f} requests/s"),
         ("output", f"{s['output_tokens']:,} tokens, {s['output_tokens_per_s']:,.1f} tokens/s"),
-        ("prompts and output", f"{s['prompt_tokens'] + s['output_tokens']:,} tokens, "
-                               f"{s['total_tokens_per_s']:,.1f} tokens/s"),
+        (
+            "prompts and output",
+            f"{s['prompt_tokens'] + s['output_tokens']:,} tokens, {s['total_tokens_per_s']:,.1f} tokens/s",
+        ),
         *((text, _spread(s[name])) for name, text in _TIMES.items()),
         ("sent later than planned", _spread(s["late_s"])),
-    ]  # fmt: skip
+    ]
     for name, limit in s["levels_s"].items():
         lines.append((f"{name} within {limit:g} s", f"{s['attained'][name]:.1%}"))
     if s["levels_s"]:

@@ -30,9 +30,15 @@ class _Met(NamedTuple):
 
 
 def decode_aged(
-    table: PageTable, sealed: AgedStore, rule: DecodeRule, shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor,
+    table: PageTable,
+    sealed: AgedStore,
+    rule: DecodeRule,
+    shape: AttentionShape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     q_pos: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Attend to all tiers, score them, and store the new entries; nothing leaves.
 
     Args:
@@ -94,9 +100,14 @@ def _with_sinks(args: DecodeArgs, lse: Tensor) -> tuple[Tensor, Tensor]:
         sink = lse[s] if r.shape.sink_logits is None else torch.logaddexp(lse[s], r.shape.sink_logits.float())
         plain = PageRegions(r.plain.pages, r.plain.table[rows], r.plain.lens[rows])
         regions = StepRegions(
-            plain, r.caps[rows], r.recent[rows], r.q_pos[one], r.rule,
-            replace(r.shape, sink_logits=sink.contiguous()), r.packed.part(rows),
-        )  # fmt: skip
+            plain,
+            r.caps[rows],
+            r.recent[rows],
+            r.q_pos[one],
+            r.rule,
+            replace(r.shape, sink_logits=sink.contiguous()),
+            r.packed.part(rows),
+        )
         out, total, _ = ops.decode(DecodeArgs(args.q[one], args.k_new[one], args.v_new[one], regions))
         outs.append(out)
         totals.append(total)

@@ -283,10 +283,18 @@ class ChunkStore:
             files = Counter() if self._files is None else self._files.counts
             counts = self._counts
             return ChunkStoreStats(
-                memory_bytes=self._memory.nbytes, disk_bytes=0 if self._files is None else self._files.nbytes,
-                memory_hits=counts["memory_hits"], disk_hits=counts["disk_hits"], misses=counts["misses"],
-                stored=counts["stored"], memory_evicted=self._memory.evicted, disk_evicted=files["evicted"],
-                torn=files["torn"], foreign=files["foreign"], write_failures=files["write_failures"],
-                read_failures=files["read_failures"], load_failures=counts["load_failures"],
+                memory_bytes=self._memory.nbytes,
+                disk_bytes=0 if self._files is None else self._files.nbytes,
+                memory_hits=counts["memory_hits"],
+                disk_hits=counts["disk_hits"],
+                misses=counts["misses"],
+                stored=counts["stored"],
+                memory_evicted=self._memory.evicted,
+                disk_evicted=files["evicted"],
+                torn=files["torn"],
+                foreign=files["foreign"],
+                write_failures=files["write_failures"],
+                read_failures=files["read_failures"],
+                load_failures=counts["load_failures"],
                 not_finite=counts["not_finite"],
-            )  # fmt: skip
+            )

@@ -216,8 +216,10 @@ def _behind(first: PaddedEntries, then: Entries) -> Entries:
     return Entries(
         torch.cat([first.keys, then.keys.float()], 1),
         torch.cat([first.values, then.values.float()], 1),
-        torch.cat([first.positions, then.positions], 1), torch.cat([first.scores, then.scores], 1), masses,
-    )  # fmt: skip
+        torch.cat([first.positions, then.positions], 1),
+        torch.cat([first.scores, then.scores], 1),
+        masses,
+    )
 
 
 def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints) -> Tensor:

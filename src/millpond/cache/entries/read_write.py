@@ -27,9 +27,12 @@ def in_order(found: Entries) -> PaddedEntries:
     """Entries in the order of their positions, padding at the end."""
     order = by_position(found.positions)
     return PaddedEntries(
-        columns_of(found.keys, order), columns_of(found.values, order), columns_of(found.positions, order),
-        columns_of(found.scores, order), None if found.log_masses is None else columns_of(found.log_masses, order),
-    )  # fmt: skip
+        columns_of(found.keys, order),
+        columns_of(found.values, order),
+        columns_of(found.positions, order),
+        columns_of(found.scores, order),
+        None if found.log_masses is None else columns_of(found.log_masses, order),
+    )
 
 
 def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | None = None) -> Entries:
@@ -51,9 +54,7 @@ def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | No
     )
 
 
-def append(
-    table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | None = None
-) -> None:  # fmt: skip
+def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | None = None) -> None:
     """Store all new entries after the stored ones; scores: (H, Q) float32, None: zero."""
     rows = table.rows(sequence)
     n_heads, n_new = k.shape[:2]

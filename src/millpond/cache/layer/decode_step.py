@@ -53,9 +53,14 @@ class DecodeStep:
     """
 
     def __init__(
-        self, index: int, policy: Policy, timeline: PositionTracker, attention: PagedAttention, planner: Planner,
+        self,
+        index: int,
+        policy: Policy,
+        timeline: PositionTracker,
+        attention: PagedAttention,
+        planner: Planner,
         companions: SequenceState,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._index, self._policy, self._timeline = index, policy, timeline
         self._attention, self._planner, self._companions = attention, planner, companions
         self._rule: DecodeRule = policy.decode_rule(index)
@@ -113,9 +118,16 @@ class DecodeStep:
         return all(part is None for part in besides) and self._attention.runs(table, self._rule, shape) is None
 
     def step(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, columns: int,
-        q_pos: Tensor | None = None, scores: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: np.ndarray,
+        columns: int,
+        q_pos: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> Tensor:
         """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim).
 
         Args:

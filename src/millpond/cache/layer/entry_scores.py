@@ -37,9 +37,15 @@ def entry_scores(
 
 
 def gate_scores(
-    gates: Gates, layer: int, rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan,
+    gates: Gates,
+    layer: int,
+    rope: RotaryEmbedding | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: ForwardSpan,
     contexts: PerSequence[GateContext],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(S, Hkv, Q) float32: how surely each KV head keeps the new tokens of one pass; 0 at pads.
 
     Each sequence is taken alone, so the rest of the batch changes nothing.

@@ -330,9 +330,7 @@ class LayerCache(LayerStorage):
         give_back_after(q.nbytes if q.is_cpu else 0)
         if self.peek is None:
             table = self._table = self._prompt.begin(table, k.dtype)
-        return self._passes.read(
-            table, q, k, v, span, self.columns, waits=self._waits(), peek=self.peek, scores=scores
-        )  # fmt: skip
+        return self._passes.read(table, q, k, v, span, self.columns, waits=self._waits(), peek=self.peek, scores=scores)
 
     # ------------------------------------------------------------------ pages
 

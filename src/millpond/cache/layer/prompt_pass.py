@@ -37,9 +37,12 @@ class NewTokens(NamedTuple):
         """Those of some columns."""
         q, k, v, positions, scores = self
         return NewTokens(
-            q[:, begin:end], k[:, begin:end], v[:, begin:end], positions[begin:end],
+            q[:, begin:end],
+            k[:, begin:end],
+            v[:, begin:end],
+            positions[begin:end],
             None if scores is None else scores[:, begin:end],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,18 @@ class PromptPass:
         return torch.stack(steps, 2)
 
     def read(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int, *,
-        waits: bool, peek: ReconstructionProbe | None, scores: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: ForwardSpan,
+        columns: int,
+        *,
+        waits: bool,
+        peek: ReconstructionProbe | None,
+        scores: Tensor | None = None,
+    ) -> Tensor:
         """A pass of many tokens. q: (S, Hq, Q, D), k: (S, Hkv, Q, D), v: (S, Hkv, Q, V) -> (S, Hq, Q, value_dim).
 
         Args:
@@ -112,9 +124,17 @@ class PromptPass:
         return out
 
     def _decode_some(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int,
-        decoding: np.ndarray, out: Tensor, scores: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        span: ForwardSpan,
+        columns: int,
+        decoding: np.ndarray,
+        out: Tensor,
+        scores: Tensor | None,
+    ) -> None:
         """One decoding step of the sequences in `decoding` (S,) bool, whose only token may lie in any column."""
         rows = torch.arange(table.n_seq, device=q.device)
         first = torch.from_numpy(span.first_columns()).to(q.device)
@@ -141,9 +161,14 @@ class PromptPass:
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _read_piece(
-        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, peek: ReconstructionProbe | None,
+        self,
+        table: PageTable,
+        sequence: int,
+        tokens: NewTokens,
+        waits: bool,
+        peek: ReconstructionProbe | None,
         until: int = 0,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Tokens that attend to what is stored and to each other; until: see `Planner.add_chunk`."""
         q, k, v, q_pos, scores = tokens
         if self.companions.rolling is not None:

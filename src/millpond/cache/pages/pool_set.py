@@ -113,13 +113,17 @@ class PoolSet:
         known, scales = self.codec.calibration, self.codec.key_scales
         parts = [
             QuantizedStore(
-                tier, pool, n_seq, n_kv_heads, key_dim,
+                tier,
+                pool,
+                n_seq,
+                n_kv_heads,
+                key_dim,
                 fixed=None if known is None else known.key_range(layer),
                 rope=None if self._ropes is None else self._ropes.of(layer, key_dim, device),
                 key_scales=None if scales is None else scales.of(layer, device),
             )
             for tier, pool in zip(self.codec.tiers, self.packed(layer, key_dim, value_dim, device), strict=True)
-        ]  # fmt: skip
+        ]
         return parts[0] if len(parts) == 1 else AgedStore(self.codec, parts)
 
     def packed(self, layer: int, key_dim: int, value_dim: int, device: torch.device) -> list[QuantizedPool]:

@@ -33,9 +33,11 @@ class PromptStatistics(NamedTuple):
     def merge(self, later: PromptStatistics) -> PromptStatistics:
         """Of two runs of tokens, the second after the first."""
         return PromptStatistics(
-            torch.maximum(self.most_q, later.most_q), torch.maximum(self.most_k, later.most_k),
-            torch.cat([self.last_q, later.last_q], 1)[:, -ASKED:], self.squares + later.squares,
-        )  # fmt: skip
+            torch.maximum(self.most_q, later.most_q),
+            torch.maximum(self.most_k, later.most_k),
+            torch.cat([self.last_q, later.last_q], 1)[:, -ASKED:],
+            self.squares + later.squares,
+        )
 
     def channels(self, codec: Codec) -> Tensor | None:
         """(Hkv, kept) int32, the key channels that stay; None: all."""

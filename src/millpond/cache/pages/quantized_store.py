@@ -324,9 +324,15 @@ class QuantizedStore:
     def fork(self) -> QuantizedStore:
         """The same entries once more: pages are shared until one of the two writes."""
         other = QuantizedStore(
-            self.codec, self.pool, self.n_seq, self.n_kv_heads, self.head_dim, fixed=self._fixed, rope=self._rope,
+            self.codec,
+            self.pool,
+            self.n_seq,
+            self.n_kv_heads,
+            self.head_dim,
+            fixed=self._fixed,
+            rope=self._rope,
             key_scales=None if self.basis is None else self.basis.scales,
-        )  # fmt: skip
+        )
         other._pages = self._pages.fork()
         other.lens, other._dead = self.lens.copy(), self.n_evicted.copy()
         other._keys = self._keys.copy()

@@ -79,12 +79,7 @@ class RefCountedPool(Generic[A]):
     """
 
     def __init__(
-        self,
-        arrays: A,
-        kv_bytes_per_page: int,
-        page_bytes: int,
-        limit_bytes: int | None,
-        account: Limit | None = None,
+        self, arrays: A, kv_bytes_per_page: int, page_bytes: int, limit_bytes: int | None, account: Limit | None = None
     ) -> None:
         if account is not None:
             limit_bytes = account.limit_bytes

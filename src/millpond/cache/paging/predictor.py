@@ -55,9 +55,18 @@ class DiscardPredictor:
         table = self._table
         a, b, c, d, e, f, g, h, i, j, k = steps
         return (
-            table[a] + table[b] + table[c] + table[d] + table[e] + table[f]
-            + table[g] + table[h] + table[i] + table[j] + table[k]
-        )  # fmt: skip
+            table[a]
+            + table[b]
+            + table[c]
+            + table[d]
+            + table[e]
+            + table[f]
+            + table[g]
+            + table[h]
+            + table[i]
+            + table[j]
+            + table[k]
+        )
 
     def seen(self, now: int, steps: tuple[int, ...], last: int | None, pages: int | None) -> None:
         """Note an access: its features, and what it tells about the access of the same page before.

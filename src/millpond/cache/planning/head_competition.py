@@ -94,9 +94,8 @@ class HeadCompetition:
         spare = (valid.sum(1) - floor).clamp(min=0)
         by_head = (len(self.sequences), n_heads, -1)
         leave = lowest_scored(
-            value.view(by_head), positions.view(by_head), free.view(by_head), spare.view(by_head[:2]),
-            n_heads,
-        ).flatten(0, 1)  # fmt: skip
+            value.view(by_head), positions.view(by_head), free.view(by_head), spare.view(by_head[:2]), n_heads
+        ).flatten(0, 1)
         lengths = slots.evict(leave).reshape(by_head[:2])
         caps[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
         for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):

@@ -212,9 +212,15 @@ class Planner:
     # ------------------------------------------------------------------ plan and apply
 
     def plan(
-        self, table: PageTable, sequence: int, found: Entries, seen: int, budget: int | None = None, *,
+        self,
+        table: PageTable,
+        sequence: int,
+        found: Entries,
+        seen: int,
+        budget: int | None = None,
+        *,
         between: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Evict what the plan of one sequence does not keep; `budget` None: that of `seen` tokens.
 
         between: more of the prompt follows, so nothing is quantized yet.
@@ -300,9 +306,15 @@ class Planner:
         return aside & alive, n_kept if budget < UNBOUNDED else 0
 
     def _hold_merged(
-        self, table: PageTable, sequence: int, merged: Merged, positions: Tensor, keep: Tensor, before: Entries,
+        self,
+        table: PageTable,
+        sequence: int,
+        merged: Merged,
+        positions: Tensor,
+        keep: Tensor,
+        before: Entries,
         aside: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Hold what a plan has merged, in fresh pages, and the entries (H, N) `aside` as they were `before`."""
         masses = merged.log_masses if self._policy.mass_bias else None
         keys, values, basis = merged.keys, merged.values, table.basis

@@ -37,13 +37,18 @@ class ViewBuilder:
         """
         begin = self._companions.turns.get(sequence, 0)
         view = View(
-            columns_of(positions, order), columns_of(found.scores, order), seen, self._attention.index,
-            int(self._timeline.origin[sequence]), seen - begin if begin else 0,
+            columns_of(positions, order),
+            columns_of(found.scores, order),
+            seen,
+            self._attention.index,
+            int(self._timeline.origin[sequence]),
+            seen - begin if begin else 0,
             read_entries=lambda part: columns_of(self._attention.contents(table, found, part), order),
-            outputs=self._attention.outputs, memory=self._companions.memories.get(sequence),
+            outputs=self._attention.outputs,
+            memory=self._companions.memories.get(sequence),
             log_masses=None if found.log_masses is None else columns_of(found.log_masses, order),
             recent_attention=lambda: columns_of(self._latest(sequence, found), order),
-        )  # fmt: skip
+        )
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
         headwise = self._companions.headwise

@@ -60,9 +60,16 @@ class BlockRetrieval:
         self._known: PerSequence[Blocks] = PerSequence() if known is None else known
 
     def attend(
-        self, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, budget: int, shape: AttentionShape,
+        self,
+        sequence: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        budget: int,
+        shape: AttentionShape,
         rope: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See `Focus.attend`: the budget is that of the sequence until its next pass of many tokens."""
         old = self._known.get(sequence)
         none = Blocks(budget, q.new_zeros(0, len(q), q.shape[-1], dtype=wide(q.dtype)), q.new_zeros(len(q), 0).float())
@@ -70,9 +77,15 @@ class BlockRetrieval:
         return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rope)
 
     def decode(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, shape: AttentionShape,
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        shape: AttentionShape,
         rope: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See `Focus.decode`. Sequences one by one: each reads only what it attends to."""
         arrays, slots = table.pool.arrays, table.pool.slots
         counts = (q_pos >= 0).int().repeat_interleave(table.n_kv_heads)

@@ -26,9 +26,16 @@ class SelectiveAttention(Protocol):
         ...
 
     def attend(
-        self, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, budget: int, shape: AttentionShape,
+        self,
+        sequence: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        budget: int,
+        shape: AttentionShape,
         rope: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Attention of new queries over stored and new entries, of all positions in order.
 
         Args:
@@ -41,9 +48,15 @@ class SelectiveAttention(Protocol):
         ...
 
     def decode(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, shape: AttentionShape,
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        shape: AttentionShape,
         rope: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    ) -> tuple[Tensor, Tensor] | None:
         """Store the new entries and attend, as `LayerCache` does in a step; None: let it attend to everything."""
         ...
 

@@ -24,9 +24,16 @@ class SparsePrefill:
         self._layer = layer
 
     def attend(
-        self, sequence: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, budget: int, shape: AttentionShape,
+        self,
+        sequence: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        budget: int,
+        shape: AttentionShape,
         rope: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See `Focus.attend`: head by head, in blocks of rows."""
         patterns = self._patterns.patterns(self._layer, len(q))
         if all(pattern.covers(k.shape[1]) for pattern in patterns):
@@ -42,9 +49,15 @@ class SparsePrefill:
         return out, lse
 
     def decode(
-        self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, shape: AttentionShape,
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        shape: AttentionShape,
         rope: RotaryEmbedding | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `Focus.decode`: everything is attended to."""
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:

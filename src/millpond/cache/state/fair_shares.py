@@ -143,9 +143,9 @@ class FairShares(TextMarks[FairShare]):
         count = fewest(self._seen(end - visible, end), visible, wanted, free[:, None])
         return torch.from_numpy(np.concatenate([self._spans, count[..., None]], 2).astype(np.int32)).to(device)
 
-    def view(self, sequence: int, seen: int, visible: int, budget: int, aside: Tensor | None, positions: Tensor) -> (
-        FairSpans | None
-    ):  # fmt: skip
+    def view(
+        self, sequence: int, seen: int, visible: int, budget: int, aside: Tensor | None, positions: Tensor
+    ) -> FairSpans | None:
         """The spans of one sequence for a plan; None where it has none.
 
         Args:

@@ -70,9 +70,15 @@ class HeadRuleState:
         self._asked[sequence] = found
 
     def received(
-        self, sequence: int, keys: Tensor, positions: Tensor, shape: AttentionShape, n_kv_heads: int, begin: int,
+        self,
+        sequence: int,
+        keys: Tensor,
+        positions: Tensor,
+        shape: AttentionShape,
+        n_kv_heads: int,
+        begin: int,
         end: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """(n_kv_heads, group, N) float32: see `View.received`.
 
         Args:
@@ -131,9 +137,15 @@ class HeadRuleState:
                 self._release(table, tokens, chosen[rows], together[rows], seen[rows], window, own)
 
     def _release(
-        self, table: PageTable, tokens: TokenIds, chosen: Tensor, together: Tensor, seen: Tensor, window: int,
+        self,
+        table: PageTable,
+        tokens: TokenIds,
+        chosen: Tensor,
+        together: Tensor,
+        seen: Tensor,
+        window: int,
         kept: KeptSpans | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What no head of the sequences `chosen` (n,) keeps leaves.
 
         Args:
@@ -143,9 +155,18 @@ class HeadRuleState:
         n_heads, device, policy = table.n_kv_heads, table.lens.device, self._rules
         if kept is None:
             args = HeadRuleArgs(
-                table.regions, chosen, tokens.all, policy.classes.table(device), table.head_rules, table.recent, seen,
-                policy.quota(seen), together, policy.protect.sinks, window,
-            )  # fmt: skip
+                table.regions,
+                chosen,
+                tokens.all,
+                policy.classes.table(device),
+                table.head_rules,
+                table.recent,
+                seen,
+                policy.quota(seen),
+                together,
+                policy.protect.sinks,
+                window,
+            )
             if table.sealed is None and ops.admit(args):
                 table.trim()
                 return
@@ -154,10 +175,14 @@ class HeadRuleState:
         rows, by_head = torch.from_numpy(slots.rows).to(device), (len(sequences), n_heads, -1)
         here = slots.positions.view(by_head)
         heads = Heads(
-            slots.scores.view(by_head), here,
-            policy.classes_of(tokens.at(chosen, here), here), table.head_rules[rows].view(by_head[:2]), seen,
-            table.recent[rows].view(by_head)[:, 0, 0], together,
-        )  # fmt: skip
+            slots.scores.view(by_head),
+            here,
+            policy.classes_of(tokens.at(chosen, here), here),
+            table.head_rules[rows].view(by_head[:2]),
+            seen,
+            table.recent[rows].view(by_head)[:, 0, 0],
+            together,
+        )
         hidden = (here >= 0) & (seen[:, None, None] - here >= window) if window else torch.zeros_like(here).bool()
         out = hidden
         if kept is not None:

@@ -19,9 +19,16 @@ class ReconstructionProbe:
         self._best = [torch.zeros(n_kv_heads, tokens, device=device)] * n_seq  # replaced, never written to
 
     def look(
-        self, sequence: int, q: Tensor, lse: Tensor, q_pos: Tensor, keys: Tensor, positions: Tensor,
-        shape: AttentionShape, log_masses: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        sequence: int,
+        q: Tensor,
+        lse: Tensor,
+        q_pos: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        shape: AttentionShape,
+        log_masses: Tensor | None = None,
+    ) -> None:
         """Take queries q (Hq, Q, D) with denominators lse (Hq, Q) over keys (H, N, D) at positions (H, N), -1: none.
 
         log_masses: (H, N), added to the logits; None for none.

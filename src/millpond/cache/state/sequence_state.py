@@ -69,11 +69,18 @@ class SequenceState:
         """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
         needs = policy.needs
         return cls(
-            QueryBuffer(policy), PerSequence(), PerSequence(), PerSequence(), PerSequence(), PerSequence(),
-            PerSequence(), PerSequence(), None if rotation is None else _cache_relative(policy, rotation),
+            QueryBuffer(policy),
+            PerSequence(),
+            PerSequence(),
+            PerSequence(),
+            PerSequence(),
+            PerSequence(),
+            PerSequence(),
+            PerSequence(),
+            None if rotation is None else _cache_relative(policy, rotation),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),
-        )  # fmt: skip
+        )
 
     @property
     def context_bytes(self) -> int:

@@ -160,9 +160,13 @@ def _slotwise(pool: RefCountedPool[Any]) -> bool:
 
 
 def _write(
-    pool: RefCountedPool[Any], away: AwayPages, pages: PageIds, ids: PageIds, sequence: npt.NDArray[np.int64],
+    pool: RefCountedPool[Any],
+    away: AwayPages,
+    pages: PageIds,
+    ids: PageIds,
+    sequence: npt.NDArray[np.int64],
     written: Mask,
-) -> dict[int, DataError]:  # fmt: skip
+) -> dict[int, DataError]:
     """Write pages, those of a sequence together."""
     lost: dict[int, DataError] = {}
     content = RowArrays.of_pages(pool.arrays, PagePart.CONTENTS)

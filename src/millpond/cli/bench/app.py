@@ -41,11 +41,14 @@ def kernels(
     with errors().status("timing kernels"):
         rows = kernel_table(rounds) + shared_rows(max(3, rounds // 2)) + codec_table(max(3, rounds // 2))
     data = {
-        "benchmark": "kernels", "machine": machine.as_dict(),
-        "hardware": machine.hardware, "software": machine.software,
-        "command": command_line(), "rounds": rounds,
+        "benchmark": "kernels",
+        "machine": machine.as_dict(),
+        "hardware": machine.hardware,
+        "software": machine.software,
+        "command": command_line(),
+        "rounds": rounds,
         "results": [{**asdict(row), "verdict": row.verdict} for row in rows],
-    }  # fmt: skip
+    }
     deliver("kernels", data, kernels_markdown(data), out)
 
 
@@ -81,10 +84,15 @@ def generate(
     if model is not None and kvpress is not None:
         raise OptionError("--kvpress makes random weights of its own: leave it out with --model")
     plan = with_given(
-        QUICK if quick else GeneratePlan(), shape=saved_model(model), cells=parse_cells(cells),
-        new_tokens=new_tokens, repeats=repeats,
-        budget=budget, threads=threads, seed=seed,
-    )  # fmt: skip
+        QUICK if quick else GeneratePlan(),
+        shape=saved_model(model),
+        cells=parse_cells(cells),
+        new_tokens=new_tokens,
+        repeats=repeats,
+        budget=budget,
+        threads=threads,
+        seed=seed,
+    )
     candidates = coded_candidates(codec.split(",")) if codec else None
     child = KVPress(kvpress, Path("benchmarks/peers/kvpress_generate.py")) if kvpress else nullcontext()
     with errors().status("measuring") as status, child as peer:
@@ -122,10 +130,16 @@ def methods(
 
     Budget.parse(budget)
     plan = with_given(
-        QUICK if quick else MethodsPlan(), shape=_shape(shape) if shape else None, prompt=prompt,
+        QUICK if quick else MethodsPlan(),
+        shape=_shape(shape) if shape else None,
+        prompt=prompt,
         methods=tuple((s.name, s.options) for s in parse_specs(methods, "methods")) if methods else None,
-        new_tokens=new_tokens, repeats=repeats, budget=budget, threads=threads, seed=seed,
-    )  # fmt: skip
+        new_tokens=new_tokens,
+        repeats=repeats,
+        budget=budget,
+        threads=threads,
+        seed=seed,
+    )
     with errors().status("measuring") as status:
         data = run(plan, status.update)
     data["command"] = command_line()

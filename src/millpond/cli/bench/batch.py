@@ -37,9 +37,15 @@ def batch(
     check_share(budget)
     torch.set_num_threads(threads or torch.get_num_threads())
     plan = BatchBench(
-        tuple(parse_tree(tree)), tuple(name.strip() for name in methods.split(",")), budget, kv_memory, new_tokens,
-        repeats, seed, TINY if quick else ModelShape(),
-    )  # fmt: skip
+        tuple(parse_tree(tree)),
+        tuple(name.strip() for name in methods.split(",")),
+        budget,
+        kv_memory,
+        new_tokens,
+        repeats,
+        seed,
+        TINY if quick else ModelShape(),
+    )
     with errors().status("measuring") as status:
         data = run(plan, status.update)
     data["command"] = command_line()

@@ -44,10 +44,19 @@ def chunks(
         raise OptionError(f"--per-query {per_query} is more than the --pool of {pool} chunks; lower it or raise --pool")
     torch.set_num_threads(threads or torch.get_num_threads())
     plan = ChunkBench(
-        chunks=chunks, tokens=tokens, shares=parse_shares(shares), dtype=chunk_dtype, rule=rule, repeats=repeats,
-        n_queries=queries, per_query=per_query, pool=pool, query_tokens=query_tokens, seed=seed,
+        chunks=chunks,
+        tokens=tokens,
+        shares=parse_shares(shares),
+        dtype=chunk_dtype,
+        rule=rule,
+        repeats=repeats,
+        n_queries=queries,
+        per_query=per_query,
+        pool=pool,
+        query_tokens=query_tokens,
+        seed=seed,
         shape=TINY if quick else ModelShape(),
-    )  # fmt: skip
+    )
     with errors().status("measuring") as status:
         data = run(plan, status.update)
     data["command"] = command_line()

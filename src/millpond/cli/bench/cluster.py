@@ -36,9 +36,16 @@ def cluster(
 
     given = ["--model", model, *([] if threads is None else ["--threads", str(threads)]), *shlex.split(options)]
     bench = ClusterBench(
-        layouts=tuple(name.strip() for name in layouts.split(",")), options=tuple(given), rounds=rounds,
-        requests=requests, users=users, prompt=prompt_tokens, output=output_tokens, vocab_size=vocab_size, seed=seed,
-    )  # fmt: skip
+        layouts=tuple(name.strip() for name in layouts.split(",")),
+        options=tuple(given),
+        rounds=rounds,
+        requests=requests,
+        users=users,
+        prompt=prompt_tokens,
+        output=output_tokens,
+        vocab_size=vocab_size,
+        seed=seed,
+    )
     with errors().status("measuring") as status:
         data = run(bench, status.update)
     data["command"] = command_line()

@@ -54,9 +54,15 @@ def engines(
     check_share(budget)
     saved = saved_model(model)
     plan = with_given(
-        QUICK if quick else EnginesPlan(), cells=parse_cells(cells), new_tokens=new_tokens, repeats=repeats,
-        threads=threads, seed=seed, shape=saved, timeout_s=timeout,
-    )  # fmt: skip
+        QUICK if quick else EnginesPlan(),
+        cells=parse_cells(cells),
+        new_tokens=new_tokens,
+        repeats=repeats,
+        threads=threads,
+        seed=seed,
+        shape=saved,
+        timeout_s=timeout,
+    )
     names, codecs = _names(methods), _names(codec)
     gguf = saved.gguf if saved else None
     everyone = candidates.ours(names, codecs, budget, weights, gguf)

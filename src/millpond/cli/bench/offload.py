@@ -25,8 +25,7 @@ def offload(
         int | None, optional(min=1, help="Decoding steps of ours that are timed behind the prompts. Default: all.")
     ] = None,
     cells: Annotated[
-        str | None,
-        optional(help="Cells, separated by commas; others in the report are kept. Default: all."),
+        str | None, optional(help="Cells, separated by commas; others in the report are kept. Default: all.")
     ] = None,
     folder: Annotated[Path, typer.Option(help="Keep the model here.")] = Path("build/offload-model"),
     accelerate: Annotated[
@@ -71,9 +70,14 @@ def offload(
     if any(name.startswith("deepspeed") for name in chosen):
         deepspeed_cells.check(deepspeed)
     settings = OffloadSettings(
-        shape=shape, memory=parse_bytes(memory), prompt=prompt, new=new, threads=threads, steps=steps,
+        shape=shape,
+        memory=parse_bytes(memory),
+        prompt=prompt,
+        new=new,
+        threads=threads,
+        steps=steps,
         our_steps=our_steps,
-    )  # fmt: skip
+    )
     file = None if out is None else out / "offload.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else None
 
@@ -84,9 +88,7 @@ def offload(
             write_report(out, "offload", data, markdown(data))
 
     with errors().status("measuring"):
-        data = run(
-            folder, accelerate, llamacpp, deepspeed, settings, chosen, before=before, measure=measure, keep=keep
-        )  # fmt: skip
+        data = run(folder, accelerate, llamacpp, deepspeed, settings, chosen, before=before, measure=measure, keep=keep)
     deliver("offload", data, markdown(data), out)
     if out is not None:
         typer.echo(f"wrote {draw(data, out / 'offload.svg')}")

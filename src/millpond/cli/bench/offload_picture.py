@@ -18,10 +18,11 @@ def draw(data: dict[str, Any], path: Path) -> Path:
     made = figure(9, _BAR_INCHES * len(rows) + _HEAD_INCHES)
     settings = data["settings"]
     heading(
-        made, f"New tokens per second in {settings['memory'] / 2**20:,.0f} MiB, without the time waited for a core",
+        made,
+        f"New tokens per second in {settings['memory'] / 2**20:,.0f} MiB, without the time waited for a core",
         f"{settings['shape']} in bf16, {data['model_bytes'] / 1e6:,.0f} MB; prompts of {settings['prompt']} and "
         f"answers of {settings['new']} tokens; line: predicted; *: projected",
-    )  # fmt: skip
+    )
     axis = made.subplots()
     calm(axis, grid=False)
     ours, theirs = water(8)[5], water(8)[2]

@@ -66,10 +66,20 @@ def serve(
     else:
         name, asks = trace, _read(trace, requests, shrink, max_prompt)
     plan = LoadPlan(
-        url=url, model=model, api_key=os.environ.get(key_variable), timeout_s=timeout,
-        rate=rate, users=users, speed=speed, chat=chat, vocab_size=vocab_size, ignore_eos=ignore_eos,
-        extra=_json(extra), levels=parse_levels(slo), seed=seed,
-    )  # fmt: skip
+        url=url,
+        model=model,
+        api_key=os.environ.get(key_variable),
+        timeout_s=timeout,
+        rate=rate,
+        users=users,
+        speed=speed,
+        chat=chat,
+        vocab_size=vocab_size,
+        ignore_eos=ignore_eos,
+        extra=_json(extra),
+        levels=parse_levels(slo),
+        seed=seed,
+    )
     with errors().status("sending") as status:
         data = asyncio.run(run(plan, asks, lambda done, n: status.update(f"{done:,} of {n:,} answered")))
     data |= {"benchmark": "serve", "trace": name, "command": command_line()}

@@ -70,9 +70,15 @@ def profile(
                 engines = OneEngine(llm)
             try:
                 return await measure(
-                    engines, model, prompts=lengths, new=new, rounds=rounds, note=note, report=status.update,
+                    engines,
+                    model,
+                    prompts=lengths,
+                    new=new,
+                    rounds=rounds,
+                    note=note,
+                    report=status.update,
                     workers=workers or 1,
-                )  # fmt: skip
+                )
             finally:
                 await llm.close(drain=False)
 
@@ -80,8 +86,9 @@ def profile(
     save_profile(found.profile, out)
     output().print(
         f"{out}: {len(found.steps):,} steps; the fit is off by {100 * found.error:.0f} % of a step in the median",
-        soft_wrap=True, highlight=False,
-    )  # fmt: skip
+        soft_wrap=True,
+        highlight=False,
+    )
     if found.refused is not None:
         text = f"requests of this engine cannot move, so no split can be built of it: {found.refused}"
     else:

@@ -42,9 +42,14 @@ def draw(outcomes: Sequence[DemoOutcome], pairs: Sequence[int], length: int, fil
 def _panel(axis: Axes, outcome: DemoOutcome, pairs: npt.NDArray[np.int64], length: int) -> None:
     n = len(outcome.kept)
     axis.imshow(
-        _shares(outcome.kept, length), cmap=WATER, vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+        _shares(outcome.kept, length),
+        cmap=WATER,
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="nearest",
         extent=(0.0, float(length), n - 0.5, -0.5),
-    )  # fmt: skip
+    )
     for row, kept in enumerate(outcome.kept):
         here = np.isin(pairs, kept)
         axis.plot(pairs[~here] + 0.5, np.full((~here).sum(), row), "|", color=LOST, markersize=5, markeredgewidth=0.8)
@@ -55,8 +60,11 @@ def _panel(axis: Axes, outcome: DemoOutcome, pairs: npt.NDArray[np.int64], lengt
     axis.set_yticks(centres, [f"layer {i}" for i in range(len(centres))], fontsize=7, color=INK)
     axis.set_title(
         f"{outcome.method}: {outcome.right} of {outcome.asked} right, {outcome.share:.0%} of the full cache's bytes",
-        loc="left", fontsize=9.5, color=INK, pad=4,
-    )  # fmt: skip
+        loc="left",
+        fontsize=9.5,
+        color=INK,
+        pad=4,
+    )
     axis.tick_params(length=0, labelsize=7, labelcolor=INK)
     for spine in axis.spines.values():
         spine.set_visible(False)

@@ -45,9 +45,13 @@ class DemoSetting:
 def settings_for(budget: str) -> list[DemoSetting]:
     """The rows: everything, all entries in fewer bits, evicted, and the window that shows what that can cost."""
     return [
-        DemoSetting("full"), DemoSetting(preset="light"), DemoSetting(preset="balanced"), DemoSetting("h2o", budget),
-        DemoSetting("snapkv", budget), DemoSetting("window", budget),
-    ]  # fmt: skip
+        DemoSetting("full"),
+        DemoSetting(preset="light"),
+        DemoSetting(preset="balanced"),
+        DemoSetting("h2o", budget),
+        DemoSetting("snapkv", budget),
+        DemoSetting("window", budget),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +105,14 @@ class TextTask:
 
 
 def show(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, path: Path, length: int, budget: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    path: Path,
+    length: int,
+    budget: str,
     question: str,
-) -> None:  # fmt: skip
+) -> None:
     """Run every setting, and print the table, the answers and one sentence."""
     task, screen = TextTask.read(path, tokenizer, length, question), output()
     screen.print(
@@ -139,14 +148,23 @@ def read_text(
         stats = cache.stats()
         cache.reset()
         out = runs.generate(
-            task.prompt, attention_mask=torch.ones_like(task.prompt), **cache_argument(cache), max_new_tokens=ANSWER,
-            do_sample=False, eos_token_id=end_ids(model, tokenizer), pad_token_id=0,
-        )  # fmt: skip
+            task.prompt,
+            attention_mask=torch.ones_like(task.prompt),
+            **cache_argument(cache),
+            max_new_tokens=ANSWER,
+            do_sample=False,
+            eos_token_id=end_ids(model, tokenizer),
+            pad_token_id=0,
+        )
     answer = tokenizer.decode(out[0, task.prompt.shape[1] :], skip_special_tokens=True)
     return Reading(
-        setting, math.exp(loss / FOLLOWING), stats.kv_bytes, stats.full_kv_bytes, 1e3 * min(steps),
+        setting,
+        math.exp(loss / FOLLOWING),
+        stats.kv_bytes,
+        stats.full_kv_bytes,
+        1e3 * min(steps),
         " ".join(str(answer).split()),
-    )  # fmt: skip
+    )
 
 
 def _table(readings: list[Reading]) -> Table:
@@ -158,9 +176,13 @@ def _table(readings: list[Reading]) -> Table:
         more = one.perplexity / readings[0].perplexity - 1
         colour = "green" if more < 0.05 else "yellow" if more < 0.3 else "red"
         table.add_row(
-            str(one.setting), f"{one.perplexity:.2f}", f"[{colour}]{more:+.1%}[/]", size(one.kv_bytes),
-            f"{one.kv_bytes / one.full_kv_bytes:.0%}", f"{one.step_ms:.1f}",
-        )  # fmt: skip
+            str(one.setting),
+            f"{one.perplexity:.2f}",
+            f"[{colour}]{more:+.1%}[/]",
+            size(one.kv_bytes),
+            f"{one.kv_bytes / one.full_kv_bytes:.0%}",
+            f"{one.step_ms:.1f}",
+        )
     return table
 
 

@@ -104,9 +104,14 @@ def run_method(
 
 def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatch) -> Tensor:
     out: Tensor = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), **cache_argument(cache), streamer=watch, do_sample=False,
-        max_new_tokens=STEPS, min_new_tokens=STEPS,
-    )  # fmt: skip
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        **cache_argument(cache),
+        streamer=watch,
+        do_sample=False,
+        max_new_tokens=STEPS,
+        min_new_tokens=STEPS,
+    )
     return out
 
 

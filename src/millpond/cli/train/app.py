@@ -71,9 +71,19 @@ def text(
     from millpond.train.text.train import train_text
 
     run, documents = train_text(
-        out, data, recipe_of(preset), seed=seed, tokens=tokens, max_minutes=max_minutes, max_steps=max_steps,
-        threads=threads, device=device, compiled=compiled, precision=precision, start=start,
-    )  # fmt: skip
+        out,
+        data,
+        recipe_of(preset),
+        seed=seed,
+        tokens=tokens,
+        max_minutes=max_minutes,
+        max_steps=max_steps,
+        threads=threads,
+        device=device,
+        compiled=compiled,
+        precision=precision,
+        start=start,
+    )
     if card:
         from millpond.bench.common.machine import describe_machine
         from millpond.train.text.card import write_card

@@ -34,7 +34,7 @@ def calibrate_gate(
     length: DataLength = "256,1024",
     threads: Threads = None,
     card: Annotated[Path | None, optional(help="Card (.md) to which a section on the kept shares is added.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Move the biases of trained gates so that texts like yours keep a share; seconds to minutes, no training."""
     from millpond.train.gate.calibrate import calibrate_gates, calibration_section
 
@@ -46,9 +46,16 @@ def calibrate_gate(
     loaded, tokenizer = model.load()
     texts = texts_of(data, tokenizer, length, "")
     result = calibrate_gates(
-        loaded, _gates(gate, loaded), texts, out, target=target, n_texts=n_texts, seed=seed, window=window,
+        loaded,
+        _gates(gate, loaded),
+        texts,
+        out,
+        target=target,
+        n_texts=n_texts,
+        seed=seed,
+        window=window,
         threads=threads,
-    )  # fmt: skip
+    )
     if card is not None:
         with card.open("a", encoding="utf-8") as file:
             file.write(calibration_section(result, out.stat().st_size))

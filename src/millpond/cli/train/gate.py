@@ -53,7 +53,7 @@ def gate(
     without: Without = "",
     threads: Threads = None,
     card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train the gates of attention_gate on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
     from millpond.train.gate.train import defaults_of, train_gate
 
@@ -65,10 +65,18 @@ def gate(
     texts = texts_of(data, tokenizer, length, without)
     usual, heads = defaults_of(loaded), _heads(start, loaded)
     settings = replace(
-        usual, seed=seed, steps=steps, lr=lr or usual.lr, target=target, alpha=alpha, teacher=chosen,
-        hidden=hidden or usual.hidden, window=window, start="" if heads is None else heads.digest,
+        usual,
+        seed=seed,
+        steps=steps,
+        lr=lr or usual.lr,
+        target=target,
+        alpha=alpha,
+        teacher=chosen,
+        hidden=hidden or usual.hidden,
+        window=window,
+        start="" if heads is None else heads.digest,
         attention="global" if whole else "causal",
-    )  # fmt: skip
+    )
     result = train_gate(loaded, texts, out, settings, start=heads, max_minutes=max_minutes, threads=threads)
     if card:
         from millpond.bench.common.machine import describe_machine

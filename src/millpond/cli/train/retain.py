@@ -41,7 +41,7 @@ def retain(
     without: Without = "",
     threads: Threads = None,
     card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train the retaining heads of locret on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
     from millpond.train.retain.run import RetainSettings
     from millpond.train.retain.train import defaults_of, train_retain
@@ -53,9 +53,14 @@ def retain(
     texts = texts_of(data, tokenizer, length, without)
     usual_width, usual_lr = defaults_of(loaded)
     settings = RetainSettings(
-        seed=seed, label=_label(label), steps=steps, width=width or usual_width, lr=lr or usual_lr, budget=budget,
+        seed=seed,
+        label=_label(label),
+        steps=steps,
+        width=width or usual_width,
+        lr=lr or usual_lr,
+        budget=budget,
         chunk=chunk,
-    )  # fmt: skip
+    )
     result = train_retain(loaded, texts, out, settings, max_minutes=max_minutes, threads=threads)
     if card:
         from millpond.bench.common.machine import describe_machine

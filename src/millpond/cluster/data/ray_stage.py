@@ -31,9 +31,17 @@ class AnswerRows:
     """
 
     def __init__(
-        self, model: str, config: EngineConfig, dtype: str | None, threads: int | None, params: SamplingParams,
-        columns: RowColumns, in_flight: int, out: str | None, done: frozenset[str],
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        config: EngineConfig,
+        dtype: str | None,
+        threads: int | None,
+        params: SamplingParams,
+        columns: RowColumns,
+        in_flight: int,
+        out: str | None,
+        done: frozenset[str],
+    ) -> None:
         self._llm = LLM(model, config, dtype=dtype, threads=threads)
         self._engine = RowEngine(self._llm.engine, params, columns, in_flight)
         self._files = None if out is None else AnswerFiles(Path(out), columns)
@@ -118,13 +126,25 @@ def generate_dataset(
         raise OptionError("the processes load the model themselves: give its name or folder")
     folder = None if out is None else str(Path(out).resolve())
     arguments = (
-        fspath(model), EngineConfig.of(config, options), dtype, threads, params, RowColumns(prompt, key), in_flight,
-        folder, frozenset() if folder is None else AnswerFiles(Path(folder), RowColumns(prompt, key)).keys(),
-    )  # fmt: skip
+        fspath(model),
+        EngineConfig.of(config, options),
+        dtype,
+        threads,
+        params,
+        RowColumns(prompt, key),
+        in_flight,
+        folder,
+        frozenset() if folder is None else AnswerFiles(Path(folder), RowColumns(prompt, key)).keys(),
+    )
     return dataset.map_batches(
-        AnswerRows, fn_constructor_args=arguments, batch_size=None, batch_format="numpy",
-        compute=data.ActorPoolStrategy(size=replicas), max_restarts=RESTARTS, max_task_retries=RESTARTS,
-    )  # fmt: skip
+        AnswerRows,
+        fn_constructor_args=arguments,
+        batch_size=None,
+        batch_format="numpy",
+        compute=data.ActorPoolStrategy(size=replicas),
+        max_restarts=RESTARTS,
+        max_task_retries=RESTARTS,
+    )
 
 
 def rows_of(block: Mapping[str, Any]) -> Iterator[Row]:

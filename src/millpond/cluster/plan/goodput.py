@@ -77,7 +77,7 @@ class Goodput:
 
 def goodput(
     layout: ClusterLayout, cache: CacheSize, link: Link, demand: Demand, report: Callable[[str], None] | None = None
-) -> Goodput:  # fmt: skip
+) -> Goodput:
     """The goodput of a layout, by bisection for each seed. `report` is called before each simulation with its rate."""
     found: list[tuple[float, bool]] = []
     moves = [0.0]

@@ -43,9 +43,17 @@ class Measured:
 
 
 async def measure(
-    engines: RecordingEngines, name: str, *, prompts: Sequence[int] = (32, 128, 256, 512), new: int = 24,
-    rounds: int = 2, seed: int = 0, workers: int = 1, note: str = "", report: Callable[[str], None] | None = None,
-) -> Measured:  # fmt: skip
+    engines: RecordingEngines,
+    name: str,
+    *,
+    prompts: Sequence[int] = (32, 128, 256, 512),
+    new: int = 24,
+    rounds: int = 2,
+    seed: int = 0,
+    workers: int = 1,
+    note: str = "",
+    report: Callable[[str], None] | None = None,
+) -> Measured:
     """Time the steps of engines that stream their answers and do nothing else, and fit them.
 
     First some users have one request after another, to warm up and to find the rate that the engines can take. Then

@@ -20,9 +20,12 @@ MOVES = 7
 
 
 def measure_moves(
-    engine: Engine, cache: CacheSize, prompts: Sequence[int], seed: int = 0,
+    engine: Engine,
+    cache: CacheSize,
+    prompts: Sequence[int],
+    seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
-) -> MoveTimes:  # fmt: skip
+) -> MoveTimes:
     """Let an engine pack requests right after their prompts and take them in again, and fit the medians.
 
     Args:
@@ -37,8 +40,10 @@ def measure_moves(
     draw = np.random.default_rng(seed)
     sizes, packs, takes = list[int](), list[float](), list[float]()
     for length in sorted(set(prompts)):
-        times = [_move(engine, f"move-{length}-{n}", draw.integers(0, engine.vocab_size, length).tolist(), clock)
-                 for n in range(MOVES + 1)][1:]  # fmt: skip
+        times = [
+            _move(engine, f"move-{length}-{n}", draw.integers(0, engine.vocab_size, length).tolist(), clock)
+            for n in range(MOVES + 1)
+        ][1:]
         sizes.append(cache.moved(length))
         packs.append(statistics.median(pack for pack, _ in times))
         takes.append(statistics.median(take for _, take in times))

@@ -53,8 +53,13 @@ class Devices:
         """A worker of `devices` devices."""
         memory = None if self.memory is None else self.memory * devices
         return WorkerPlan(
-            role, self.times[devices], devices, memory, self.step_tokens, self.moves  # type: ignore[arg-type]
-        )  # fmt: skip
+            role,  # type: ignore[arg-type]
+            self.times[devices],
+            devices,
+            memory,
+            self.step_tokens,
+            self.moves,
+        )
 
 
 def together(devices: Devices) -> Iterator[ClusterLayout]:
@@ -114,9 +119,14 @@ def split_anywhere(
 
 
 def _alone(
-    devices: Devices, role: str, n: int, cache: CacheSize, link: Link, demand: Demand,
+    devices: Devices,
+    role: str,
+    n: int,
+    cache: CacheSize,
+    link: Link,
+    demand: Demand,
     report: Callable[[str], None] | None,
-) -> Goodput:  # fmt: skip
+) -> Goodput:
     """Goodput of one worker of a role where the other phase takes no time and has no level to meet."""
     free = devices.times[n].scaled(1e-6)
     other = WorkerPlan("decode" if role == "prefill" else "prefill", free, n, None)
@@ -129,9 +139,14 @@ def _alone(
 
 
 def compare(
-    devices: Devices, cache: CacheSize, link: Link, demand: Demand, *, anywhere: bool = False,
+    devices: Devices,
+    cache: CacheSize,
+    link: Link,
+    demand: Demand,
+    *,
+    anywhere: bool = False,
     report: Callable[[str], None] | None = None,
-) -> list[Goodput]:  # fmt: skip
+) -> list[Goodput]:
     """Goodput of every layout that fits, the best per device first.
 
     All are simulated with the first seed, the best of each kind with all of them.

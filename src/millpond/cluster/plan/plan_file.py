@@ -53,9 +53,7 @@ def load_plan(path: str) -> PlannedWorkers:
         roles[role] += copies
     if roles.keys() not in ({"both"}, {"prefill", "decode"}):
         raise DataError(f"{path}: roles {sorted(roles)}: workers do both, or some read prompts and others decode")
-    return PlannedWorkers(
-        roles["both"], roles["prefill"], roles["decode"], max(one["devices"] for one in workers)
-    )  # fmt: skip
+    return PlannedWorkers(roles["both"], roles["prefill"], roles["decode"], max(one["devices"] for one in workers))
 
 
 def _is_count(value: Any) -> bool:

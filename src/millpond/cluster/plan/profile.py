@@ -84,9 +84,8 @@ class StepTimes:
             for part in self.decode
         )
         return StepTimes(
-            self.read_base * factor, self.per_token * factor, self.per_square * factor, parts,
-            self.per_prompt * factor,
-        )  # fmt: skip
+            self.read_base * factor, self.per_token * factor, self.per_square * factor, parts, self.per_prompt * factor
+        )
 
 
 def _of_a100(reading: Sequence[float], few: Sequence[float], many: Sequence[float]) -> StepTimes:
@@ -148,5 +147,5 @@ A100_VLLM: dict[str, dict[int, StepTimes]] = {
             (24.54058424191086, 0.00022440145424035404, 0.08715787269447899),
             (17.947769467112806, 0.0004570851465217072, 0.11179075830699213),
         ),
-    },
+    }
 }

@@ -69,9 +69,11 @@ class Profile:
         else:
             bits = self._bits(stored)
         cache = CacheSize(
-            self.cache.entry_bytes, self.cache.entry_bytes * min(bits / 16, 1.0),
-            None if budget is None else Budget.parse(budget), budget is None,
-        )  # fmt: skip
+            self.cache.entry_bytes,
+            self.cache.entry_bytes * min(bits / 16, 1.0),
+            None if budget is None else Budget.parse(budget),
+            budget is None,
+        )
         return replace(self, cache=cache)
 
     def _bits(self, stored: Format) -> float:
@@ -123,12 +125,18 @@ def to_json(profile: Profile) -> str:
     """A profile as JSON text that `from_json` reads."""
     cache = profile.cache
     data = {
-        "format": FORMAT, "name": profile.name, "note": profile.note, "head_dim": profile.head_dim,
-        "step_tokens": profile.step_tokens, "moves": asdict(profile.moves),
-        "entry_bytes": cache.entry_bytes, "stored_bytes": cache.stored_bytes, "grows": cache.grows,
+        "format": FORMAT,
+        "name": profile.name,
+        "note": profile.note,
+        "head_dim": profile.head_dim,
+        "step_tokens": profile.step_tokens,
+        "moves": asdict(profile.moves),
+        "entry_bytes": cache.entry_bytes,
+        "stored_bytes": cache.stored_bytes,
+        "grows": cache.grows,
         "budget": None if cache.budget is None else _budget_text(cache.budget),
         "times": {str(n): asdict(times) for n, times in sorted(profile.times.items())},
-    }  # fmt: skip
+    }
     return json.dumps(data, indent=1) + "\n"
 
 
@@ -154,9 +162,11 @@ def _profile(found: dict[str, Any], name: str) -> Profile:
         if budget is not None and not isinstance(budget, str):
             raise ValueError(f"budget={budget!r} must be a text or null")
         cache = CacheSize(
-            _number(found, "entry_bytes"), _number(found, "stored_bytes"),
-            None if budget is None else Budget.parse(budget), found["grows"] is True,
-        )  # fmt: skip
+            _number(found, "entry_bytes"),
+            _number(found, "stored_bytes"),
+            None if budget is None else Budget.parse(budget),
+            found["grows"] is True,
+        )
         read = {_devices(key): _times(value) for key, value in times.items()}
         head_dim, step_tokens = (int(_number(found, name)) for name in ("head_dim", "step_tokens"))
         if step_tokens < 1:
@@ -185,11 +195,13 @@ def _times(value: Any) -> StepTimes:
         raise ValueError(f"decode must be a list of at most {MOST_SIZES} parts")
     decode = tuple(
         DecodeTimes(
-            None if part["most"] is None else int(_number(part, "most")), _number(part, "base"),
-            _number(part, "per_entry"), _number(part, "per_answer"),
+            None if part["most"] is None else int(_number(part, "most")),
+            _number(part, "base"),
+            _number(part, "per_entry"),
+            _number(part, "per_answer"),
         )
         for part in parts
-    )  # fmt: skip
+    )
     names = ("read_base", "per_token", "per_square", "per_prompt")
     base, per_token, per_square, per_prompt = (_number(value, name) for name in names)
     return StepTimes(base, per_token, per_square, decode, per_prompt)

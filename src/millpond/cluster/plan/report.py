@@ -49,11 +49,14 @@ def judge(rows: Sequence[Goodput], cache: CacheSize, link: Link, demand: Demand)
     ]
     reasons += [
         f"{row.layout.name} met both levels at every rate that was tried: its goodput is at least that, and not known."
-        for row in (both, split) if row.at_least
-    ]  # fmt: skip
+        for row in (both, split)
+        if row.at_least
+    ]
     if both.per_device == split.per_device == 0:
-        reasons.append("No layout meets both service levels, however few the requests: the levels are below what a "
-                       "request takes alone; relax them, or give a worker more devices.")  # fmt: skip
+        reasons.append(
+            "No layout meets both service levels, however few the requests: the levels are below what a "
+            "request takes alone; relax them, or give a worker more devices."
+        )
         return Verdict(both, False, tuple(reasons))
     if _ahead(split, both):
         ratio = f"{split.per_device / both.per_device:.2f} times" if both.per_device else "what it cannot do at all"
@@ -94,13 +97,17 @@ def to_json(rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> dict
         "reasons": list(verdict.reasons),
         "rows": [
             {
-                "layout": row.layout.name, "devices": row.layout.devices, "goodput_per_device": row.per_device,
-                "lowest": row.interval[0], "highest": row.interval[1], "at_least": row.at_least,
+                "layout": row.layout.name,
+                "devices": row.layout.devices,
+                "goodput_per_device": row.per_device,
+                "lowest": row.interval[0],
+                "highest": row.interval[1],
+                "at_least": row.at_least,
                 "moved_bytes": row.moved,
             }
             for row in rows
         ],
-    }  # fmt: skip
+    }
 
 
 def save_plan(path: Path, rows: Sequence[Goodput], verdict: Verdict, devices: int = 1) -> None:

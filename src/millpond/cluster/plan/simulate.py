@@ -145,7 +145,7 @@ class Simulation:
                 flight.moved,
             )
             for flight in flights
-        ]  # fmt: skip
+        ]
 
     def _check(self, request: PlannedRequest) -> None:
         for worker in self._workers:
@@ -327,9 +327,7 @@ class Simulation:
         reader.held -= flight.moved
         self._wake(reader)
         worker.flights[flight.key] = flight
-        self._occupy(
-            worker, worker.plan.moves.taking_in(flight.moved), lambda: self._taken_in(worker, flight, need)
-        )  # fmt: skip
+        self._occupy(worker, worker.plan.moves.taking_in(flight.moved), lambda: self._taken_in(worker, flight, need))
 
     def _taken_in(self, worker: _Worker, flight: _Flight, need: int) -> None:
         worker.incoming -= need

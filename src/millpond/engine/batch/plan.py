@@ -80,9 +80,12 @@ class BatchPlan:
 
 
 def plan_batch(
-    prompts: Sequence[Ids], answers: Sequence[float] | None = None, *, levels: int | None = None,
+    prompts: Sequence[Ids],
+    answers: Sequence[float] | None = None,
+    *,
+    levels: int | None = None,
     shortest: int = SHORTEST,
-) -> BatchPlan:  # fmt: skip
+) -> BatchPlan:
     """Plan the prompts of a batch.
 
     Every prompt reads its last token itself, so trunks are beginnings of prompts without it. Trunks come depth first,

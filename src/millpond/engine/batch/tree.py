@@ -103,6 +103,8 @@ def _nodes(
     rank[order] = np.arange(len(order))
     above = np.array(parent, dtype=np.int64)[order]
     return (
-        depths[order], starts[order], np.array(end, dtype=np.int64)[order],
+        depths[order],
+        starts[order],
+        np.array(end, dtype=np.int64)[order],
         np.where(above < 0, -1, rank[np.maximum(above, 0)]),
-    )  # fmt: skip
+    )

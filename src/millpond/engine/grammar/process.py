@@ -129,10 +129,14 @@ class GrammarProcess:
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it forks
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(script), str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=os.environ | alone, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-P", str(script), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | alone,
+                start_new_session=True,
+            )
         self._control, self._owner = ours, os.getpid()
 
     def _end(self) -> None:

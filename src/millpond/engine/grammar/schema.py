@@ -189,9 +189,10 @@ def _linked(node: Schema, names: Mapping[str, str]) -> Schema:
 
 #: Where schemas stand in a form: one, several, or several by name.
 _ONE, _LISTS, _BY_NAME = (
-    ("items", "additionalProperties", "propertyNames"), ("anyOf", "oneOf", "prefixItems"),
+    ("items", "additionalProperties", "propertyNames"),
+    ("anyOf", "oneOf", "prefixItems"),
     ("properties", "patternProperties"),
-)  # fmt: skip
+)
 
 
 def _mapped(node: Schema, change: Any) -> Schema:

@@ -12,10 +12,25 @@ from millpond.errors import OptionError
 Schema = dict[str, Any] | bool
 
 #: What is said to people, and changes no value.
-ANNOTATIONS = frozenset({
-    "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
-    "description", "discriminator", "example", "examples", "readOnly", "title", "writeOnly",
-})  # fmt: skip
+ANNOTATIONS = frozenset(
+    {
+        "$comment",
+        "$id",
+        "$schema",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "default",
+        "deprecated",
+        "description",
+        "discriminator",
+        "example",
+        "examples",
+        "readOnly",
+        "title",
+        "writeOnly",
+    }
+)
 #: Schemas by name, for `$ref`.
 DEFINITIONS = frozenset({"$defs", "definitions"})
 #: A mark, while a schema is written, of a type that it does not name: values of others follow it, too.
@@ -25,17 +40,37 @@ _OF_TYPE: dict[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"}),
-    "object": frozenset({
-        "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
-        "maxProperties", "unevaluatedProperties",
-    }),
-}  # fmt: skip
+    "object": frozenset(
+        {
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "unevaluatedProperties",
+        }
+    ),
+}
 _OF_TYPE["integer"] = _OF_TYPE["number"]
 #: Formats of strings whose shape is enforced (a 31st of April has the shape of a date).
-FORMATS = frozenset({
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
-    "uri-template", "uuid",
-})  # fmt: skip
+FORMATS = frozenset(
+    {
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    }
+)
 #: Numbers beyond it are not read as whole numbers everywhere.
 _MOST = 2**53
 _MOST_COUNT, _MOST_STEP = 10_000, 1_024
@@ -211,9 +246,7 @@ def _number(own: dict[str, Any], where: str) -> dict[str, Any]:
     if least > most or (least == most and open_ended):
         raise bad(where, "minimum", f"no number lies between {least} and {most}")
     made: dict[str, Any] = {}
-    for exclusive, plain, end in (
-        ("exclusiveMinimum", "minimum", least), ("exclusiveMaximum", "maximum", most)
-    ):  # fmt: skip
+    for exclusive, plain, end in (("exclusiveMinimum", "minimum", least), ("exclusiveMaximum", "maximum", most)):
         if not math.isinf(end):
             made[exclusive if bounds.get(exclusive) == end else plain] = end
     return made

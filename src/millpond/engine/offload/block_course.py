@@ -53,7 +53,12 @@ def block_course(sequences: int, prompt: int, new: int, step_tokens: int) -> Blo
     rest = sum(end - sweep for end in ends)
     decode = new - 1
     return BlockCourse(
-        prefill=sweep, decode=decode, prompt_rows=total / sweep, pieces=pieces / sweep, ends=sequences / sweep,
-        meanwhile=meanwhile / sweep, decoding=rest / decode if decode else 0.0,
+        prefill=sweep,
+        decode=decode,
+        prompt_rows=total / sweep,
+        pieces=pieces / sweep,
+        ends=sequences / sweep,
+        meanwhile=meanwhile / sweep,
+        decoding=rest / decode if decode else 0.0,
         again=again / sweep,
-    )  # fmt: skip
+    )

@@ -86,9 +86,12 @@ def _per_layer(shallow: _Steps, deep: _Steps) -> CallTimes:
     piece, end, few, many = (max(more - less, 0.0) / layers for less, more in zip(shallow, deep, strict=True))
     sequence = max(many - few, 0.0) / (_MANY - _FEW)
     return CallTimes(
-        step_s=max(shallow.few - _LAYERS[0] * few, 0.0), layer_s=max(few - _FEW * sequence, 0.0), sequence_s=sequence,
-        piece_s=piece, prompt_s=max(end - piece, 0.0),
-    )  # fmt: skip
+        step_s=max(shallow.few - _LAYERS[0] * few, 0.0),
+        layer_s=max(few - _FEW * sequence, 0.0),
+        sequence_s=sequence,
+        piece_s=piece,
+        prompt_s=max(end - piece, 0.0),
+    )
 
 
 def _steps(n_layers: int, on_disk: bool) -> _Measured:
@@ -149,18 +152,31 @@ def _write_model(folder: Path, n_layers: int) -> None:
     tensors = {"model.embed_tokens.weight": matrix(_VOCABULARY, _WIDTH), "model.norm.weight": one.clone()}
     for index in range(n_layers):
         shapes = {
-            "self_attn.q_proj": (_HEADS * _HEAD_DIM, _WIDTH), "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
-            "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH), "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
-            "mlp.gate_proj": (_WIDTH, _WIDTH), "mlp.up_proj": (_WIDTH, _WIDTH), "mlp.down_proj": (_WIDTH, _WIDTH),
-        }  # fmt: skip
+            "self_attn.q_proj": (_HEADS * _HEAD_DIM, _WIDTH),
+            "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
+            "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _WIDTH),
+            "self_attn.o_proj": (_WIDTH, _HEADS * _HEAD_DIM),
+            "mlp.gate_proj": (_WIDTH, _WIDTH),
+            "mlp.up_proj": (_WIDTH, _WIDTH),
+            "mlp.down_proj": (_WIDTH, _WIDTH),
+        }
         layer = {f"{name}.weight": matrix(*shape) for name, shape in shapes.items()}
         layer |= {f"{name}.weight": one.clone() for name in ("input_layernorm", "post_attention_layernorm")}
         tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_size": _WIDTH,
-        "intermediate_size": _WIDTH, "num_hidden_layers": n_layers, "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM, "vocab_size": _VOCABULARY,
-        "max_position_embeddings": 2 * _PIECE * _PIECES, "tie_word_embeddings": True, "eos_token_id": None,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_size": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
+        "vocab_size": _VOCABULARY,
+        "max_position_embeddings": 2 * _PIECE * _PIECES,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+    }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

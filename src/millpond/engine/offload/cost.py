@@ -142,9 +142,11 @@ class CostModel:
         link = weights / device.link_per_s
         there = prompts / device.flops + products + beside
         return [
-            *terms, Term("attention", (0, 0, 0, 0, attend, attend), 0), Term("link", (0, link, link, 0, 0, 0), hidden),
+            *terms,
+            Term("attention", (0, 0, 0, 0, attend, attend), 0),
+            Term("link", (0, link, link, 0, 0, 0), hidden),
             Term("compute", (0, 0, 0, entries / device.memory_per_s, 0, 0), there),
-        ]  # fmt: skip
+        ]
 
     @property
     def _parameters(self) -> int:
@@ -182,7 +184,7 @@ class CostModel:
             DEVICE: [Term("weights", (weights, 0, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, held, 0, 0), 0)],
             HOST: [Term("weights", (0, weights, 0, 0, 0, 0), 0), Term("kv", (0, 0, 0, more, held + more, 0), free)],
             DISK: [Term("weights", (0, 0, weights, 0, 0, 0), 0), Term("kv", (0, 0, 0, 0, 0, held), 0)],
-        }  # fmt: skip
+        }
         layers_far = float(block.sequences * (kv.far_held - kv.window_held) + far)
         windows = float(block.sequences * kv.window_held + window + N_SLOTS * SLOT_BYTES)
         found[HOST].append(Term("kv on its way", (0, 0, 0, 0, 0, layers_far), 0, with_disk=windows))

@@ -83,9 +83,16 @@ def device_plan(
 
 
 def _with_layers(
-    n: int, size: ModelSize, config: EngineConfig, step: StepMemory, kv: KVSize, device_memory: int,
-    memory: int | None, speed: Bandwidths, workload: Workload,
-) -> DevicePlan | None:  # fmt: skip
+    n: int,
+    size: ModelSize,
+    config: EngineConfig,
+    step: StepMemory,
+    kv: KVSize,
+    device_memory: int,
+    memory: int | None,
+    speed: Bandwidths,
+    workload: Workload,
+) -> DevicePlan | None:
     """The plan with `n` layers on the device; None where no sequence fits there."""
     every = len(size.layers)
     on_device = set(spread(n, every))

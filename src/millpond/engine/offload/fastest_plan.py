@@ -47,9 +47,7 @@ def fastest_plan(
         BudgetError: less memory than the smallest that runs. OptionError: a workload beyond the model's context, or the
             machine cannot be measured.
     """
-    limits = Limits(
-        memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit
-    )  # fmt: skip
+    limits = Limits(memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit)
     can = _within(can, None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
     if verified:
         can = replace(can, ends=("host",))

@@ -253,6 +253,10 @@ def _rows(load: OptWorkload, machine: T4, gpu_batch: int, n_batches: int) -> _Ro
 def _outcome(rows: _Rows, x: np.ndarray, gpu_batch: int, n_batches: int, load: OptWorkload) -> PolicyTime:
     prefill, decode = (max(float(time @ x) for time in times) for times in (rows.prefill(), rows.decode()))
     return PolicyTime(
-        gpu_batch=gpu_batch, n_batches=n_batches, shares=dict(zip(PLACES, x[:9].tolist(), strict=True)),
-        prefill_s=load.layers * prefill, decode_s=load.layers * (load.new - 1) * decode, new=load.new,
-    )  # fmt: skip
+        gpu_batch=gpu_batch,
+        n_batches=n_batches,
+        shares=dict(zip(PLACES, x[:9].tolist(), strict=True)),
+        prefill_s=load.layers * prefill,
+        decode_s=load.layers * (load.new - 1) * decode,
+        new=load.new,
+    )

@@ -115,22 +115,28 @@ def kv_size(
     heads = [layer.n_heads for layer in model.layers]
     flops = [2 * n * (shape.key_dim + shape.value_dim) for n, shape in zip(heads, shapes, strict=True)]
     return KVSize(
-        prompt=prompt, new=new, reading=need.reading, held=need.each,
+        prompt=prompt,
+        new=new,
+        reading=need.reading,
+        held=need.each,
         mean=estimate(layout, shapes, prompt, -(-new // 2), 1).each,
-        far_reading=far.reading, far_held=far.each,
+        far_reading=far.reading,
+        far_held=far.each,
         window_reading=_window(need.reading, one_far.reading, far.reading, n),
         window_held=_window(need.each, one_far.each, far.each, n),
         step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
         new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
         prompt_bytes=sum(_prompt_bytes(layout, shape, prompt) for shape in shapes),
         kept_bytes=sum(_bytes(layout, shape, _held(layout, shape, prompt, new)[0]) for shape in shapes),
-        settles=not keeps_pages(layout, shapes), evicts=need.each < need.reading,
+        settles=not keeps_pages(layout, shapes),
+        evicts=need.each < need.reading,
         overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
         step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
         prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
-        group=sum(heads) / sum(shape.n_kv_heads for shape in shapes), pools=len(layout.pools),
+        group=sum(heads) / sum(shape.n_kv_heads for shape in shapes),
+        pools=len(layout.pools),
         arena_bytes=MemoryLimit(memory).arena_bytes,
-    )  # fmt: skip
+    )
 
 
 def _window(near: int, one_far: int, far: int, layers: int) -> int:

@@ -95,9 +95,7 @@ def _checked(found: Mapping[str, Any]) -> MachineConstants:
     """
     if found["format"] != FORMAT or found["accelerator"] is not None or set(found["flops"]) != set(WEIGHTS):
         raise ValueError("another format")
-    flops = {
-        dtype: {int(rows): _rate(rate) for rows, rate in found["flops"][dtype].items()} for dtype in WEIGHTS
-    }  # fmt: skip
+    flops = {dtype: {int(rows): _rate(rate) for rows, rate in found["flops"][dtype].items()} for dtype in WEIGHTS}
     if any(tuple(sorted(table)) != ROWS for table in flops.values()):
         raise ValueError("other rows")
     texts = {name: found[name] for name in ("folder", "hardware", "date")}

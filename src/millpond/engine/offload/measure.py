@@ -84,11 +84,22 @@ def measure(folder: Path, report: Report | None = None, file: Path | None = None
     calls, disk_calls = call_times()
     say("done", 1.0)
     return MachineConstants(
-        read_per_s=reads.sustained, write_per_s=reads.written, burst_per_s=reads.burst, settled=reads.settled,
-        memory_per_s=memory, flops=flops, attention=attention, read_cpu_s=reads.cpu_s, calls=calls,
-        disk_calls=disk_calls, folder=str(folder.resolve()), hardware=hardware(), threads=torch.get_num_threads(),
-        cores=_cores(), date=datetime.now().astimezone().isoformat(timespec="seconds"),
-    )  # fmt: skip
+        read_per_s=reads.sustained,
+        write_per_s=reads.written,
+        burst_per_s=reads.burst,
+        settled=reads.settled,
+        memory_per_s=memory,
+        flops=flops,
+        attention=attention,
+        read_cpu_s=reads.cpu_s,
+        calls=calls,
+        disk_calls=disk_calls,
+        folder=str(folder.resolve()),
+        hardware=hardware(),
+        threads=torch.get_num_threads(),
+        cores=_cores(),
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
 
 
 def hardware() -> str:

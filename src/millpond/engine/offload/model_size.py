@@ -139,7 +139,10 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
     head = built.get_output_embeddings()
     item = skeleton.dtype.itemsize
     return ModelSize(
-        folder=folder, name=profile.name, dtype=skeleton.dtype, weights=weights,
+        folder=folder,
+        name=profile.name,
+        dtype=skeleton.dtype,
+        weights=weights,
         fingerprint=fingerprint(skeleton, weights),
         layers=tuple(
             _layer_size(layer, index, window, aligned_up(layout.nbytes), item)
@@ -149,14 +152,19 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
         ),
         end_bytes=sizes.kept_bytes(()),
         far_ends=FarEnds(
-            held_bytes=far.held_bytes, row_room_bytes=far.row_room_bytes, saved_bytes=far.saved_bytes,
-            head_bytes=sum(tile.nbytes for tile in sizes.tiles), n_tiles=len(sizes.tiles),
+            held_bytes=far.held_bytes,
+            row_room_bytes=far.row_room_bytes,
+            saved_bytes=far.saved_bytes,
+            head_bytes=sum(tile.nbytes for tile in sizes.tiles),
+            n_tiles=len(sizes.tiles),
         ),
         slot_bytes=sizes.slot_bytes,
         widening_bytes=2 * 4 * BLOCK if item < 4 or weights else 0,
-        width=int(profile.config.hidden_size), vocabulary=profile.vocabulary, head_parameters=head.weight.numel(),
+        width=int(profile.config.hidden_size),
+        vocabulary=profile.vocabulary,
+        head_parameters=head.weight.numel(),
         context=profile.position_limit,
-    )  # fmt: skip
+    )
 
 
 def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: int) -> LayerSize:
@@ -168,10 +176,12 @@ def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: i
     ((down, _),) = block.down.parts
     width, inner = down.shape
     return LayerSize(
-        shape=LayerShape(k // dim, dim, dim, window, index, q // dim), n_heads=q // dim, n_bytes=n_bytes,
+        shape=LayerShape(k // dim, dim, dim, window, index, q // dim),
+        n_heads=q // dim,
+        n_bytes=n_bytes,
         parameters=sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2),
         row_bytes=item * (3 * width + max(sum(out), 2 * up + inner)) + 4 * max(width, inner),
-    )  # fmt: skip
+    )
 
 
 def fingerprint(skeleton: Skeleton, weights: str | None = None) -> str:
@@ -181,7 +191,8 @@ def fingerprint(skeleton: Skeleton, weights: str | None = None) -> str:
     places: Sequence[Any] = [skeleton.ends, *skeleton.by_layer]
     marks = [
         (place.name, str(place.dtype), place.shape, place.path.name, place.offset)
-        for part in places for place in part.values()
-    ]  # fmt: skip
+        for part in places
+        for place in part.values()
+    ]
     found = [type(skeleton.model).__name__, *([weights] if weights else []), *sorted(marks)]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

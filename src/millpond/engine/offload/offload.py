@@ -125,6 +125,14 @@ class Offload:
             return open_on_device(model, place, self.device_memory, self.memory, plan, dtype, config, workload=workload)
         with bar() as report:
             return open_in_memory(
-                model, self.memory, plan, dtype, config, disk=self.disk, machine=self.machine, workload=workload,
-                report=report, verify=self.verify,
-            )  # fmt: skip
+                model,
+                self.memory,
+                plan,
+                dtype,
+                config,
+                disk=self.disk,
+                machine=self.machine,
+                workload=workload,
+                report=report,
+                verify=self.verify,
+            )

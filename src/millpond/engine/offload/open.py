@@ -152,7 +152,7 @@ def open_in_memory(
         try:
             plan, workload = fastest_plan(
                 size, config, limit - beside, place, machine, workload, report, can=can, verified=verified
-            )  # fmt: skip
+            )
         except BudgetError as error:
             if not beside:
                 raise
@@ -179,9 +179,17 @@ def open_in_memory(
     if streamed_layers or far or config.weights is not None or device is not None:
         with MemoryPacker(sizes, report) if in_memory else nullcontext() as pack:
             streamed = StreamedLayers(
-                skeleton, sizes, ledger, kept=kept, n_slots=n_slots, device=device, on_device=on_device,
-                ends_on_disk=far, pack=pack, **streaming,
-            )  # fmt: skip
+                skeleton,
+                sizes,
+                ledger,
+                kept=kept,
+                n_slots=n_slots,
+                device=device,
+                on_device=on_device,
+                ends_on_disk=far,
+                pack=pack,
+                **streaming,
+            )
         model: Any = streamed.model
     else:
         ledger.take(HOST, "weights", sizes.kept_bytes(every))
@@ -190,9 +198,13 @@ def open_in_memory(
     if kv_layers:
         try:
             tier = DiskTier(
-                folder if disk is None else Path(disk), kv_layers, ledger=ledger, slot_bytes=slot_bytes,
-                micro_batch=plan.micro_batch, **tiered or {},
-            )  # fmt: skip
+                folder if disk is None else Path(disk),
+                kv_layers,
+                ledger=ledger,
+                slot_bytes=slot_bytes,
+                micro_batch=plan.micro_batch,
+                **tiered or {},
+            )
         except BaseException:
             if streamed is not None:
                 streamed.close()
@@ -293,9 +305,15 @@ def _check_ends(far: bool, in_memory: bool, verified: bool) -> None:
 
 
 def _check_memory(
-    limit: int, size: ModelSize, step: StepMemory, kept: list[int], n_slots: int, kv_slots: int,
-    config: EngineConfig, plan: Plan,
-) -> None:  # fmt: skip
+    limit: int,
+    size: ModelSize,
+    step: StepMemory,
+    kept: list[int],
+    n_slots: int,
+    kv_slots: int,
+    config: EngineConfig,
+    plan: Plan,
+) -> None:
     slots, kv, ends = n_slots * size.slot_bytes, step.kv_bytes(LEAST_TOKENS), size.end_bytes
     if plan.ends == DISK:
         slots, ends = slots + size.far_ends.row_room_bytes, size.far_ends.held_bytes

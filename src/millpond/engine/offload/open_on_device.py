@@ -80,9 +80,15 @@ def open_on_device(
     for purpose, nbytes in step.by_purpose.items():
         ledger.take(DEVICE, purpose, nbytes)
     streamed = StreamedLayers(
-        skeleton, WeightSizes(skeleton), ledger, kept=kept, n_slots=min(plan.slots, len(kept) + len(on_disk)),
-        device=device, on_device=on_device, **streaming,
-    )  # fmt: skip
+        skeleton,
+        WeightSizes(skeleton),
+        ledger,
+        kept=kept,
+        n_slots=min(plan.slots, len(kept) + len(on_disk)),
+        device=device,
+        on_device=on_device,
+        **streaming,
+    )
     try:
         config = replace(config, kv_memory=_kv_memory(ledger, config))
         if config.kv_limit is not None:

@@ -172,8 +172,13 @@ def _positive(latency_s: float | None) -> float | None:
 
 #: Round figures of a small machine, for examples: 1 GB/s, 10 GB/s, 20 to 100 GFLOP/s.
 EXAMPLE = MachineConstants(
-    read_per_s=1e9, write_per_s=1e9, burst_per_s=1e9, memory_per_s=1e10, attention=5e10, read_cpu_s=1e-10,
+    read_per_s=1e9,
+    write_per_s=1e9,
+    burst_per_s=1e9,
+    memory_per_s=1e10,
+    attention=5e10,
+    read_cpu_s=1e-10,
     flops={name: {1: 2e10, 16: 5e10, 1024: 1e11} for name in WEIGHTS},
     calls=CallTimes(step_s=2e-3, layer_s=2e-4, sequence_s=2e-5, piece_s=1e-3, prompt_s=1e-3),
     disk_calls=CallTimes(step_s=0.0, layer_s=5e-3, sequence_s=0.0, piece_s=5e-3, prompt_s=5e-3),
-)  # fmt: skip
+)

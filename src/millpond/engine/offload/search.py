@@ -202,15 +202,27 @@ def predicted(cost: CostModel, block: BlockShape, shares: Shares) -> Plan:
     prompts, new = block.sequences * cost.kv.prompt, block.sequences * cost.kv.new
     seconds = prefill_s + decode_s
     plan = Plan(
-        weights=_of("weights", shares), kv=_of("kv", shares), schedule=block.schedule,
-        micro_batch=min(block.micro_batch, block.sequences), block=block.sequences, prompt_rows=block.prompt_rows,
-        slots=block.slots or SLOTS, ends=block.ends, model=cost.model.fingerprint,
-    )  # fmt: skip
+        weights=_of("weights", shares),
+        kv=_of("kv", shares),
+        schedule=block.schedule,
+        micro_batch=min(block.micro_batch, block.sequences),
+        block=block.sequences,
+        prompt_rows=block.prompt_rows,
+        slots=block.slots or SLOTS,
+        ends=block.ends,
+        model=cost.model.fingerprint,
+    )
     prediction = Prediction(
-        seconds=seconds, prefill_s=prefill_s, decode_s=decode_s, tokens_per_s=new / seconds,
-        prefill_tokens_per_s=prompts / (prefill_s or seconds), decode_tokens_per_s=new / (decode_s or seconds),
-        prefill_bound=prefill[1], decode_bound=decode[1], bytes=_bytes(cost, block, shares, plan),
-    )  # fmt: skip
+        seconds=seconds,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        tokens_per_s=new / seconds,
+        prefill_tokens_per_s=prompts / (prefill_s or seconds),
+        decode_tokens_per_s=new / (decode_s or seconds),
+        prefill_bound=prefill[1],
+        decode_bound=decode[1],
+        bytes=_bytes(cost, block, shares, plan),
+    )
     return replace(plan, prediction=prediction)
 
 

@@ -96,9 +96,16 @@ class Penalties:
         device = logits.device
         self._tokens, self._counts = self._tokens.to(device), self._counts.to(device)
         numbers = [
-            (i, s.row, len(s.columns), s.params.repetition_penalty, s.params.frequency_penalty,
-             s.params.presence_penalty) for i, s in counted
-        ]  # fmt: skip
+            (
+                i,
+                s.row,
+                len(s.columns),
+                s.params.repetition_penalty,
+                s.params.frequency_penalty,
+                s.params.presence_penalty,
+            )
+            for i, s in counted
+        ]
         at, row, n_seen, repetition, frequency, presence = torch.tensor(numbers, dtype=torch.float64).to(device).T
         width = max(len(state.columns) for _, state in counted)
         rank, column = (torch.arange(width, device=device) < n_seen[:, None]).nonzero().unbind(1)  # of all seen tokens

@@ -287,11 +287,15 @@ def _choice(states: Iterable[_State], device: torch.device) -> TokenChoice:
     """The parameters of the rows as tensors, with the key of this step's draw."""
     rows = [
         (
-            s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.params.typical_p,
+            s.params.temperature,
+            s.params.top_k,
+            s.params.top_p,
+            s.params.min_p,
+            s.params.typical_p,
             draw_key(s.seed, s.index, s.step),
         )
         for s in states
-    ]  # fmt: skip
+    ]
     temperature, top_k, top_p, min_p, typical_p, keys = zip(*rows, strict=True)
     return TokenChoice(
         torch.tensor(temperature, dtype=torch.float32, device=device),

@@ -41,9 +41,13 @@ class TokenChoice:
 
     def __getitem__(self, rows: Tensor) -> TokenChoice:
         return TokenChoice(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.typical_p[rows],
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.typical_p[rows],
             self.keys[rows],
-        )  # fmt: skip
+        )
 
 
 def draw_key(seed: int, index: int, step: int) -> int:

@@ -123,7 +123,7 @@ class SessionFolder:
 
     def write(
         self, place: TurnPlace, data: bytes, lock: AbstractContextManager[object], wanted: Callable[[], bool]
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Write a file; False where it cannot be written, and then nothing is left of it.
 
         One that is larger than the limit is not written and evicts nothing.

@@ -167,11 +167,18 @@ class SessionStore:
         """Bytes and counters."""
         files, counts = self._files, self.counts
         return SessionStats(
-            disk_bytes=files.nbytes, disk_limit=files.limit, waiting_bytes=self._queue.nbytes, hits=counts["hits"],
-            misses=counts["misses"], stored=counts["stored"], evicted=files.counts["evicted"], torn=counts["torn"],
-            dropped=counts["dropped"], write_failures=files.counts["write_failures"],
+            disk_bytes=files.nbytes,
+            disk_limit=files.limit,
+            waiting_bytes=self._queue.nbytes,
+            hits=counts["hits"],
+            misses=counts["misses"],
+            stored=counts["stored"],
+            evicted=files.counts["evicted"],
+            torn=counts["torn"],
+            dropped=counts["dropped"],
+            write_failures=files.counts["write_failures"],
             read_failures=files.counts["read_failures"],
-        )  # fmt: skip
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no turn waits to be written; False: `timeout` seconds were not enough."""

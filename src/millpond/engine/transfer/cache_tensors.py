@@ -39,7 +39,7 @@ def cache_tensors(stack: BatchCache, *, later_prompts: bool = False) -> dict[str
 
 def sequence_tensors(
     recipe: CacheFactory, stack: BatchCache, place: int, *, later_prompts: bool = False
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """`cache_tensors` of one sequence of a stack, which stays there."""
     one = recipe.stack()
     try:
@@ -51,7 +51,7 @@ def sequence_tensors(
 
 def pages_of(
     recipe: CacheFactory, layers: Sequence[LayerShape], caches: Sequence[Mapping[str, Tensor]], n: int
-) -> Pages:  # fmt: skip
+) -> Pages:
     """Pages that stored sequences take, and slots of states for `n` answers; numbers are checked later."""
     need: Counter[Pool] = Counter()
     for cache in caches:
@@ -68,9 +68,13 @@ def pages_of(
 
 
 def fill_cache(
-    stack: BatchCache, recipe: CacheFactory, layers: list[LayerShape], n_heads: int, stored: Mapping[str, Tensor],
+    stack: BatchCache,
+    recipe: CacheFactory,
+    layers: list[LayerShape],
+    n_heads: int,
+    stored: Mapping[str, Tensor],
     ids: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Let an empty stack hold the sequence that `cache_tensors` was given, which has read the tokens `ids` (n,).
 
     Args:
@@ -121,7 +125,7 @@ def _dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _padded(
     index: int, layer: LayerShape, dtype: torch.dtype, n_heads: int, part: dict[str, Tensor]
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """What `_dense` was given.
 
     Raises:

@@ -18,9 +18,17 @@ from millpond.hf.document import digest_of
 MOST_HEADER, MOST_TENSORS, MOST_AXES = 2**26, 2**20, 8
 #: What tensors may consist of, by the names of the safetensors format.
 DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 _CHECKSUM = "checksum"
 
 

@@ -102,10 +102,14 @@ class RequestSnapshot:
         request = self.request
         header = {
             "request": to_json(request, frozenset({"prompt", "params", "cache", "known"})),
-            "params": to_json(request.params), "cache": _cache_fields(request.cache), "text": self.text,
+            "params": to_json(request.params),
+            "cache": _cache_fields(request.cache),
+            "text": self.text,
             "answers": [to_json(answer, frozenset({"tokens", "known"})) for answer in self.answers],
-            "ages": to_json(self.ages), "prompt_logprobs": self.prompt_logprobs, "caches": len(self.caches),
-        }  # fmt: skip
+            "ages": to_json(self.ages),
+            "prompt_logprobs": self.prompt_logprobs,
+            "caches": len(self.caches),
+        }
         tensors = {"ids": torch.tensor(request.prompt, dtype=torch.int32)}
         for index, answer in enumerate(self.answers):
             tensors[f"answer.{index}.tokens"] = torch.tensor(answer.tokens, dtype=torch.int32)
@@ -142,9 +146,10 @@ class RequestSnapshot:
     def _read(cls, about: dict[str, str], header: dict[str, Any], tensors: dict[str, Tensor]) -> RequestSnapshot:
         fields = {**header["request"], "prompt": _ids(tensors["ids"])}
         request = replace(
-            from_json(Request, fields), params=from_json(SamplingParams, header["params"]),
+            from_json(Request, fields),
+            params=from_json(SamplingParams, header["params"]),
             cache=_cache_of(header["cache"]),
-        )  # fmt: skip
+        )
         answers = [
             replace(
                 from_json(AnswerSnapshot, {**one, "tokens": _ids(tensors[f"answer.{index}.tokens"])}),
@@ -156,11 +161,15 @@ class RequestSnapshot:
         if type(n_caches) is not int or not 0 <= n_caches <= len(answers) or not isinstance(text, str | None):
             raise DataError(f"{str(n_caches)[:40]} caches of {len(answers)} answers")
         return cls(
-            request=request, text=text, answers=tuple(answers), ages=from_json(Ages, header["ages"]),
-            model=about["model"], recipe=about["recipe"],
+            request=request,
+            text=text,
+            answers=tuple(answers),
+            ages=from_json(Ages, header["ages"]),
+            model=about["model"],
+            recipe=about["recipe"],
             prompt_logprobs=from_json(_Logprobs, {"found": header["prompt_logprobs"]}).found,
             caches=[_named(tensors, f"cache.{index}.") for index in range(n_caches)],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,16 @@ class RequestTransfer:
     """
 
     def __init__(
-        self, model: PackedModel, fingerprint: Callable[[], str], scheduler: Scheduler, sampler: Sampler,
-        sharing: PrefixSharing, intake: RequestValidator, tokenizer: object, files: SwapFiles | None,
-    ) -> None:  # fmt: skip
+        self,
+        model: PackedModel,
+        fingerprint: Callable[[], str],
+        scheduler: Scheduler,
+        sampler: Sampler,
+        sharing: PrefixSharing,
+        intake: RequestValidator,
+        tokenizer: object,
+        files: SwapFiles | None,
+    ) -> None:
         self._model, self._fingerprint, self._files = model, fingerprint, files
         self._scheduler, self._sampler, self._sharing = scheduler, sampler, sharing
         self._intake, self._tokenizer = intake, tokenizer
@@ -87,29 +94,38 @@ class RequestTransfer:
         now, request, times = time.monotonic(), live.request, live.times
         begun, prompt = bool(caches), request.prompt
         moving = replace(
-            request, prompt=live.ids, known=(), cache_salt=None if begun else request.cache_salt,
+            request,
+            prompt=live.ids,
+            known=(),
+            cache_salt=None if begun else request.cache_salt,
             deadline=None if live.job.deadline is None else max(live.job.deadline - now, _NO_TIME),
-        )  # fmt: skip
+        )
         return RequestSnapshot(
-            request=moving, text=prompt if isinstance(prompt, str) else None,
+            request=moving,
+            text=prompt if isinstance(prompt, str) else None,
             answers=tuple(self._answer(live, index) for index in range(len(live.answers))),
             ages=Ages(
-                arrived=now - times.arrived, started=None if times.started is None else now - times.started,
+                arrived=now - times.arrived,
+                started=None if times.started is None else now - times.started,
                 first_token=None if times.first_token is None else now - times.first_token,
             ),
-            model=self._fingerprint(), recipe=live.group.recipe.described,
-            prompt_logprobs=_logprobs(live.prompt_logprobs) if begun else None, caches=caches,
-        )  # fmt: skip
+            model=self._fingerprint(),
+            recipe=live.group.recipe.described,
+            prompt_logprobs=_logprobs(live.prompt_logprobs) if begun else None,
+            caches=caches,
+        )
 
     def _answer(self, live: RequestState, index: int) -> AnswerSnapshot:
         answer = live.answers[index]
         shown = answer.show()
         return AnswerSnapshot(
-            seed=0 if answer.finished else self._sampler.seed_of(answer.key), tokens=shown.token_ids,
+            seed=0 if answer.finished else self._sampler.seed_of(answer.key),
+            tokens=shown.token_ids,
             known=() if answer.finished else self._sampler.known_of(answer.key),
             logprobs=None if shown.logprobs is None else tuple(map(logprob_of, shown.logprobs)),
-            finish_reason=answer.finish_reason, shared=answer.shared,
-        )  # fmt: skip
+            finish_reason=answer.finish_reason,
+            shared=answer.shared,
+        )
 
     # ------------------------------------------------------------------ in
 
@@ -187,9 +203,16 @@ class RequestTransfer:
                 answer.end(stored.finish_reason)
             if not answer.finished:
                 self._sampler.start(
-                    answer.key, params, live.ids, answer.index, grammar, bans, seed=stored.seed, said=stored.tokens,
+                    answer.key,
+                    params,
+                    live.ids,
+                    answer.index,
+                    grammar,
+                    bans,
+                    seed=stored.seed,
+                    said=stored.tokens,
                     known=stored.known,
-                )  # fmt: skip
+                )
 
     def _continue(self, live: RequestState, snapshot: RequestSnapshot) -> None:
         """Decode behind the caches of a snapshot."""
@@ -224,9 +247,13 @@ class RequestTransfer:
         live.group.update_stats()
 
     def _fill(
-        self, stack: BatchCache, recipe: CacheFactory, cache: Mapping[str, Tensor], ids: Sequence[int],
+        self,
+        stack: BatchCache,
+        recipe: CacheFactory,
+        cache: Mapping[str, Tensor],
+        ids: Sequence[int],
         live: RequestState,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add one sequence to a stack."""
         one = recipe.stack()
         one.keep(live.kept, live.fair)

@@ -13,9 +13,15 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 DEFAULT_LENGTH = 256
 #: Arguments of sampling, and the values that change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "temperature": (0, None), "top_p": (1, None), "top_k": (0, 1, -1, None), "min_p": (0, None),
-    "typical_p": (1, None), "repetition_penalty": (1, None), "num_beams": (1, None), "seed": (None,),
-}  # fmt: skip
+    "temperature": (0, None),
+    "top_p": (1, None),
+    "top_k": (0, 1, -1, None),
+    "min_p": (0, None),
+    "typical_p": (1, None),
+    "repetition_penalty": (1, None),
+    "num_beams": (1, None),
+    "seed": (None,),
+}
 #: Arguments that only sampling uses; explicit greedy decoding ignores them.
 ONLY_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
 

@@ -86,9 +86,14 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
         self._reading = PromptReader(model, self.tokenizer, candidate, codec, size, limit)
         candidate.open(model, self.tokenizer, PromptBatch("aware", "generate", ()), self.budget, codec).close()
         self._described = {
-            "millpond": millpond.__version__, "pretrained": str(pretrained), "method": str(method), **options,
-            "budget": self.budget or "all", "codec": codec, "model_dtype": str(model.dtype).removeprefix("torch."),
-        }  # fmt: skip
+            "millpond": millpond.__version__,
+            "pretrained": str(pretrained),
+            "method": str(method),
+            **options,
+            "budget": self.budget or "all",
+            "codec": codec,
+            "model_dtype": str(model.dtype).removeprefix("torch."),
+        }
 
     # ------------------------------------------------------------------ what lm-eval asks of a tokenizer
 
@@ -124,9 +129,11 @@ class MillpondLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, by the tokenizer's template."""
         return write_chat(
-            self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt,
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-        )  # fmt: skip
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, as lm-eval stores it with the results."""

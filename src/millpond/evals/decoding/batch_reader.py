@@ -112,9 +112,13 @@ class BatchReader:
         positions = (torch.tensor(self.seen)[:, None] + valid.cumsum(1) - 1).clamp(min=0)
         self._mask = torch.cat([self._mask, valid.to(device)], 1)
         out = self._model(
-            input_ids=ids.to(device), attention_mask=self._mask, position_ids=positions.to(device),
-            **cache_argument(self.cache), use_cache=True, **self._options,
-        )  # fmt: skip
+            input_ids=ids.to(device),
+            attention_mask=self._mask,
+            position_ids=positions.to(device),
+            **cache_argument(self.cache),
+            use_cache=True,
+            **self._options,
+        )
         fresh = out.logits[:, -1].to(torch.promote_types(out.logits.dtype, torch.float32))
         self.logits = fresh if all(tokens) else _chosen(tokens, fresh, self.logits)
         if bool(self.logits.isnan().any()):

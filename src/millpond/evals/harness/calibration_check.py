@@ -25,9 +25,13 @@ def said_of(path: str) -> Said:
     known = load_calibration(path)
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return {
-        "file": Path(path).name, "sha256": digest, "model": known.name, "bits": known.bits, "outliers": known.outliers,
+        "file": Path(path).name,
+        "sha256": digest,
+        "model": known.name,
+        "bits": known.bits,
+        "outliers": known.outliers,
         "sinks": known.sinks,
-    }  # fmt: skip
+    }
 
 
 def settled(folder: Path, before: Said | None, cells: Iterable[Cell], now: Said | None) -> Said | None:

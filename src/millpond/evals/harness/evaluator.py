@@ -167,11 +167,20 @@ class Evaluator:
             result = self._zero_result(turn.asked, f"the score is {result.score}")
         sample = turn.prompt.sample
         records[sample.id, turn.asked.index] = Record(
-            self.cell, sample.id, turn.asked.index, result.answer, result.score, result.weight,
+            self.cell,
+            sample.id,
+            turn.asked.index,
+            result.answer,
+            result.score,
+            result.weight,
             prompt_tokens=len(turn.prompt.opening) + len(turn.asked.tokens),
-            kept_share=turn.held.share, kv_bytes=turn.held.kv_bytes, full_kv_bytes=turn.held.full_kv_bytes,
-            failure=result.failure, facts=dict(sample.facts), extra=result.extra,
-        )  # fmt: skip
+            kept_share=turn.held.share,
+            kv_bytes=turn.held.kv_bytes,
+            full_kv_bytes=turn.held.full_kv_bytes,
+            failure=result.failure,
+            facts=dict(sample.facts),
+            extra=result.extra,
+        )
 
 
 def _checked(turn: QuestionTurn, batch: PromptBatch) -> QuestionTurn:

@@ -76,9 +76,12 @@ def run(
         for cell in plan.cells():
             _try_out(plan, cell, model, tokenizer)
     setting = {
-        "model": plan.model, "dtype": plan.dtype, "weights": fingerprint(model), "samples": plan.samples,
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "weights": fingerprint(model),
+        "samples": plan.samples,
         "seed": plan.seed,
-    }  # fmt: skip
+    }
     store = RunStore.open(folder, setting, _calibration(plan))
     samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
     for name, protocol in dict.fromkeys((cell.task, cell.protocol) for cell in plan.cells()):
@@ -119,9 +122,15 @@ def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreT
 
 def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
     return Evaluator(
-        cell.key, model, tokenizer, plan.built[cell.task], plan.candidates[cell.method], cell.budget, cell.codec,
+        cell.key,
+        model,
+        tokenizer,
+        plan.built[cell.task],
+        plan.candidates[cell.method],
+        cell.budget,
+        cell.codec,
         limit=ModelProfile.of(model).position_limit,
-    )  # fmt: skip
+    )
 
 
 def _examine(examiner: Examines, cell: Cell, made: Sequence[PromptBatch], store: RunStore, progress: Progress) -> None:
@@ -210,9 +219,11 @@ def fingerprint(model: PreTrainedModel) -> str:
 def versions() -> dict[str, str]:
     """What the numbers were made with."""
     return {
-        "millpond": millpond.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "millpond": millpond.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "python": platform.python_version(),
-    }  # fmt: skip
+    }
 
 
 def _digest(data: bytes) -> str:

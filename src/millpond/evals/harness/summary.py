@@ -23,14 +23,20 @@ def summarise(cell: Cell, records: Sequence[Record], kind: Kind) -> SummaryRow:
     fed = [record.weight for record in records if kind in ("perplexity", "fidelity") and not record.failure]
     held = [record for record in records if record.full_kv_bytes]
     return SummaryRow(
-        **asdict(cell), score=found.mean, low=found.low, high=found.high, better="lower" if exp else "higher",
-        n=len(records), failures=sum(bool(record.failure) for record in records),
+        **asdict(cell),
+        score=found.mean,
+        low=found.low,
+        high=found.high,
+        better="lower" if exp else "higher",
+        n=len(records),
+        failures=sum(bool(record.failure) for record in records),
         kv_bytes=_over_samples(held, lambda r: r.kv_bytes),
         full_kv_bytes=_over_samples(held, lambda r: r.full_kv_bytes),
         kept_share=_over_samples(held, lambda r: r.kept_share),
-        masks_only=any(PRETENDED in record.extra for record in records), extra=_extra(records),
+        masks_only=any(PRETENDED in record.extra for record in records),
+        extra=_extra(records),
         scored_tokens=int(sum(fed)),
-    )  # fmt: skip
+    )
 
 
 def _interval(records: Sequence[Record], seed: int, perplexity: bool) -> Interval:
@@ -77,9 +83,18 @@ def markdown(rows: Sequence[SummaryRow], *notes: str) -> str:
     for row in rows:
         score, interval = score_text(row)
         cells = [
-            row.task, row.protocol, candidate_name(row), row.budget or "all", row.codec, score, interval,
-            f"{row.kept_share:.1%}", f"{row.kv_bytes:,.0f}", asked_text([row]), str(row.failures),
-        ]  # fmt: skip
+            row.task,
+            row.protocol,
+            candidate_name(row),
+            row.budget or "all",
+            row.codec,
+            score,
+            interval,
+            f"{row.kept_share:.1%}",
+            f"{row.kv_bytes:,.0f}",
+            asked_text([row]),
+            str(row.failures),
+        ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     note = f"{HOW} Score: higher is better, but for perplexity (ppl)."
     return "\n".join([*lines, "", *filter(None, [note, *notes])])

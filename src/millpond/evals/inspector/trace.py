@@ -110,8 +110,10 @@ class Trace:
 
     def _head(self, layer: int, head: int, step: int) -> HeadTrace:
         for name, value, count in (
-            ("layer", layer, len(self.heads)), ("head", head, len(self.heads[0])), ("step", step, self.n_steps + 1),
-        ):  # fmt: skip
+            ("layer", layer, len(self.heads)),
+            ("head", head, len(self.heads[0])),
+            ("step", step, self.n_steps + 1),
+        ):
             if not 0 <= value < count:
                 raise OptionError(f"{name}={value}: the trace has {name}s 0 to {count - 1}")
         return self.heads[layer][head]
@@ -149,10 +151,12 @@ def _head_of(data: dict[str, Any]) -> HeadTrace:
     return HeadTrace(
         tuple(data["first"]),
         tuple(Change(tuple(c["evicted"]), tuple(c["added"])) for c in data["changes"]),
-        data["low"], data["high"], tuple(bytes.fromhex(row) for row in data["levels"]),
+        data["low"],
+        data["high"],
+        tuple(bytes.fromhex(row) for row in data["levels"]),
         tuple((step, position, into) for step, position, into in data["merged"]),
         tuple((step, position, codec) for step, position, codec in data["demoted"]),
-    )  # fmt: skip
+    )
 
 
 def levels_of(scores: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:

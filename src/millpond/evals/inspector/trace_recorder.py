@@ -52,9 +52,13 @@ def record_trace(
     recorder = Recorder(cache, score_bytes)
     generate: Any = model.generate
     out = generate(
-        ids, attention_mask=torch.ones_like(ids), **cache_argument(cache), streamer=recorder, do_sample=False,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **cache_argument(cache),
+        streamer=recorder,
+        do_sample=False,
         max_new_tokens=max_new_tokens,
-    )  # fmt: skip
+    )
     tail = continuation(tokenizer, out[0].tolist(), len(prompt.ids))
     return recorder.trace(setting, prompt, tail)
 
@@ -123,9 +127,15 @@ class Recorder(BaseStreamer):
             tuple(self._head(layer, head) for head in range(len(row))) for layer, row in enumerate(self._first)
         )
         return Trace(
-            setting, (*prompt.pieces, *tail), len(prompt.ids), heads, tuple(self._frames),
-            tuple(held for held, _ in self._bytes), tuple(full for _, full in self._bytes), prompt.special,
-        )  # fmt: skip
+            setting,
+            (*prompt.pieces, *tail),
+            len(prompt.ids),
+            heads,
+            tuple(self._frames),
+            tuple(held for held, _ in self._bytes),
+            tuple(full for _, full in self._bytes),
+            prompt.special,
+        )
 
     def _head(self, layer: int, head: int) -> HeadTrace:
         rows = [frame[layer][head].astype(np.float64) for frame in self._frames.values()]

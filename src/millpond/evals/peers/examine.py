@@ -64,16 +64,31 @@ class PeerExaminer:
         return self._made(prompt, asked, "", 0.0, failure, {} if reply is None else _pretended(reply), reply)
 
     def _made(
-        self, prompt: EncodedPrompt, asked: EncodedQuestion, text: str, score: float, failure: str, extra: dict[str,
-        float],
+        self,
+        prompt: EncodedPrompt,
+        asked: EncodedQuestion,
+        text: str,
+        score: float,
+        failure: str,
+        extra: dict[str, float],
         reply: Reply | None,
-    ) -> Record:  # fmt: skip
+    ) -> Record:
         held = reply or Reply((), 0.0, 0, 0)
         return Record(
-            self.cell.key, prompt.sample.id, asked.index, text, score, 1.0,
-            prompt_tokens=len(prompt.opening) + len(asked.tokens), kept_share=held.kept_share, kv_bytes=held.kv_bytes,
-            full_kv_bytes=held.full_kv_bytes, failure=failure, facts=dict(prompt.sample.facts), extra=extra,
-        )  # fmt: skip
+            self.cell.key,
+            prompt.sample.id,
+            asked.index,
+            text,
+            score,
+            1.0,
+            prompt_tokens=len(prompt.opening) + len(asked.tokens),
+            kept_share=held.kept_share,
+            kv_bytes=held.kv_bytes,
+            full_kv_bytes=held.full_kv_bytes,
+            failure=failure,
+            facts=dict(prompt.sample.facts),
+            extra=extra,
+        )
 
 
 def misfit(prompt: EncodedPrompt, limit: int | None) -> str:

@@ -92,9 +92,12 @@ def reply_of(request: Mapping[str, Any], line: Any) -> Reply:
         )
         pretended = line.get("pretended_share")
         reply = Reply(
-            answers, float(line["kept_share"]), int(line["kv_bytes"]), int(line["full_kv_bytes"]),
+            answers,
+            float(line["kept_share"]),
+            int(line["kv_bytes"]),
+            int(line["full_kv_bytes"]),
             None if pretended is None else float(pretended),
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise PeerError(f"not a reply: {type(error).__name__} {error}") from error
     if len(answers) != len(request["questions"]):

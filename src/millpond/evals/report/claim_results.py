@@ -162,10 +162,18 @@ class Runs:
         better, worse = sides if first.better == "higher" else sides[::-1]
         found = difference(better, worse, first.seed, shares=first.better == "higher")
         yield ClaimResult(
-            claim, first.method, second.method, second.peer, _where(first), budget, tuple(sides[0]),
-            **asdict(found), held=_held([row for row, _ in pairs]), other_held=_held([row for _, row in pairs]),
+            claim,
+            first.method,
+            second.method,
+            second.peer,
+            _where(first),
+            budget,
+            tuple(sides[0]),
+            **asdict(found),
+            held=_held([row for row, _ in pairs]),
+            other_held=_held([row for _, row in pairs]),
             masks_only=any(row.masks_only for _, row in pairs),
-        )  # fmt: skip
+        )
 
     def _by_task(self, rows: Sequence[SummaryRow], middle: bool) -> Mapping[str, list[Record]]:
         tasks: dict[str, list[Record]] = {}

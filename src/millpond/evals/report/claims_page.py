@@ -99,11 +99,16 @@ def _peers(findings: Sequence[ClaimResult]) -> str:
     held = ["bytes of full, ours", "theirs", "more in ours"]
     heads = ["ours", "theirs", "protocol", *map(_head, budgets), "ours is", *held]
     body = [
-        [_name(own[0].first), _name(own[0].second, own[0].peer) + (f" {MASKED}" if own[0].masks_only else ""),
-         *_line(own, budgets, lambda f: AGAINST_PEERS[f.difference.verdict]), f"{_whole(own).held:.1%}",
-         f"{_whole(own).other_held:.1%}", f"{_whole(own).more_held:+.1%}"]
+        [
+            _name(own[0].first),
+            _name(own[0].second, own[0].peer) + (f" {MASKED}" if own[0].masks_only else ""),
+            *_line(own, budgets, lambda f: AGAINST_PEERS[f.difference.verdict]),
+            f"{_whole(own).held:.1%}",
+            f"{_whole(own).other_held:.1%}",
+            f"{_whole(own).more_held:+.1%}",
+        ]
         for own in _lines(findings)
-    ]  # fmt: skip
+    ]
     who = ", ".join(_once(f.peer for f in findings))
     masked = any(f.masks_only for f in findings)
     note = f" {MASKED} hides as many entries as we free, and keeps them in memory." if masked else ""

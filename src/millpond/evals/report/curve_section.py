@@ -19,11 +19,17 @@ def quality_section(panels: Mapping[str, CurvePanel], rows: Sequence[SummaryRow]
         return ""
     own = next(iter(panels.values())).own.method
     body = [
-        [protocol, budget, *_cells(panel.own, budget), *_cells(panel.press, budget), *_share(panel.window, budget),
-         *_share(panel.oracle, budget)]
+        [
+            protocol,
+            budget,
+            *_cells(panel.own, budget),
+            *_cells(panel.press, budget),
+            *_share(panel.window, budget),
+            *_share(panel.oracle, budget),
+        ]
         for protocol, panel in panels.items()
         for budget in (point.budget for point in panel.own.points)
-    ]  # fmt: skip
+    ]
     presses = [panel.press for panel in panels.values() if panel.press is not None]
     theirs = f"`{presses[0].method}` ({presses[0].peer})" if presses else "no counterpart"
     heads = ["protocol", "budget", f"`{own}`", "bytes of full", theirs, "bytes of full", "window", "oracle"]

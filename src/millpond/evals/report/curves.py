@@ -112,11 +112,15 @@ def _point(budget: str, rows: Mapping[str, SummaryRow], full: Mapping[str, Summa
     below = math.hypot(*((row.score - row.low) / of for row, of in zip(own, whole, strict=True))) / len(own)
     above = math.hypot(*((row.high - row.score) / of for row, of in zip(own, whole, strict=True))) / len(own)
     return Point(
-        budget, share, max(share - below, 0.0), share + above,
+        budget,
+        share,
+        max(share - below, 0.0),
+        share + above,
         held=_mean([row.kv_bytes for row in own]) / (_mean([row.full_kv_bytes for row in own]) or math.nan),
-        masks_only=any(row.masks_only for row in own), n=sum(row.n for row in own),
+        masks_only=any(row.masks_only for row in own),
+        n=sum(row.n for row in own),
         failures=sum(row.failures for row in own),
-    )  # fmt: skip
+    )
 
 
 def _mean(numbers: Sequence[float]) -> float:

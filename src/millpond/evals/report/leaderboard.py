@@ -97,11 +97,13 @@ def _table(protocol: str, seed: int, budget: str, rows: Sequence[SummaryRow]) ->
         [
             f"*{line.name}*" if line.is_reference else line.name,
             *(_score(line.rows.get(task), not line.is_reference and best[task]) for task in tasks),
-            _number(line.average, "{:.3f}"), _number(line.of_full, "{:.1%}"),
-            f"{line.kv_bytes:,.0f}", _number(line.bytes_share, "{:.1%}"),
+            _number(line.average, "{:.3f}"),
+            _number(line.of_full, "{:.1%}"),
+            f"{line.kv_bytes:,.0f}",
+            _number(line.bytes_share, "{:.1%}"),
         ]
         for line in lines
-    ]  # fmt: skip
+    ]
     title = (
         f"### {PROTOCOLS.get(protocol, protocol).split(';')[0].capitalize()} ({protocol}), budget {budget or 'none'}\n"
     )

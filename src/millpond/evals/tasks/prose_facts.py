@@ -19,15 +19,25 @@ from millpond.option_ranges import SOME_POSITIONS
 _INTRO = "Read the text below with care. You will be asked about it.\n\n"
 #: Subjects of the facts, each of another kind: a small model confuses facts that differ in a name alone.
 _NUMBERED = (
-    "telephone number of the bakery", "serial number of the fiddle", "account number of the widow",
-    "number on the prison door", "combination of the iron safe", "number of the lottery ticket",
-    "licence number of the ferry", "library card number of the captain",
-)  # fmt: skip
+    "telephone number of the bakery",
+    "serial number of the fiddle",
+    "account number of the widow",
+    "number on the prison door",
+    "combination of the iron safe",
+    "number of the lottery ticket",
+    "licence number of the ferry",
+    "library card number of the captain",
+)
 _WORDED = (
-    "password of the night watchman", "birthday present for the doctor", "painting above the fireplace",
-    "prize of the village fair", "cargo of the stolen wagon", "secret hidden under the floor",
-    "sign above the tavern", "inheritance of the youngest sister",
-)  # fmt: skip
+    "password of the night watchman",
+    "birthday present for the doctor",
+    "painting above the fireplace",
+    "prize of the village fair",
+    "cargo of the stolen wagon",
+    "secret hidden under the floor",
+    "sign above the tavern",
+    "inheritance of the youngest sister",
+)
 
 
 @task("prose_facts")

@@ -36,7 +36,7 @@ def loaded(given: CalibrationSource) -> Calibration | None:
 
 def calibrated(
     stored: LayerCodecs | Format, given: CalibrationSource, model: PreTrainedModel, n_layers: int
-) -> LayerCodecs | Format:  # fmt: skip
+) -> LayerCodecs | Format:
     """What is stored, with the calibration that its codecs need.
 
     Args:

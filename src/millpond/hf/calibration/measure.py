@@ -148,10 +148,14 @@ def _read(
             before = [rotation.rotate(t, positions, inverse=True) for t in before]
         keys, *key_grad = (t[0, :, sinks:].cpu() for t in before)
         value_grad = grads[2 * index + 1].float().square()[0, :, sinks:].cpu() if fisher else None
-        found.append((
-            keys.bfloat16(), v.detach()[0, :, sinks:].cpu().bfloat16(), key_grad[0].square() if fisher else None,
-            value_grad,
-        ))  # fmt: skip
+        found.append(
+            (
+                keys.bfloat16(),
+                v.detach()[0, :, sinks:].cpu().bfloat16(),
+                key_grad[0].square() if fisher else None,
+                value_grad,
+            )
+        )
     return found
 
 
@@ -180,10 +184,11 @@ def _layer(
     n_extra = round(outliers * SLOTS * values.shape[2])
     y_values, w_values = normalised_values(pages, page_weights, n_extra, by_range=by_range)
     return LayerCalibration(
-        scale.view(n_heads, dim), zero.view(n_heads, dim),
+        scale.view(n_heads, dim),
+        zero.view(n_heads, dim),
         {b: _numbers(y, w, b, b in normalise) for b in bits},
         {b: _numbers(y_values, w_values, b, b in normalise) for b in bits},
-    )  # fmt: skip
+    )
 
 
 def _pages(x: Tensor) -> Tensor:

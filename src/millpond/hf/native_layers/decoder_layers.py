@@ -78,9 +78,15 @@ def forward(
         parts = _parts_of(self, hidden_states.dtype)
     if parts is None:
         return type(self).forward(
-            self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-            **cache_argument(cache), use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
-        )  # fmt: skip
+            self,
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **cache_argument(cache),
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
     assert position_embeddings is not None, "checked above"
     return _run(parts, hidden_states, attention_mask, cache, position_embeddings)
 
@@ -108,13 +114,7 @@ def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
     return parts if parts.attention.config._attn_implementation in AttentionInterface._global_mapping else None
 
 
-def _run(
-    parts: _Parts,
-    x: Tensor,
-    mask: Tensor | None,
-    cache: Any,
-    embeddings: tuple[Tensor, Tensor],
-) -> Tensor:
+def _run(parts: _Parts, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]) -> Tensor:
     """The layer: (B, Q, width) -> (B, Q, width)."""
     module = parts.attention
     batch, length = x.shape[:2]

@@ -79,9 +79,15 @@ def _constant(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention of one layer by the function of the running call. Shapes as in transformers."""
     assert _running.attend is not None, "the model is switched for one call"
     if dropout or position_bias is not None:

@@ -104,9 +104,11 @@ class PromptReconstruction:
             mask[row, width - int(lengths[row]) :] = 1
         start = torch.from_numpy(timeline.seen).to(self._device)[:, None]
         self._decoder(
-            input_ids=ids, **cache_argument(cache), attention_mask=torch.cat([timeline.mask().to(mask), mask], 1),
+            input_ids=ids,
+            **cache_argument(cache),
+            attention_mask=torch.cat([timeline.mask().to(mask), mask], 1),
             position_ids=(start + mask.cumsum(1) - 1).clamp(min=0),
-        )  # fmt: skip
+        )
 
     @no_autograd
     def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:

@@ -17,9 +17,7 @@ def one_by_one(args: DecodeRowsArgs, step: Callable[[DecodeArgs], DecodeOutput])
     recent = torch.zeros_like(caps)
     outs, sums = [], []
     for column in range(args.q.shape[2]):
-        regions = StepRegions(
-            args.regions, caps, recent, args.q_pos[:, column].contiguous(), KEEP_ALL, args.shape
-        )  # fmt: skip
+        regions = StepRegions(args.regions, caps, recent, args.q_pos[:, column].contiguous(), KEEP_ALL, args.shape)
         q, k, v = (t[:, :, column] for t in (args.q, args.k_new, args.v_new))
         out, lse, _ = step(DecodeArgs(q, k, v, regions))
         outs.append(out)

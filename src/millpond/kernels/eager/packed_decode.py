@@ -41,10 +41,14 @@ def decode(args: DecodeArgs) -> DecodeOutput:
             joined.bury(r, slot)
         here, one = slice(r, r + 1), torch.ones_like(lens[:1])
         given = EntryRows(
-            target * one, one, torch.zeros(1, 1, dtype=torch.int32, device=lens.device),
-            k_stored.reshape(-1, 1, k_stored.shape[-1])[here], v_stored.reshape(-1, 1, v_stored.shape[-1])[here],
-            q_pos[r // width].reshape(1, 1), scores[r, slot].reshape(1, 1),
-        )  # fmt: skip
+            target * one,
+            one,
+            torch.zeros(1, 1, dtype=torch.int32, device=lens.device),
+            k_stored.reshape(-1, 1, k_stored.shape[-1])[here],
+            v_stored.reshape(-1, 1, v_stored.shape[-1])[here],
+            q_pos[r // width].reshape(1, 1),
+            scores[r, slot].reshape(1, 1),
+        )
         write(PageRegions(pages, table[here], lens[here]), given)
         lens[r] += int(target == plain_n)
     return DecodeOutput(out.to(args.q.dtype), lse, evicted)

@@ -23,9 +23,7 @@ def take_in(x, v, top, total, acc, DOT: tl.constexpr):
 
 
 @triton.jit
-def store_part(
-    part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr
-):  # fmt: skip
+def store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
     """Write what `take_in` came to, for `combine`, into rows `to` (G,)."""
     tl.store(part_max + to, top, mask=g < GROUP)
     tl.store(part_sum + to, total, mask=g < GROUP)
@@ -35,14 +33,41 @@ def store_part(
 
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "window"])
 def attend(
-    q, q_s, q_h, bases, n_arenas, table, table_stride, lens, q_pos, part_out, part_max, part_sum, logits, n_splits,
-    scale, softcap, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, DOT: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr, KEEP_LOGITS: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_s,
+    q_h,
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    q_pos,
+    part_out,
+    part_max,
+    part_sum,
+    logits,
+    n_splits,
+    scale,
+    softcap,
+    window,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    KEEP_LOGITS: tl.constexpr,
+):
     """Output, maximum and sum of one split for all query heads of a region; the logits too if they are kept."""
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -95,12 +120,37 @@ def attend(
 
 @triton.jit(do_not_specialize=["n_splits"])
 def combine(
-    q, q_s, q_h, k_new, k_s, k_h, v_new, v_s, v_h, lens, q_pos, part_out, part_max, part_sum, n_splits,
-    sink_logits, out, lse, new_logits, scale, softcap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINK: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_s,
+    q_h,
+    k_new,
+    k_s,
+    k_h,
+    v_new,
+    v_s,
+    v_h,
+    lens,
+    q_pos,
+    part_out,
+    part_max,
+    part_sum,
+    n_splits,
+    sink_logits,
+    out,
+    lse,
+    new_logits,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+):
     """Output and log-sum-exp of one query head over its splits, its new entry and its sink."""
     r = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)

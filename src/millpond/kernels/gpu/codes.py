@@ -21,11 +21,19 @@ EXTRA_STEP = tl.constexpr(64)  #: outliers that are written at once
 def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, int]:
     """What a kernel knows of one side when it is compiled."""
     return {
-        f"{prefix}_FORMAT": int(side.format), f"{prefix}_BITS": side.format.bits, f"{prefix}_CODES": at.codes,
-        f"{prefix}_TOP": at.top, f"{prefix}_SCALES": at.scales, f"{prefix}_ZEROS": at.zeros,
-        f"{prefix}_GROUP": side.group or dim, f"{prefix}_BY_CHANNEL": side.by_channel, f"{prefix}_FIXED": side.fixed,
-        f"{prefix}_MEANS": at.means, f"{prefix}_EXTRA": at.extra, f"{prefix}_N_EXTRA": side.n_extra,
-    }  # fmt: skip
+        f"{prefix}_FORMAT": int(side.format),
+        f"{prefix}_BITS": side.format.bits,
+        f"{prefix}_CODES": at.codes,
+        f"{prefix}_TOP": at.top,
+        f"{prefix}_SCALES": at.scales,
+        f"{prefix}_ZEROS": at.zeros,
+        f"{prefix}_GROUP": side.group or dim,
+        f"{prefix}_BY_CHANNEL": side.by_channel,
+        f"{prefix}_FIXED": side.fixed,
+        f"{prefix}_MEANS": at.means,
+        f"{prefix}_EXTRA": at.extra,
+        f"{prefix}_N_EXTRA": side.n_extra,
+    }
 
 
 def table_or(table: Tensor, other: Tensor) -> Tensor:
@@ -43,8 +51,9 @@ def bits_at(page, at: tl.constexpr, words: tl.constexpr, tile, lane, depth, ok, 
 
 
 @triton.jit
-def codes_at(page, tile, lane, depth, ok, CODES: tl.constexpr, TOP: tl.constexpr, DEPTH: tl.constexpr,
-             BITS: tl.constexpr):  # fmt: skip
+def codes_at(
+    page, tile, lane, depth, ok, CODES: tl.constexpr, TOP: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr
+):
     """Codes (int32) of a page; DEPTH: how many a lane holds."""
     if BITS == 3:
         low = bits_at(page, CODES, DEPTH // 16, tile, lane, depth, ok, 2)
@@ -64,11 +73,30 @@ def from_e4m3(code):
 
 @triton.jit
 def numbers_at(
-    page, tile, lane, depth, slot, channel, ok, numbers, fixed_scales, fixed_zeros,
-    FORMAT: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, TOP: tl.constexpr, SCALES: tl.constexpr,
-    ZEROS: tl.constexpr, GROUP: tl.constexpr, BY_CHANNEL: tl.constexpr, FIXED: tl.constexpr, DIM: tl.constexpr,
-    SLOTS: tl.constexpr, DEPTH: tl.constexpr, MEANS: tl.constexpr,
-):  # fmt: skip
+    page,
+    tile,
+    lane,
+    depth,
+    slot,
+    channel,
+    ok,
+    numbers,
+    fixed_scales,
+    fixed_zeros,
+    FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    TOP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    FIXED: tl.constexpr,
+    DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MEANS: tl.constexpr,
+):
     """The numbers (float32) in slots x channels of a page, 0 where not `ok`.
 
     tile, lane, depth: where the code of each lies. numbers: of a table format. fixed_scales, fixed_zeros: of the
@@ -108,8 +136,9 @@ def numbers_at(
 
 
 @triton.jit
-def beside_at(page, slot, channel, EXTRA: tl.constexpr, N_EXTRA: tl.constexpr, DIM_BLOCK: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
+def beside_at(
+    page, slot, channel, EXTRA: tl.constexpr, N_EXTRA: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):
     """(BLOCK, DIM_BLOCK) float32: what the codes of the slots (BLOCK,) of a page lack, in the channels (DIM_BLOCK,).
 
     Two products with at most one number in a sum, so exact: a kernel cannot scatter into a tile.

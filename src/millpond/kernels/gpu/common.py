@@ -62,8 +62,20 @@ def slot_rows(bases, n_arenas, WHICH: tl.constexpr, arena, row, ok, DIM: tl.cons
 
 
 @triton.jit
-def tile_rows(bases, n_arenas, WHICH: tl.constexpr, table_row, first, slot, ok, LOG_SLOTS: tl.constexpr,
-              LOG_PAGES: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+def tile_rows(
+    bases,
+    n_arenas,
+    WHICH: tl.constexpr,
+    table_row,
+    first,
+    slot,
+    ok,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """`slot_rows` of the slots first .. first + BLOCK - 1: one scalar look-up where a tile lies inside one page."""
     if BLOCK <= (1 << LOG_SLOTS):
         page = tl.load(table_row + (first >> LOG_SLOTS))

@@ -75,9 +75,14 @@ def _parts(
     theirs, ids = packed.pages, rows_of(packed.table)
     assert packed.dead.stride() == (1,), "dead is written in place"
     codes = Part(
-        (theirs.bases, theirs.bases.shape[1], ids, ids.stride(0)), theirs.n_arenas, packed.lens.contiguous(),
-        caps - lens + packed.dead, page_logs(theirs), n_splits, triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
-    )  # fmt: skip
+        (theirs.bases, theirs.bases.shape[1], ids, ids.stride(0)),
+        theirs.n_arenas,
+        packed.lens.contiguous(),
+        caps - lens + packed.dead,
+        page_logs(theirs),
+        n_splits,
+        triton.cdiv(ids.shape[1] * theirs.slots, TUNING.split),
+    )
     return plain._replace(full=caps - packed.lens + packed.dead), codes
 
 
@@ -119,13 +124,16 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     nothing = (0.0, -torch.inf, 0.0) if packed else (None,) * 3
     rows = (n_regions, n_splits, group)
     partial = (
-        scratch(*rows, pages.value_dim, value=nothing[0]), scratch(*rows, value=nothing[1]),
+        scratch(*rows, pages.value_dim, value=nothing[0]),
+        scratch(*rows, value=nothing[1]),
         scratch(*rows, value=nothing[2]),
-    )  # fmt: skip
+    )
     dims = {
-        "KEY_DIM": pages.key_dim, "VALUE_DIM": pages.value_dim,
-        "KEY_BLOCK": block_of(pages.key_dim), "VALUE_BLOCK": block_of(pages.value_dim),
-    }  # fmt: skip
+        "KEY_DIM": pages.key_dim,
+        "VALUE_DIM": pages.value_dim,
+        "KEY_BLOCK": block_of(pages.key_dim),
+        "VALUE_BLOCK": block_of(pages.value_dim),
+    }
     heads = {"HEADS": n_kv_heads, "GROUP": group}
     stored = {"TYPE": TYPES[pages.dtype], **plain.logs}
     cap = {"HAS_CAP": shape.softcap != 0.0}
@@ -134,28 +142,71 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     shrink = max(1, block_of(max(pages.key_dim, pages.value_dim)) // 128) * (4 if dot == tl.float32 else 1)
     block = max(16, TUNING.block // shrink)
     shapes = {
-        **dims, **heads, **cap, "SPLIT": TUNING.split, "GROUP_BLOCK": block_of(group), "HAS_WINDOW": shape.window > 0,
+        **dims,
+        **heads,
+        **cap,
+        "SPLIT": TUNING.split,
+        "GROUP_BLOCK": block_of(group),
+        "HAS_WINDOW": shape.window > 0,
         "KEEP_LOGITS": signals,
-    }  # fmt: skip
+    }
 
     if plain.n_splits and pages.n_arenas:
         attend[(n_regions, plain.n_splits)](
-            q, *q.stride()[:2], *plain.where, lens, q_pos, *partial, logits, n_splits,
-            float(shape.scale), float(shape.softcap), shape.window, DOT=dot, BLOCK=block, HAS_MASSES=pages.masses,
-            num_warps=TUNING.warps, num_stages=TUNING.stages if shrink == 1 else 2, **shapes, **stored,
-        )  # fmt: skip
+            q,
+            *q.stride()[:2],
+            *plain.where,
+            lens,
+            q_pos,
+            *partial,
+            logits,
+            n_splits,
+            float(shape.scale),
+            float(shape.softcap),
+            shape.window,
+            DOT=dot,
+            BLOCK=block,
+            HAS_MASSES=pages.masses,
+            num_warps=TUNING.warps,
+            num_stages=TUNING.stages if shrink == 1 else 2,
+            **shapes,
+            **stored,
+        )
     if packed and codes.n_splits and codes.n_arenas:
         attend_codes(
-            packed, q, codes.where, q_pos, (*partial, logits, n_splits, codes.first_split),
-            (float(shape.scale), float(shape.softcap), shape.window), shapes, dot, (n_regions, codes.n_splits),
-        )  # fmt: skip
+            packed,
+            q,
+            codes.where,
+            q_pos,
+            (*partial, logits, n_splits, codes.first_split),
+            (float(shape.scale), float(shape.softcap), shape.window),
+            shapes,
+            dot,
+            (n_regions, codes.n_splits),
+        )
     combine[(n_regions, group)](
-        q, *q.stride()[:2], k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2],
-        torch.full_like(lens, width) if packed else lens, q_pos, *partial, n_splits,
-        shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse, out, lse, new_logits,
-        float(shape.scale), float(shape.softcap), SPLIT=TUNING.split, HAS_SINK=shape.sink_logits is not None,
-        **dims, **heads, **cap,
-    )  # fmt: skip
+        q,
+        *q.stride()[:2],
+        k_new,
+        *k_new.stride()[:2],
+        v_new,
+        *v_new.stride()[:2],
+        torch.full_like(lens, width) if packed else lens,
+        q_pos,
+        *partial,
+        n_splits,
+        shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse,
+        out,
+        lse,
+        new_logits,
+        float(shape.scale),
+        float(shape.softcap),
+        SPLIT=TUNING.split,
+        HAS_SINK=shape.sink_logits is not None,
+        **dims,
+        **heads,
+        **cap,
+    )
 
     n_chunks = sum(part.chunks for part in parts)
     lowest = (
@@ -166,10 +217,15 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     seed = rule.seed * HASH_SEED & 0xFFFFFFFF
     choice = (rule.sinks, shape.window, seed - (1 << 32) if seed >> 31 else seed)
     flags = {
-        "SIGNAL": int(rule.signal), "REDUCE": int(rule.reduce), "EVICT": int(rule.evict), "SHARED": shared,
+        "SIGNAL": int(rule.signal),
+        "REDUCE": int(rule.reduce),
+        "EVICT": int(rule.evict),
+        "SHARED": shared,
         "HASH_HEADS": 1 if rule.shared else n_kv_heads,
-        "WIDTH": rule.spacing.width, "SHIFT": rule.spacing.shift, "STRIDE": rule.spacing.stride,
-    }  # fmt: skip
+        "WIDTH": rule.spacing.width,
+        "SHIFT": rule.spacing.shift,
+        "STRIDE": rule.spacing.stride,
+    }
     chooses = rule.evict is not Evict.NEVER
     # a shared value reads the accumulators of the other heads, so they are all updated first
     passes = [(signals, False), (False, chooses)] if shared and signals else [(signals, chooses)]
@@ -177,20 +233,58 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         for part, first in zip(parts, (0, plain.chunks), strict=False):
             if (update or choose) and part.chunks:
                 score[(n_regions, part.chunks)](
-                    *part.where, part.lens, part.full, recent, q_pos,
-                    logits[..., part.first_split * TUNING.split :] if signals else logits, width, lse,
-                    *(x[:, first:] for x in lowest), n_chunks, float(rule.decay), *choice,
-                    CHUNK=TUNING.chunk, UPDATE=update, CHOOSE=choose, HAS_WINDOW=shape.window > 0, **heads, **flags,
+                    *part.where,
+                    part.lens,
+                    part.full,
+                    recent,
+                    q_pos,
+                    logits[..., part.first_split * TUNING.split :] if signals else logits,
+                    width,
+                    lse,
+                    *(x[:, first:] for x in lowest),
+                    n_chunks,
+                    float(rule.decay),
+                    *choice,
+                    CHUNK=TUNING.chunk,
+                    UPDATE=update,
+                    CHOOSE=choose,
+                    HAS_WINDOW=shape.window > 0,
+                    **heads,
+                    **flags,
                     **part.logs,
-                )  # fmt: skip
+                )
     settle[(n_regions,)](
-        *plain.where, lens, caps, recent, q_pos, k_new, *k_new.stride()[:2], v_new, *v_new.stride()[:2], new_logits,
-        lse, *lowest, n_chunks, evicted, *choice,
-        *codes.where, codes.lens, packed.dead if packed else lens, plain.chunks,
-        CHUNK=TUNING.chunk, GROUP_BLOCK=block_of(group), HAS_WINDOW=shape.window > 0, HAS_MASSES=pages.masses,
-        PACKED=packed is not None, PACKED_LOG_SLOTS=codes.logs["LOG_SLOTS"], PACKED_LOG_PAGES=codes.logs["LOG_PAGES"],
-        **dims, **heads, **stored, **flags,
-    )  # fmt: skip
+        *plain.where,
+        lens,
+        caps,
+        recent,
+        q_pos,
+        k_new,
+        *k_new.stride()[:2],
+        v_new,
+        *v_new.stride()[:2],
+        new_logits,
+        lse,
+        *lowest,
+        n_chunks,
+        evicted,
+        *choice,
+        *codes.where,
+        codes.lens,
+        packed.dead if packed else lens,
+        plain.chunks,
+        CHUNK=TUNING.chunk,
+        GROUP_BLOCK=block_of(group),
+        HAS_WINDOW=shape.window > 0,
+        HAS_MASSES=pages.masses,
+        PACKED=packed is not None,
+        PACKED_LOG_SLOTS=codes.logs["LOG_SLOTS"],
+        PACKED_LOG_PAGES=codes.logs["LOG_PAGES"],
+        **dims,
+        **heads,
+        **stored,
+        **flags,
+    )
     return DecodeOutput(out, lse, evicted)
 
 

@@ -38,11 +38,27 @@ def attend_codes(
     # wide heads and float32 products take more registers than four warps have
     wide = max(layout.key_dim, layout.value_dim) > 128 or dot == tl.float32
     attend_packed[grid](
-        q, *q.stride()[:2], *where, packed.lens, q_pos, *outputs, *numbers,
-        *(q if x is None else rows_of(x) for x in given), *turning, *settings,
+        q,
+        *q.stride()[:2],
+        *where,
+        packed.lens,
+        q_pos,
+        *outputs,
+        *numbers,
+        *(q if x is None else rows_of(x) for x in given),
+        *turning,
+        *settings,
         **side_constants("K", layout.key, layout.key_offsets, layout.key_dim),
         **side_constants("V", layout.value, layout.value_offsets, layout.value_dim),
-        PAGE_BYTES=layout.page_bytes, DOT=dot, BLOCK=RUN, HAS_CHANNELS=packed.channels is not None,
-        HAS_BALANCE=packed.balance is not None, HAS_ROPE=rope is not None, HAS_MASSES=pages.masses, **page_logs(pages),
-        **flags, num_warps=8 if wide else 4, num_stages=2,
-    )  # fmt: skip
+        PAGE_BYTES=layout.page_bytes,
+        DOT=dot,
+        BLOCK=RUN,
+        HAS_CHANNELS=packed.channels is not None,
+        HAS_BALANCE=packed.balance is not None,
+        HAS_ROPE=rope is not None,
+        HAS_MASSES=pages.masses,
+        **page_logs(pages),
+        **flags,
+        num_warps=8 if wide else 4,
+        num_stages=2,
+    )

@@ -47,12 +47,41 @@ def _copy_out(source, target, ok, inside, DIM: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_arenas", "width"])
 def _write(
-    bases, n_arenas, table, table_stride, start, count, index, width, keys, values, positions, scores, masses,
-    keys_r, keys_n, values_r, values_n, positions_r, positions_n, scores_r, scores_n, masses_r, masses_n,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, HAS_SCORES: tl.constexpr,
-    KEEPS_MASSES: tl.constexpr, HAS_MASSES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    start,
+    count,
+    index,
+    width,
+    keys,
+    values,
+    positions,
+    scores,
+    masses,
+    keys_r,
+    keys_n,
+    values_r,
+    values_n,
+    positions_r,
+    positions_n,
+    scores_r,
+    scores_n,
+    masses_r,
+    masses_n,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
+    KEEPS_MASSES: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     n = tl.load(count + r)
@@ -83,11 +112,27 @@ def _write(
 
 @triton.jit(do_not_specialize=["n_arenas", "width"])
 def _read(
-    bases, n_arenas, table, table_stride, lens, width, keys, values, positions, scores, masses,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, KEEPS_MASSES: tl.constexpr,
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    width,
+    keys,
+    values,
+    positions,
+    scores,
+    masses,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    KEEPS_MASSES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     r = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < width
@@ -121,16 +166,35 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
     score_strides = scores.stride() if scores is not None else (0, 0)
     mass_strides = log_masses.stride() if log_masses is not None else (0, 0)
     _write[(n_regions, triton.cdiv(width, BLOCK))](
-        pages.bases, pages.bases.shape[1], table, table.stride(0), rows.start.contiguous(),
-        rows.count.contiguous(), index.contiguous(), width, keys, values, positions,
+        pages.bases,
+        pages.bases.shape[1],
+        table,
+        table.stride(0),
+        rows.start.contiguous(),
+        rows.count.contiguous(),
+        index.contiguous(),
+        width,
+        keys,
+        values,
+        positions,
         scores if scores is not None else positions,
         log_masses if log_masses is not None else positions,
-        *keys.stride()[:2], *values.stride()[:2], *positions.stride(), *score_strides, *mass_strides,
-        KEY_DIM=pages.key_dim, VALUE_DIM=pages.value_dim,
-        KEY_BLOCK=block_of(pages.key_dim), VALUE_BLOCK=block_of(pages.value_dim),
-        TYPE=TYPES[pages.dtype], HAS_SCORES=scores is not None, KEEPS_MASSES=pages.masses,
-        HAS_MASSES=log_masses is not None, BLOCK=BLOCK, **page_logs(pages),
-    )  # fmt: skip
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        *positions.stride(),
+        *score_strides,
+        *mass_strides,
+        KEY_DIM=pages.key_dim,
+        VALUE_DIM=pages.value_dim,
+        KEY_BLOCK=block_of(pages.key_dim),
+        VALUE_BLOCK=block_of(pages.value_dim),
+        TYPE=TYPES[pages.dtype],
+        HAS_SCORES=scores is not None,
+        KEEPS_MASSES=pages.masses,
+        HAS_MASSES=log_masses is not None,
+        BLOCK=BLOCK,
+        **page_logs(pages),
+    )
 
 
 @on_its_device
@@ -149,10 +213,24 @@ def read(regions: PageRegions, width: int) -> PaddedEntries:
     if n and width:
         table = rows_of(table)
         _read[(n, triton.cdiv(width, BLOCK))](
-            pages.bases, pages.bases.shape[1], table, table.stride(0), lens.contiguous(), width,
-            keys, values, positions, scores, log_masses if log_masses is not None else scores,
-            KEY_DIM=pages.key_dim, VALUE_DIM=pages.value_dim,
-            KEY_BLOCK=block_of(pages.key_dim), VALUE_BLOCK=block_of(pages.value_dim),
-            TYPE=TYPES[pages.dtype], KEEPS_MASSES=pages.masses, BLOCK=BLOCK, **page_logs(pages),
-        )  # fmt: skip
+            pages.bases,
+            pages.bases.shape[1],
+            table,
+            table.stride(0),
+            lens.contiguous(),
+            width,
+            keys,
+            values,
+            positions,
+            scores,
+            log_masses if log_masses is not None else scores,
+            KEY_DIM=pages.key_dim,
+            VALUE_DIM=pages.value_dim,
+            KEY_BLOCK=block_of(pages.key_dim),
+            VALUE_BLOCK=block_of(pages.value_dim),
+            TYPE=TYPES[pages.dtype],
+            KEEPS_MASSES=pages.masses,
+            BLOCK=BLOCK,
+            **page_logs(pages),
+        )
     return PaddedEntries(keys, values, positions, scores, log_masses)

@@ -36,10 +36,33 @@ from millpond.kernels.gpu.common import (
 
 @triton.jit
 def attend_tile(
-    q_tile, top, total, acc, k_rows, v_rows, positions, log_masses, row_pos, first, end, d, e, scale, softcap, window,
-    k_n, v_n, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, HAS_MASSES: tl.constexpr,
-):  # fmt: skip
+    q_tile,
+    top,
+    total,
+    acc,
+    k_rows,
+    v_rows,
+    positions,
+    log_masses,
+    row_pos,
+    first,
+    end,
+    d,
+    e,
+    scale,
+    softcap,
+    window,
+    k_n,
+    v_n,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+):
     """One step of the online softmax over the columns first .. first + BLOCK - 1 of k_rows, v_rows and positions."""
     column = first + tl.arange(0, BLOCK)
     offset = column.to(tl.int64)
@@ -70,12 +93,41 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
 def forward(
-    q, q_h, q_n, k, k_h, k_n, v, v_h, v_n, q_pos, past_pos, past_h, log_masses, mass_h, sink_logits, out, lse,
-    n_rows, n_past, scale, softcap, window,
-    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINK: tl.constexpr, HAS_MASSES: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_h,
+    q_n,
+    k,
+    k_h,
+    k_n,
+    v,
+    v_h,
+    v_n,
+    q_pos,
+    past_pos,
+    past_h,
+    log_masses,
+    mass_h,
+    sink_logits,
+    out,
+    lse,
+    n_rows,
+    n_past,
+    scale,
+    softcap,
+    window,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+):
     """Output and log-sum-exp of ROWS query rows of one query head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the long rows start first
     head = tl.program_id(1).to(tl.int64)
@@ -98,10 +150,33 @@ def forward(
     v_rows = v + kv * v_h
     for first in range(0, n_past, BLOCK):
         top, total, acc = attend_tile(
-            q_tile, top, total, acc, k_rows, v_rows, past_pos + kv * past_h, log_masses + kv * mass_h, row_pos,
-            first, n_past, d, e, scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW,
-            True, HAS_MASSES,
-        )  # fmt: skip
+            q_tile,
+            top,
+            total,
+            acc,
+            k_rows,
+            v_rows,
+            past_pos + kv * past_h,
+            log_masses + kv * mass_h,
+            row_pos,
+            first,
+            n_past,
+            d,
+            e,
+            scale,
+            softcap,
+            window,
+            k_n,
+            v_n,
+            KEY_DIM,
+            VALUE_DIM,
+            BLOCK,
+            DOT,
+            HAS_CAP,
+            HAS_WINDOW,
+            True,
+            HAS_MASSES,
+        )
     k_rows += n_past.to(tl.int64) * k_n
     v_rows += n_past.to(tl.int64) * v_n
     begin = 0
@@ -114,14 +189,62 @@ def forward(
         diagonal = begin
     for first in range(begin, diagonal, BLOCK):
         top, total, acc = attend_tile(
-            q_tile, top, total, acc, k_rows, v_rows, q_pos, log_masses, row_pos, first, n_rows, d, e,
-            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, False, False,
-        )  # fmt: skip
+            q_tile,
+            top,
+            total,
+            acc,
+            k_rows,
+            v_rows,
+            q_pos,
+            log_masses,
+            row_pos,
+            first,
+            n_rows,
+            d,
+            e,
+            scale,
+            softcap,
+            window,
+            k_n,
+            v_n,
+            KEY_DIM,
+            VALUE_DIM,
+            BLOCK,
+            DOT,
+            HAS_CAP,
+            HAS_WINDOW,
+            False,
+            False,
+        )
     for first in range(diagonal, end, BLOCK):
         top, total, acc = attend_tile(
-            q_tile, top, total, acc, k_rows, v_rows, q_pos, log_masses, row_pos, first, n_rows, d, e,
-            scale, softcap, window, k_n, v_n, KEY_DIM, VALUE_DIM, BLOCK, DOT, HAS_CAP, HAS_WINDOW, True, False,
-        )  # fmt: skip
+            q_tile,
+            top,
+            total,
+            acc,
+            k_rows,
+            v_rows,
+            q_pos,
+            log_masses,
+            row_pos,
+            first,
+            n_rows,
+            d,
+            e,
+            scale,
+            softcap,
+            window,
+            k_n,
+            v_n,
+            KEY_DIM,
+            VALUE_DIM,
+            BLOCK,
+            DOT,
+            HAS_CAP,
+            HAS_WINDOW,
+            True,
+            False,
+        )
     seen = total > 0.0
     acc = acc / tl.where(seen, total, 1.0)[:, None]
     base = (head * n_rows + long_row) * VALUE_DIM
@@ -133,12 +256,35 @@ def forward(
 
 @triton.jit(do_not_specialize=["n_rows", "n_past", "window"])
 def column_sums(
-    q, q_h, q_n, k, k_h, k_n, q_pos, past_pos, past_h, log_masses, mass_h, lse, sums, n_rows, n_past,
-    scale, softcap, window,
-    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
+    q,
+    q_h,
+    q_n,
+    k,
+    k_h,
+    k_n,
+    q_pos,
+    past_pos,
+    past_h,
+    log_masses,
+    mass_h,
+    lse,
+    sums,
+    n_rows,
+    n_past,
+    scale,
+    softcap,
+    window,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
     REDUCE: tl.constexpr,
-):  # fmt: skip
+):
     """Sums over all rows, reduced over the group, of the probabilities in BLOCK columns of one KV head."""
     first = tl.program_id(0) * BLOCK
     kv = tl.program_id(1).to(tl.int64)
@@ -243,16 +389,39 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
     tile = tile_for(FORWARD_TILES, block_of(max(key_dim, value_dim)), q.dtype)
     if n_rows and n_heads:
         forward[(triton.cdiv(n_rows, tile.rows), n_heads)](
-            q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], q_pos, past, past_stride,
+            q,
+            *q.stride()[:2],
+            k,
+            *k.stride()[:2],
+            v,
+            *v.stride()[:2],
+            q_pos,
+            past,
+            past_stride,
             *_masses(args.past_log_masses, lse),
-            shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse, out, lse,
-            n_rows, n_columns - n_rows, float(shape.scale), float(shape.softcap), shape.window,
-            GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            KEY_BLOCK=block_of(key_dim), VALUE_BLOCK=block_of(value_dim), ROWS=tile.rows, BLOCK=tile.block,
-            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=shape.softcap != 0.0, HAS_WINDOW=shape.window > 0,
-            HAS_SINK=shape.sink_logits is not None, HAS_MASSES=args.past_log_masses is not None,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+            shape.sink_logits.float().contiguous() if shape.sink_logits is not None else lse,
+            out,
+            lse,
+            n_rows,
+            n_columns - n_rows,
+            float(shape.scale),
+            float(shape.softcap),
+            shape.window,
+            GROUP=n_heads // n_kv_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_BLOCK=block_of(key_dim),
+            VALUE_BLOCK=block_of(value_dim),
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            DOT=dot_type(q.dtype, q.dtype),
+            HAS_CAP=shape.softcap != 0.0,
+            HAS_WINDOW=shape.window > 0,
+            HAS_SINK=shape.sink_logits is not None,
+            HAS_MASSES=args.past_log_masses is not None,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     if args.colsum is None:
         return PrefillOutput(out, lse, None)
     known = lse
@@ -271,12 +440,32 @@ def _column_sums(args: PrefillArgs, reduce: Reduce, lse: Tensor) -> Tensor:
     tile = tile_for(SUMS_TILES, block_of(key_dim), q.dtype)
     if n_kv_heads and n_columns:
         column_sums[(triton.cdiv(n_columns, tile.block), n_kv_heads)](
-            q, *q.stride()[:2], k, *k.stride()[:2], args.q_pos, past, past_stride,
-            *_masses(args.past_log_masses, lse), lse, sums,
-            n_rows, n_columns - n_rows, float(shape.scale), float(shape.softcap), shape.window,
-            GROUP=n_heads // n_kv_heads, KEY_DIM=key_dim, KEY_BLOCK=block_of(key_dim), ROWS=tile.rows, BLOCK=tile.block,
-            DOT=dot_type(q.dtype, q.dtype), HAS_CAP=shape.softcap != 0.0, HAS_WINDOW=shape.window > 0,
-            HAS_MASSES=args.past_log_masses is not None, REDUCE=int(reduce),
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+            q,
+            *q.stride()[:2],
+            k,
+            *k.stride()[:2],
+            args.q_pos,
+            past,
+            past_stride,
+            *_masses(args.past_log_masses, lse),
+            lse,
+            sums,
+            n_rows,
+            n_columns - n_rows,
+            float(shape.scale),
+            float(shape.softcap),
+            shape.window,
+            GROUP=n_heads // n_kv_heads,
+            KEY_DIM=key_dim,
+            KEY_BLOCK=block_of(key_dim),
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            DOT=dot_type(q.dtype, q.dtype),
+            HAS_CAP=shape.softcap != 0.0,
+            HAS_WINDOW=shape.window > 0,
+            HAS_MASSES=args.past_log_masses is not None,
+            REDUCE=int(reduce),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     return sums

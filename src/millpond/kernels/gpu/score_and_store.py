@@ -66,9 +66,16 @@ def spaced_value(position, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.
 
 @triton.jit
 def plain_value(
-    scores, position, here, head, seed,
-    EVICT: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
+    scores,
+    position,
+    here,
+    head,
+    seed,
+    EVICT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
     """The value of entries before protection, from their accumulators or their positions."""
     if EVICT == OLDEST:
         return position.to(tl.float32)
@@ -87,7 +94,7 @@ def plain_value(
 @triton.jit
 def region_scores(
     bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
-):  # fmt: skip
+):
     """The accumulators in the slots of region r, 0 past its length."""
     ok = slot < tl.load(lens + r)
     arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
@@ -96,13 +103,42 @@ def region_scores(
 
 @triton.jit(do_not_specialize=["n_arenas", "width", "n_chunks", "sinks", "window", "seed"])
 def score(
-    bases, n_arenas, table, table_stride, lens, caps, recent, q_pos, logits, width, lse,
-    lowest_value, lowest_position, lowest_slot, n_chunks, decay, sinks, window, seed,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, CHUNK: tl.constexpr,
-    SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
-    WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
-    HASH_HEADS: tl.constexpr, UPDATE: tl.constexpr, CHOOSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    caps,
+    recent,
+    q_pos,
+    logits,
+    width,
+    lse,
+    lowest_value,
+    lowest_position,
+    lowest_slot,
+    n_chunks,
+    decay,
+    sinks,
+    window,
+    seed,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    REDUCE: tl.constexpr,
+    EVICT: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HASH_HEADS: tl.constexpr,
+    UPDATE: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
     """UPDATE the accumulators of one chunk with the attention it received; CHOOSE its lowest entry."""
     r = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -172,17 +208,62 @@ def received_by_new(new_logits, lse, r, GROUP: tl.constexpr, GROUP_BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["n_arenas", "n_chunks", "sinks", "window", "seed", "packed_arenas", "first_packed"])
 def settle(
-    bases, n_arenas, table, table_stride, lens, caps, recent, q_pos, k_new, k_s, k_h, v_new, v_s, v_h, new_logits, lse,
-    lowest_value, lowest_position, lowest_slot, n_chunks, evicted, sinks, window, seed,
-    packed_bases, packed_arenas, packed_table, packed_stride, packed_lens, dead, first_packed,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
-    SIGNAL: tl.constexpr, REDUCE: tl.constexpr, EVICT: tl.constexpr, SHARED: tl.constexpr,
-    WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr,
-    HASH_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_MASSES: tl.constexpr,
-    PACKED: tl.constexpr, PACKED_LOG_SLOTS: tl.constexpr, PACKED_LOG_PAGES: tl.constexpr,
-):  # fmt: skip
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    caps,
+    recent,
+    q_pos,
+    k_new,
+    k_s,
+    k_h,
+    v_new,
+    v_s,
+    v_h,
+    new_logits,
+    lse,
+    lowest_value,
+    lowest_position,
+    lowest_slot,
+    n_chunks,
+    evicted,
+    sinks,
+    window,
+    seed,
+    packed_bases,
+    packed_arenas,
+    packed_table,
+    packed_stride,
+    packed_lens,
+    dead,
+    first_packed,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    TYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    REDUCE: tl.constexpr,
+    EVICT: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    HASH_HEADS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    PACKED: tl.constexpr,
+    PACKED_LOG_SLOTS: tl.constexpr,
+    PACKED_LOG_PAGES: tl.constexpr,
+):
     """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim.
 
     Where the region has a PACKED part, chunks from `first_packed` on are of it: a victim there leaves a tombstone, and

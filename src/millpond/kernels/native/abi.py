@@ -76,11 +76,26 @@ def rule_numbers(rule: DecodeRule) -> list[int]:
 
 
 def decode(
-    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
-    q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, kept: Tensor | None = None, least: Tensor | None = None,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    bases: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    sink_logits: Tensor | None,
+    pool: list[int],
+    rule: list[int],
+    window: int,
+    scale: float,
+    softcap: float,
+    decay: float,
+    kept: Tensor | None = None,
+    least: Tensor | None = None,
     packed: bytes = b"",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """A decoding step.
 
     Args:
@@ -97,20 +112,53 @@ def decode(
         torch.empty((n_seq * k_new.shape[1],), dtype=INT32),
     )
     struct = decode_struct(
-        q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks, pool, rule, window,
-        scale, softcap, decay, *result, *(None if spans is None else spans.contiguous() for spans in (kept, least)),
-    )  # fmt: skip
+        q,
+        k_new,
+        v_new,
+        bases,
+        table,
+        lens,
+        caps,
+        recent,
+        q_pos,
+        sinks,
+        pool,
+        rule,
+        window,
+        scale,
+        softcap,
+        decay,
+        *result,
+        *(None if spans is None else spans.contiguous() for spans in (kept, least)),
+    )
     if entry_point("mp_decode_packed" if packed else "mp_decode")(struct + packed):
         raise MemoryError("no memory for the work space of the decode kernel")
     return result
 
 
 def decode_struct(
-    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
-    q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, out: Tensor, lse: Tensor, evicted: Tensor, kept: Tensor | None = None,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    bases: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    sink_logits: Tensor | None,
+    pool: list[int],
+    rule: list[int],
+    window: int,
+    scale: float,
+    softcap: float,
+    decay: float,
+    out: Tensor,
+    lse: Tensor,
+    evicted: Tensor,
+    kept: Tensor | None = None,
     least: Tensor | None = None,
-) -> bytes:  # fmt: skip
+) -> bytes:
     """The C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
     if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
         raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
@@ -125,22 +173,60 @@ def decode_struct(
     k_seq, k_head, _ = k_new.stride()
     v_seq, v_head, _ = v_new.stride()
     return DECODE(
-        bases.data_ptr(), bases.shape[1], *pool,
-        q.data_ptr(), k_new.data_ptr(), v_new.data_ptr(), DTYPES[q.dtype], DTYPES[k_new.dtype], DTYPES[v_new.dtype],
-        q_seq, q_head, k_seq, k_head, v_seq, v_head,
-        table.data_ptr(), table.stride(0), lens.data_ptr(), caps.data_ptr(), recent.data_ptr(), q_pos.data_ptr(),
+        bases.data_ptr(),
+        bases.shape[1],
+        *pool,
+        q.data_ptr(),
+        k_new.data_ptr(),
+        v_new.data_ptr(),
+        DTYPES[q.dtype],
+        DTYPES[k_new.dtype],
+        DTYPES[v_new.dtype],
+        q_seq,
+        q_head,
+        k_seq,
+        k_head,
+        v_seq,
+        v_head,
+        table.data_ptr(),
+        table.stride(0),
+        lens.data_ptr(),
+        caps.data_ptr(),
+        recent.data_ptr(),
+        q_pos.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
-        out.data_ptr(), lse.data_ptr(), evicted.data_ptr(),
-        n_seq, n_heads, k_new.shape[1], window, *rule, thread_count(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        evicted.data_ptr(),
+        n_seq,
+        n_heads,
+        k_new.shape[1],
+        window,
+        *rule,
+        thread_count(),
         *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[1])),
-        *((0, 0) if least is None else (least.data_ptr(), least.shape[1])), scale, softcap, decay,
-    )  # fmt: skip
+        *((0, 0) if least is None else (least.data_ptr(), least.shape[1])),
+        scale,
+        softcap,
+        decay,
+    )
 
 
 def decode_rows(
-    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, q_pos: Tensor,
-    sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    bases: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    q_pos: Tensor,
+    sink_logits: Tensor | None,
+    pool: list[int],
+    rule: list[int],
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Columns of tokens: see `DecodeRowsArgs`. Both results lie column by column."""
     q, k_new, v_new, table = _rows(q), _rows(k_new), _rows(v_new), _flat(table)
     by_column = _flat(q_pos.t().contiguous())
@@ -150,18 +236,45 @@ def decode_rows(
     lse = torch.empty((n_columns, n_seq, n_heads), dtype=torch.float32)
     unused = torch.zeros_like(lens)
     first = decode_struct(
-        q[:, :, 0], k_new[:, :, 0], v_new[:, :, 0], bases, table, lens, unused, unused, by_column, sinks, pool, rule,
-        window, scale, softcap, 1.0, out, lse, unused,
-    )  # fmt: skip
+        q[:, :, 0],
+        k_new[:, :, 0],
+        v_new[:, :, 0],
+        bases,
+        table,
+        lens,
+        unused,
+        unused,
+        by_column,
+        sinks,
+        pool,
+        rule,
+        window,
+        scale,
+        softcap,
+        1.0,
+        out,
+        lse,
+        unused,
+    )
     if entry_point("mp_decode_rows")(first + COLUMNS_OF_TOKENS(n_columns, *(t.stride(2) for t in (q, k_new, v_new)))):
         raise MemoryError("no memory for the work space of the decode kernel")
     return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
-    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int, decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None,
+    past_log_masses: Tensor | None,
+    sink_logits: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    colsum: int,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`colsum`: a Reduce, or -1 for an empty third result."""
     q, k, v, q_pos = _rows(q), _rows(k), _rows(v), _flat(q_pos)
     past_pos = past_pos if past_pos is None else _flat(past_pos)
@@ -174,41 +287,101 @@ def prefill(
     sums = torch.zeros((n_kv_heads, n_columns) if colsum >= 0 else (0, 0), dtype=torch.float32)
     if n_queries == 0:
         return out, lse, sums
-    failed = entry_point("mp_prefill")(PREFILL(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[v.dtype],
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], q_pos.data_ptr(),
-        *_shared_rows(past_pos), *_shared_rows(past_log_masses),
-        0 if sink_logits is None else sink_logits.data_ptr(),
-        out.data_ptr(), lse.data_ptr(), sums.data_ptr() if colsum >= 0 else 0,
-        n_heads, n_kv_heads, n_queries, n_columns, n_columns - n_queries, key_dim, value_dim, window, max(colsum, 0),
-        thread_count(), 0, scale, softcap, decay,
-    ))  # fmt: skip
+    failed = entry_point("mp_prefill")(
+        PREFILL(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            DTYPES[q.dtype],
+            DTYPES[k.dtype],
+            DTYPES[v.dtype],
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            q_pos.data_ptr(),
+            *_shared_rows(past_pos),
+            *_shared_rows(past_log_masses),
+            0 if sink_logits is None else sink_logits.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            sums.data_ptr() if colsum >= 0 else 0,
+            n_heads,
+            n_kv_heads,
+            n_queries,
+            n_columns,
+            n_columns - n_queries,
+            key_dim,
+            value_dim,
+            window,
+            max(colsum, 0),
+            thread_count(),
+            0,
+            scale,
+            softcap,
+            decay,
+        )
+    )
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
     return out, lse, sums
 
 
 def attend(
-    q: Tensor, bases: Tensor, table: Tensor, lens: Tensor, members: Tensor, out: Tensor, lse: Tensor, pool: list[int],
-    scale: float, softcap: float,
-) -> None:  # fmt: skip
+    q: Tensor,
+    bases: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    members: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pool: list[int],
+    scale: float,
+    softcap: float,
+) -> None:
     """`out` and `lse`, contiguous, lse float32, become those over the entries and what they were of."""
     q, table, lens = _rows(q), _flat(table), _flat(lens)
     if not len(members) or not table.numel():
         return
-    failed = entry_point("mp_attend")(ATTEND(
-        bases.data_ptr(), bases.shape[1], *pool, q.data_ptr(), DTYPES[q.dtype], *q.stride()[:2],
-        table.data_ptr(), table.stride(0), lens.data_ptr(), members.data_ptr(), out.data_ptr(), DTYPES[out.dtype],
-        lse.data_ptr(), len(members), q.shape[1], len(table), thread_count(), scale, softcap,
-    ))  # fmt: skip
+    failed = entry_point("mp_attend")(
+        ATTEND(
+            bases.data_ptr(),
+            bases.shape[1],
+            *pool,
+            q.data_ptr(),
+            DTYPES[q.dtype],
+            *q.stride()[:2],
+            table.data_ptr(),
+            table.stride(0),
+            lens.data_ptr(),
+            members.data_ptr(),
+            out.data_ptr(),
+            DTYPES[out.dtype],
+            lse.data_ptr(),
+            len(members),
+            q.shape[1],
+            len(table),
+            thread_count(),
+            scale,
+            softcap,
+        )
+    )
     if failed:
         raise MemoryError("no memory for the work space of the attention to shared entries")
 
 
 def window_signal(
-    q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, log_masses: Tensor | None, sink_logits: Tensor | None,
-    known_lse: Tensor | None, window: int, scale: float, softcap: float, reduce: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    log_masses: Tensor | None,
+    sink_logits: Tensor | None,
+    known_lse: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    reduce: int,
+) -> Tensor:
     """Prefill without values, of queries that bring no columns. `reduce`: a Reduce."""
     q, k, q_pos, k_pos = _rows(q), _rows(k), _flat(q_pos), _flat(k_pos)
     log_masses = log_masses if log_masses is None else _rows(log_masses.float())
@@ -219,22 +392,59 @@ def window_signal(
     if n_queries == 0 or n_columns == 0:
         return sums
     lse = torch.empty((n_heads, n_queries)) if known_lse is None else known_lse.float().contiguous()
-    failed = entry_point("mp_prefill")(PREFILL(
-        q.data_ptr(), k.data_ptr(), 0, DTYPES[q.dtype], DTYPES[k.dtype], DTYPES[k.dtype],
-        *q.stride()[:2], *k.stride()[:2], 0, 0, q_pos.data_ptr(), *_shared_rows(k_pos), *_shared_rows(log_masses),
-        0 if sink_logits is None else sink_logits.data_ptr(), 0, lse.data_ptr(), sums.data_ptr(),
-        n_heads, n_kv_heads, n_queries, n_columns, n_columns, key_dim, 0, window, reduce,
-        thread_count(), int(known_lse is not None), scale, softcap, 1.0,
-    ))  # fmt: skip
+    failed = entry_point("mp_prefill")(
+        PREFILL(
+            q.data_ptr(),
+            k.data_ptr(),
+            0,
+            DTYPES[q.dtype],
+            DTYPES[k.dtype],
+            DTYPES[k.dtype],
+            *q.stride()[:2],
+            *k.stride()[:2],
+            0,
+            0,
+            q_pos.data_ptr(),
+            *_shared_rows(k_pos),
+            *_shared_rows(log_masses),
+            0 if sink_logits is None else sink_logits.data_ptr(),
+            0,
+            lse.data_ptr(),
+            sums.data_ptr(),
+            n_heads,
+            n_kv_heads,
+            n_queries,
+            n_columns,
+            n_columns,
+            key_dim,
+            0,
+            window,
+            reduce,
+            thread_count(),
+            int(known_lse is not None),
+            scale,
+            softcap,
+            1.0,
+        )
+    )
     if failed:
         raise MemoryError("no memory for the work space of the prefill kernel")
     return sums
 
 
 def write(
-    bases: Tensor, table: Tensor, start: Tensor, count: Tensor, index: Tensor, keys: Tensor, values: Tensor,
-    positions: Tensor, scores: Tensor | None, log_masses: Tensor | None, pool: list[int],
-) -> None:  # fmt: skip
+    bases: Tensor,
+    table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None,
+    log_masses: Tensor | None,
+    pool: list[int],
+) -> None:
     if index.numel() == 0:
         return
     table, start, count, index = _flat(table), _flat(start), _flat(count), _flat(index)
@@ -243,16 +453,34 @@ def write(
         raise OptionError(f"positions are int32, not {positions.dtype}")
     scores = scores if scores is None else scores.float()
     log_masses = log_masses if log_masses is None else log_masses.float()
-    entry_point("mp_write")(WRITE(
-        bases.data_ptr(), bases.shape[1], *pool,
-        table.data_ptr(), table.stride(0), table.shape[0], start.data_ptr(), count.data_ptr(),
-        index.data_ptr(), index.stride(0), index.shape[1], keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
-        0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
-        DTYPES[keys.dtype], DTYPES[values.dtype],
-        *keys.stride()[:2], *values.stride()[:2], *positions.stride(),
-        *((0, 0) if scores is None else scores.stride()), *((0, 0) if log_masses is None else log_masses.stride()),
-        thread_count(),
-    ))  # fmt: skip
+    entry_point("mp_write")(
+        WRITE(
+            bases.data_ptr(),
+            bases.shape[1],
+            *pool,
+            table.data_ptr(),
+            table.stride(0),
+            table.shape[0],
+            start.data_ptr(),
+            count.data_ptr(),
+            index.data_ptr(),
+            index.stride(0),
+            index.shape[1],
+            keys.data_ptr(),
+            values.data_ptr(),
+            positions.data_ptr(),
+            0 if scores is None else scores.data_ptr(),
+            0 if log_masses is None else log_masses.data_ptr(),
+            DTYPES[keys.dtype],
+            DTYPES[values.dtype],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            *positions.stride(),
+            *((0, 0) if scores is None else scores.stride()),
+            *((0, 0) if log_masses is None else log_masses.stride()),
+            thread_count(),
+        )
+    )
 
 
 def read(
@@ -267,11 +495,24 @@ def read(
     log_masses = torch.empty((n, width) if pool[5] else (0, 0), dtype=torch.float32)
     if n and width:
         table, lens = _flat(table), _flat(lens)
-        entry_point("mp_read")(READ(
-            bases.data_ptr(), bases.shape[1], *pool, table.data_ptr(), table.stride(0), n, lens.data_ptr(), width,
-            keys.data_ptr(), values.data_ptr(), positions.data_ptr(), scores.data_ptr(),
-            log_masses.data_ptr() if pool[5] else 0, thread_count(),
-        ))  # fmt: skip
+        entry_point("mp_read")(
+            READ(
+                bases.data_ptr(),
+                bases.shape[1],
+                *pool,
+                table.data_ptr(),
+                table.stride(0),
+                n,
+                lens.data_ptr(),
+                width,
+                keys.data_ptr(),
+                values.data_ptr(),
+                positions.data_ptr(),
+                scores.data_ptr(),
+                log_masses.data_ptr() if pool[5] else 0,
+                thread_count(),
+            )
+        )
     return keys, values, positions, scores, log_masses
 
 
@@ -281,11 +522,30 @@ def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
     n_heads, n_rows, dim = x.shape
     sums = torch.zeros((n_heads, n_rows), dtype=torch.float32)
     if x.numel() and y.numel():
-        failed = entry_point("mp_absolute_sums")(SCAN(
-            x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype], *x.stride()[:2], *y.stride()[:2],
-            n_heads, n_rows, len(y) // n_heads, y.shape[1], dim, sums.data_ptr(), 0, 0, 0, 0, 0, 0,
-            thread_count(), 0.0,
-        ))  # fmt: skip
+        failed = entry_point("mp_absolute_sums")(
+            SCAN(
+                x.data_ptr(),
+                y.data_ptr(),
+                DTYPES[x.dtype],
+                DTYPES[y.dtype],
+                *x.stride()[:2],
+                *y.stride()[:2],
+                n_heads,
+                n_rows,
+                len(y) // n_heads,
+                y.shape[1],
+                dim,
+                sums.data_ptr(),
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                thread_count(),
+                0.0,
+            )
+        )
         if failed:
             raise MemoryError("no memory for the work space of the products")
     return sums
@@ -301,12 +561,30 @@ def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tup
         scales = torch.zeros((n_heads, -(-n_rows // COLUMNS) * COLUMNS), dtype=torch.float32)
         lengths = torch.linalg.vector_norm(keys.float(), dim=-1)
         torch.reciprocal(lengths.clamp_(min=1e-12), out=scales[:, :n_rows])
-        failed = entry_point("mp_newest_alike")(SCAN(
-            keys.data_ptr(), keys.data_ptr(), DTYPES[keys.dtype], DTYPES[keys.dtype],
-            *keys.stride()[:2], *keys.stride()[:2], n_heads, n_rows, 1, n_rows, dim, 0, scales.data_ptr(),
-            scales.stride(0), lens.data_ptr(), at.data_ptr(), cosines.data_ptr(), most, thread_count(),
-            threshold,
-        ))  # fmt: skip
+        failed = entry_point("mp_newest_alike")(
+            SCAN(
+                keys.data_ptr(),
+                keys.data_ptr(),
+                DTYPES[keys.dtype],
+                DTYPES[keys.dtype],
+                *keys.stride()[:2],
+                *keys.stride()[:2],
+                n_heads,
+                n_rows,
+                1,
+                n_rows,
+                dim,
+                0,
+                scales.data_ptr(),
+                scales.stride(0),
+                lens.data_ptr(),
+                at.data_ptr(),
+                cosines.data_ptr(),
+                most,
+                thread_count(),
+                threshold,
+            )
+        )
         if failed:
             raise MemoryError("no memory for the work space of the products")
     return at, cosines

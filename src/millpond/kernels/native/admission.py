@@ -25,10 +25,28 @@ def admit(args: HeadRuleArgs) -> bool:
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
     table, local, classes = _flat(table), _flat(args.local), args.classes.contiguous()
     sequences, kinds, seen, quota, most = map(_numbers, (args.sequences, args.kinds, args.seen, args.quota, args.most))
-    entry_point("mp_admit")(ADMIT(
-        pages.bases.data_ptr(), pages.bases.shape[1], *pool_numbers(pages), table.data_ptr(), table.stride(0),
-        lens.data_ptr(), sequences.data_ptr(), ids.data_ptr(), ids.stride(0), classes.data_ptr(), len(classes),
-        kinds.data_ptr(), local.data_ptr(), seen.data_ptr(), quota.data_ptr(), most.data_ptr(),
-        len(sequences), len(lens) // len(ids), args.sinks, args.window,
-    ))  # fmt: skip
+    entry_point("mp_admit")(
+        ADMIT(
+            pages.bases.data_ptr(),
+            pages.bases.shape[1],
+            *pool_numbers(pages),
+            table.data_ptr(),
+            table.stride(0),
+            lens.data_ptr(),
+            sequences.data_ptr(),
+            ids.data_ptr(),
+            ids.stride(0),
+            classes.data_ptr(),
+            len(classes),
+            kinds.data_ptr(),
+            local.data_ptr(),
+            seen.data_ptr(),
+            quota.data_ptr(),
+            most.data_ptr(),
+            len(sequences),
+            len(lens) // len(ids),
+            args.sinks,
+            args.window,
+        )
+    )
     return True

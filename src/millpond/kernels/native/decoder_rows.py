@@ -61,10 +61,17 @@ class Linears:
         numbers += (0,) * (20 - len(numbers))
         #: the part of the C struct that is the same for all rows
         self.same = LINEAR_SAME(
-            0 if norm is None else norm.data_ptr(), 0 if norm_bias is None else norm_bias.data_ptr(), self._width,
-            DTYPES[self._dtype], gate, len(parts), centred,
-            sum({weight.bits for weight, _ in parts if isinstance(weight, QuantizedWeight)}), *numbers, eps,
-        )  # fmt: skip
+            0 if norm is None else norm.data_ptr(),
+            0 if norm_bias is None else norm_bias.data_ptr(),
+            self._width,
+            DTYPES[self._dtype],
+            gate,
+            len(parts),
+            centred,
+            sum({weight.bits for weight, _ in parts if isinstance(weight, QuantizedWeight)}),
+            *numbers,
+            eps,
+        )
         #: the C struct of no rows, for calls that fill them in
         self.blank = LINEAR_ROWS(*(0,) * 8) + self.same
         self._call = entry_point("mp_linear")
@@ -96,9 +103,21 @@ class Linears:
         q_row, k_row = self._widths[:2]
         to = q.data_ptr(), k.data_ptr()
         return LINEAR_ROWS(x.data_ptr(), 0, *to, v.data_ptr(), *self._unused, n, threads), ROTATE(
-            *to, cos.data_ptr(), sin.data_ptr(), n, q_row // dim, k_row // dim, turning, turning,
-            q_row, dim, k_row, dim, DTYPES[self._dtype], threads,
-        )  # fmt: skip
+            *to,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            n,
+            q_row // dim,
+            k_row // dim,
+            turning,
+            turning,
+            q_row,
+            dim,
+            k_row,
+            dim,
+            DTYPES[self._dtype],
+            threads,
+        )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
         """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
@@ -107,10 +126,15 @@ class Linears:
         outs = [torch.empty((*lead, n), dtype=self._dtype) for n in self._widths]
         failed = self._call(
             LINEAR_ROWS(
-                x.data_ptr(), 0 if residual is None else residual.data_ptr(), *[out.data_ptr() for out in outs],
-                *self._unused, x.numel() // self._width, thread_count(),
-            ) + self.same
-        )  # fmt: skip
+                x.data_ptr(),
+                0 if residual is None else residual.data_ptr(),
+                *[out.data_ptr() for out in outs],
+                *self._unused,
+                x.numel() // self._width,
+                thread_count(),
+            )
+            + self.same
+        )
         if failed:
             raise MemoryError("no memory for the work space of the linear kernel")
         return outs
@@ -148,10 +172,19 @@ def widen(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scales = codes.contiguous(), scales.contiguous()
     groups = codes.shape[1]
     out = torch.empty((len(codes), groups * GROUP), dtype=dtype)
-    entry_point("mp_widen")(WIDEN(
-        codes.data_ptr(), scales.data_ptr(), out.data_ptr(), 0, len(codes), out.shape[1],
-        8 * codes.shape[2] // GROUP, DTYPES[dtype], thread_count(),
-    ))  # fmt: skip
+    entry_point("mp_widen")(
+        WIDEN(
+            codes.data_ptr(),
+            scales.data_ptr(),
+            out.data_ptr(),
+            0,
+            len(codes),
+            out.shape[1],
+            8 * codes.shape[2] // GROUP,
+            DTYPES[dtype],
+            thread_count(),
+        )
+    )
     return out
 
 
@@ -162,10 +195,23 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     cos, sin = cos.contiguous(), sin.contiguous()
     dim = cos.shape[-1]
-    failed = entry_point("mp_rotate")(ROTATE(
-        q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[1], k.shape[1], dim, dim,
-        *q.stride()[:2], *k.stride()[:2], DTYPES[q.dtype], thread_count(),
-    ))  # fmt: skip
+    failed = entry_point("mp_rotate")(
+        ROTATE(
+            q.data_ptr(),
+            k.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            dim,
+            dim,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            DTYPES[q.dtype],
+            thread_count(),
+        )
+    )
     if failed:
         raise MemoryError("no memory for the work space of the rotation")
 
@@ -178,10 +224,25 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, c
     n = x.shape[-1]
     heads = x.shape[1] if x.ndim == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype)
-    failed = entry_point("mp_norm")(NORM(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), len(x), heads, n,
-        x.stride(0), x.stride(1), heads * n, n, DTYPES[x.dtype], centred, thread_count(), eps,
-    ))  # fmt: skip
+    failed = entry_point("mp_norm")(
+        NORM(
+            x.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            heads,
+            n,
+            x.stride(0),
+            x.stride(1),
+            heads * n,
+            n,
+            DTYPES[x.dtype],
+            centred,
+            thread_count(),
+            eps,
+        )
+    )
     if failed:
         raise MemoryError("no memory for the work space of the norm")
     return out
@@ -191,9 +252,9 @@ def gate(x: Tensor, act: int) -> Tensor:
     """X (N, 2 n), its rows contiguous -> (N, n): act(first half) * second half; act: a `Gate`."""
     n = x.shape[1] // 2
     out = torch.empty((len(x), n), dtype=x.dtype)
-    failed = entry_point("mp_gate")(GATE(
-        x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, thread_count()
-    ))  # fmt: skip
+    failed = entry_point("mp_gate")(
+        GATE(x.data_ptr(), out.data_ptr(), len(x), n, x.stride(0), DTYPES[x.dtype], act, thread_count())
+    )
     if failed:
         raise MemoryError("no memory for the work space of the gate")
     return out
@@ -223,10 +284,22 @@ def gemm(
     out = torch.empty((len(x), n), dtype=x.dtype)
     scale, shift, eps, centred = norm or (None, None, 0.0, False)
     optional = (0 if t is None else t.data_ptr() for t in (bias, scale, shift, residual))
-    failed = entry_point("mp_gemm")(GEMM(
-        x.data_ptr(), weight.data_ptr(), *optional, out.data_ptr(), len(x), x.shape[1], n, halves, act, centred,
-        thread_count(), eps,
-    ))  # fmt: skip
+    failed = entry_point("mp_gemm")(
+        GEMM(
+            x.data_ptr(),
+            weight.data_ptr(),
+            *optional,
+            out.data_ptr(),
+            len(x),
+            x.shape[1],
+            n,
+            halves,
+            act,
+            centred,
+            thread_count(),
+            eps,
+        )
+    )
     if failed:
         raise MemoryError("no memory for the work space of the matrix kernel")
     return out
@@ -238,9 +311,13 @@ def gemm_serves(x: Tensor, weight: Tensor) -> bool:
     Torch's is where the hardware has whole tiles (AMX), and of fewer than MANY_ROWS where it multiplies bf16 at all.
     """
     return (
-        x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and x.shape[1] % 32 == 0
-        and (len(x) >= MANY_ROWS or not has_products(x)) and weight.is_contiguous() and _has_gemm()
-    )  # fmt: skip
+        x.dtype is torch.bfloat16
+        and weight.dtype is torch.bfloat16
+        and x.shape[1] % 32 == 0
+        and (len(x) >= MANY_ROWS or not has_products(x))
+        and weight.is_contiguous()
+        and _has_gemm()
+    )
 
 
 @cache
@@ -255,8 +332,16 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     NaN where a row holds one.
     """
     most, at = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
-    entry_point("mp_largest")(LARGEST(
-        x.data_ptr(), most.data_ptr(), at.data_ptr(), len(x), x.shape[1], x.stride(0), DTYPES[x.dtype],
-        thread_count(),
-    ))  # fmt: skip
+    entry_point("mp_largest")(
+        LARGEST(
+            x.data_ptr(),
+            most.data_ptr(),
+            at.data_ptr(),
+            len(x),
+            x.shape[1],
+            x.stride(0),
+            DTYPES[x.dtype],
+            thread_count(),
+        )
+    )
     return most, at

@@ -53,10 +53,28 @@ class Layers:
             sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
             kept.append(sinks)  # a struct keeps no tensor
             decoding = decode_struct(
-                q, k, v, plain.pages.bases, plain.table, plain.lens, r.caps, r.recent, r.q_pos, sinks,
-                pool_numbers(plain.pages), rule_numbers(r.rule), shape.window, shape.scale, shape.softcap,
-                r.rule.decay, seen, sums, evicted, r.kept, r.least,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                plain.pages.bases,
+                plain.table,
+                plain.lens,
+                r.caps,
+                r.recent,
+                r.q_pos,
+                sinks,
+                pool_numbers(plain.pages),
+                rule_numbers(r.rule),
+                shape.window,
+                shape.scale,
+                shape.softcap,
+                r.rule.decay,
+                seen,
+                sums,
+                evicted,
+                r.kept,
+                r.least,
+            )
             packed = NOT_PACKED if r.packed is None else regions_struct(r.packed)
             structs += (before, into.same, turn, decoding, packed, behind, rest.same)
         if self._call(b"".join(structs)):

@@ -55,10 +55,25 @@ LIBRARY.impl("linear", decoder_rows.linear, "CPU")
 
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
 def _decode_shapes(
-    q: Tensor, k_new: Tensor, v_new: Tensor, bases: Tensor, table: Tensor, lens: Tensor, caps: Tensor, recent: Tensor,
-    q_pos: Tensor, sink_logits: Tensor | None, pool: list[int], rule: list[int], window: int,
-    scale: float, softcap: float, decay: float, kept: Tensor | None = None, least: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    bases: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    caps: Tensor,
+    recent: Tensor,
+    q_pos: Tensor,
+    sink_logits: Tensor | None,
+    pool: list[int],
+    rule: list[int],
+    window: int,
+    scale: float,
+    softcap: float,
+    decay: float,
+    kept: Tensor | None = None,
+    least: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     n_seq, n_heads, _ = q.shape
     out = q.new_empty((n_seq, n_heads, pool[3]))
     lse = q.new_empty((n_seq, n_heads), dtype=torch.float32)
@@ -67,9 +82,19 @@ def _decode_shapes(
 
 @torch.library.register_fake("millpond::prefill", lib=LIBRARY)
 def _prefill_shapes(
-    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, past_pos: Tensor | None, past_log_masses: Tensor | None,
-    sink_logits: Tensor | None, window: int, scale: float, softcap: float, colsum: int, decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    past_pos: Tensor | None,
+    past_log_masses: Tensor | None,
+    sink_logits: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    colsum: int,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     sums = v.shape[:2] if colsum >= 0 else (0, 0)
     return (
         q.new_empty((*q.shape[:2], v.shape[-1])),
@@ -80,9 +105,18 @@ def _prefill_shapes(
 
 @torch.library.register_fake("millpond::write", lib=LIBRARY)
 def _write_shapes(
-    bases: Tensor, table: Tensor, start: Tensor, count: Tensor, index: Tensor, keys: Tensor, values: Tensor,
-    positions: Tensor, scores: Tensor | None, log_masses: Tensor | None, pool: list[int],
-) -> None:  # fmt: skip
+    bases: Tensor,
+    table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scores: Tensor | None,
+    log_masses: Tensor | None,
+    pool: list[int],
+) -> None:
     return None
 
 
@@ -107,10 +141,25 @@ def decode(args: DecodeArgs) -> DecodeOutput:
     regions = args.regions
     plain, rule, shape = regions.plain, regions.rule, regions.shape
     given = (
-        args.q, args.k_new, args.v_new, plain.pages.bases, plain.table, plain.lens, regions.caps, regions.recent,
-        regions.q_pos, shape.sink_logits, pool_numbers(plain.pages), rule_numbers(rule), shape.window, shape.scale,
-        shape.softcap, rule.decay, regions.kept, regions.least,
-    )  # fmt: skip
+        args.q,
+        args.k_new,
+        args.v_new,
+        plain.pages.bases,
+        plain.table,
+        plain.lens,
+        regions.caps,
+        regions.recent,
+        regions.q_pos,
+        shape.sink_logits,
+        pool_numbers(plain.pages),
+        rule_numbers(rule),
+        shape.window,
+        shape.scale,
+        shape.softcap,
+        rule.decay,
+        regions.kept,
+        regions.least,
+    )
     if regions.packed is not None:
         return DecodeOutput(*abi.decode(*given, regions_struct(regions.packed)))
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
@@ -119,10 +168,23 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
     (pages, table, lens), shape = args.regions.parts, args.shape
-    return AttendOutput(*abi.decode_rows(
-        args.q, args.k_new, args.v_new, pages.bases, table, lens, args.q_pos, shape.sink_logits, pool_numbers(pages),
-        rule_numbers(KEEP_ALL), shape.window, shape.scale, shape.softcap,
-    ))  # fmt: skip
+    return AttendOutput(
+        *abi.decode_rows(
+            args.q,
+            args.k_new,
+            args.v_new,
+            pages.bases,
+            table,
+            lens,
+            args.q_pos,
+            shape.sink_logits,
+            pool_numbers(pages),
+            rule_numbers(KEEP_ALL),
+            shape.window,
+            shape.scale,
+            shape.softcap,
+        )
+    )
 
 
 def attend(args: AttendArgs) -> AttendOutput:
@@ -136,26 +198,54 @@ def attend(args: AttendArgs) -> AttendOutput:
 def prefill(args: PrefillArgs) -> PrefillOutput:
     call, shape = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else abi.prefill, args.shape
     out, lse, sums = call(
-        args.q, args.k, args.v, args.q_pos, args.past_pos, args.past_log_masses, shape.sink_logits, shape.window,
-        shape.scale, shape.softcap, -1 if args.colsum is None else int(args.colsum), args.decay,
-    )  # fmt: skip
+        args.q,
+        args.k,
+        args.v,
+        args.q_pos,
+        args.past_pos,
+        args.past_log_masses,
+        shape.sink_logits,
+        shape.window,
+        shape.scale,
+        shape.softcap,
+        -1 if args.colsum is None else int(args.colsum),
+        args.decay,
+    )
     return PrefillOutput(out, lse, sums if args.colsum is not None else None)
 
 
 def window_signal(args: WindowSignalArgs) -> Tensor:
     shape = args.shape
     return abi.window_signal(
-        args.q, args.k, args.q_pos, args.k_pos, args.log_masses, shape.sink_logits, args.lse, shape.window,
-        shape.scale, shape.softcap, int(args.reduce),
-    )  # fmt: skip
+        args.q,
+        args.k,
+        args.q_pos,
+        args.k_pos,
+        args.log_masses,
+        shape.sink_logits,
+        args.lse,
+        shape.window,
+        shape.scale,
+        shape.softcap,
+        int(args.reduce),
+    )
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:
     call, pages = torch.ops.millpond.write.default if torch.compiler.is_compiling() else abi.write, regions.pages
     call(
-        pages.bases, regions.table, rows.start, rows.count, rows.index, rows.keys, rows.values, rows.positions,
-        rows.scores, rows.log_masses, pool_numbers(pages),
-    )  # fmt: skip
+        pages.bases,
+        regions.table,
+        rows.start,
+        rows.count,
+        rows.index,
+        rows.keys,
+        rows.values,
+        rows.positions,
+        rows.scores,
+        rows.log_masses,
+        pool_numbers(pages),
+    )
 
 
 def read(regions: PageRegions, width: int) -> PaddedEntries:

@@ -45,9 +45,21 @@ def _side(
     by_channel = side.by_channel or side.fixed or side.format is Format.FP8
     group = slots if side.fixed or side.format is Format.FP8 else side.group or dim
     return [
-        int(side.format), int(by_channel), group, at.codes, at.top, at.scales, at.zeros, at.factor_bytes,
-        at.means, at.extra, side.n_extra, *(t.data_ptr() for t in table), scales, zeros,
-    ]  # fmt: skip
+        int(side.format),
+        int(by_channel),
+        group,
+        at.codes,
+        at.top,
+        at.scales,
+        at.zeros,
+        at.factor_bytes,
+        at.means,
+        at.extra,
+        side.n_extra,
+        *(t.data_ptr() for t in table),
+        scales,
+        zeros,
+    ]
 
 
 def regions_struct(regions: PackedRegions) -> bytes:
@@ -68,19 +80,33 @@ def _struct(regions: PackedRegions) -> bytes:
     channels = 0 if regions.channels is None else _int32(regions.channels, "channels").data_ptr()
     key_table, value_table = layout.tables
     return PACKED(
-        pages.bases.data_ptr(), pages.bases.shape[1], pages.pages_per_arena, layout.slots, layout.key_dim,
-        layout.value_dim, abi.DTYPES[torch.bfloat16], int(pages.masses), layout.page_bytes,
+        pages.bases.data_ptr(),
+        pages.bases.shape[1],
+        pages.pages_per_arena,
+        layout.slots,
+        layout.key_dim,
+        layout.value_dim,
+        abi.DTYPES[torch.bfloat16],
+        int(pages.masses),
+        layout.page_bytes,
         *_side(
-            layout.key, layout.key_offsets, layout.key_dim, layout.slots, key_table,
-            _float_rows(regions.key_scales, "key_scales"), _float_rows(regions.key_zeros, "key_zeros"),
+            layout.key,
+            layout.key_offsets,
+            layout.key_dim,
+            layout.slots,
+            key_table,
+            _float_rows(regions.key_scales, "key_scales"),
+            _float_rows(regions.key_zeros, "key_zeros"),
         ),
-        *_side(
-            layout.value, layout.value_offsets, layout.value_dim, layout.slots, value_table, 0, 0
-        ),
-        regions.table.data_ptr(), regions.table.stride(0), _int32(regions.lens, "lens").data_ptr(),
-        _int32(regions.dead, "dead").data_ptr(), channels, _float_rows(regions.balance, "balance"),
+        *_side(layout.value, layout.value_offsets, layout.value_dim, layout.slots, value_table, 0, 0),
+        regions.table.data_ptr(),
+        regions.table.stride(0),
+        _int32(regions.lens, "lens").data_ptr(),
+        _int32(regions.dead, "dead").data_ptr(),
+        channels,
+        _float_rows(regions.balance, "balance"),
         *_rope(regions.rope),
-    )  # fmt: skip
+    )
 
 
 def _rope(rope: Rope | None) -> list[int]:
@@ -102,15 +128,31 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
     scores, log_masses = (t if t is None else t.float() for t in (rows.scores, rows.log_masses))
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
-    failed = abi.entry_point("mp_write_packed")(regions_struct(regions) + WRITE(
-        start.data_ptr(), count.data_ptr(), index.data_ptr(), index.stride(0), index.shape[1], len(start),
-        1 if regions.key_scales is None else len(regions.key_scales),
-        keys.data_ptr(), values.data_ptr(), positions.data_ptr(),
-        0 if scores is None else scores.data_ptr(), 0 if log_masses is None else log_masses.data_ptr(),
-        abi.DTYPES[keys.dtype], abi.DTYPES[values.dtype],
-        *_row_strides(keys), *_row_strides(values), *_row_strides(positions), *_row_strides(scores),
-        *_row_strides(log_masses), thread_count(),
-    ))  # fmt: skip
+    failed = abi.entry_point("mp_write_packed")(
+        regions_struct(regions)
+        + WRITE(
+            start.data_ptr(),
+            count.data_ptr(),
+            index.data_ptr(),
+            index.stride(0),
+            index.shape[1],
+            len(start),
+            1 if regions.key_scales is None else len(regions.key_scales),
+            keys.data_ptr(),
+            values.data_ptr(),
+            positions.data_ptr(),
+            0 if scores is None else scores.data_ptr(),
+            0 if log_masses is None else log_masses.data_ptr(),
+            abi.DTYPES[keys.dtype],
+            abi.DTYPES[values.dtype],
+            *_row_strides(keys),
+            *_row_strides(values),
+            *_row_strides(positions),
+            *_row_strides(scores),
+            *_row_strides(log_masses),
+            thread_count(),
+        )
+    )
     if failed == NOT_FINITE:
         raise NumericsError(groups.NOT_FINITE)
     if failed == TOO_LARGE:

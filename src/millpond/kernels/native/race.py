@@ -18,8 +18,16 @@ def race(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
     """Weights (R, C) float32, keys (R,) and ids (R, C) int64, all with contiguous rows -> the columns (R,) drawn."""
     keys = keys.contiguous()
     drawn = torch.empty(len(weights), dtype=torch.int64)
-    entry_point("mp_race")(RACE(
-        weights.data_ptr(), 0 if ids is None else ids.data_ptr(), keys.data_ptr(), drawn.data_ptr(),
-        *weights.shape, weights.stride(0), 0 if ids is None else ids.stride(0), thread_count(),
-    ))  # fmt: skip
+    entry_point("mp_race")(
+        RACE(
+            weights.data_ptr(),
+            0 if ids is None else ids.data_ptr(),
+            keys.data_ptr(),
+            drawn.data_ptr(),
+            *weights.shape,
+            weights.stride(0),
+            0 if ids is None else ids.stride(0),
+            thread_count(),
+        )
+    )
     return drawn

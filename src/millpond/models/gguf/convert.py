@@ -37,9 +37,7 @@ _AUTO: Any = AutoModelForCausalLM
 _UNDER_WAY = ".converting-"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 #: What transformers makes otherwise than the model is, and no check of sizes and names finds.
-_WRONG = {
-    "gpt-oss": "its experts, whose gates and biases have names of their own, nor the scaling of its positions",
-}
+_WRONG = {"gpt-oss": "its experts, whose gates and biases have names of their own, nor the scaling of its positions"}
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 #: One at a time in a process: while transformers loads a model, functions of torch are replaced for all threads.
 _CONVERTING = threading.Lock()
@@ -192,8 +190,13 @@ def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) 
             model = _load(path, dtype, config)
     with progress(f"converting {path.name} to {dtype}, writing safetensors", lambda: _written(made)), _quiet():
         model.save_pretrained(made)
-    note = {"file": path.name, "sha256": digest, "dtype": dtype, "architecture": header.architecture,
-            "tokenizer": TOKENIZER_VERSION}  # fmt: skip
+    note = {
+        "file": path.name,
+        "sha256": digest,
+        "dtype": dtype,
+        "architecture": header.architecture,
+        "tokenizer": TOKENIZER_VERSION,
+    }
     (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     made.chmod(0o755)
 
@@ -237,9 +240,14 @@ def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration, without the marks of a quantized one, which cannot be saved; tensors are shared."""
     try:
         given, info = _AUTO.from_pretrained(
-            str(path.parent), config=config, gguf_file=path.name, dtype=DTYPES[dtype], output_loading_info=True,
-            trust_remote_code=False, **_dequantized(),
-        )  # fmt: skip
+            str(path.parent),
+            config=config,
+            gguf_file=path.name,
+            dtype=DTYPES[dtype],
+            output_loading_info=True,
+            trust_remote_code=False,
+            **_dequantized(),
+        )
     except NotImplementedError as error:
         raise OptionError(
             f"{path.name}: transformers has no place for its tensors ({_first_line(error)}); use the model's "

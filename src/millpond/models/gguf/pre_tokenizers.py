@@ -82,20 +82,14 @@ _CASCADE = "|".join([*(rf"\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1)), r"\s{1,
 
 _NAMES: tuple[tuple[str, PreTokenizer], ...] = (
     ("gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4", PreTokenizer((_GPT2,))),
-    (
-        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-        PreTokenizer((_DIGIT, _GPT2)),
-    ),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreTokenizer((_DIGIT, _GPT2))),
     (
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         PreTokenizer((_LLAMA3,), whole=True, begins=True),
     ),
     ("glm4 glm5", PreTokenizer((_LLAMA3,), whole=True)),
     ("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))),
-    (
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-        PreTokenizer((_QWEN2,)),
-    ),
+    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))),
     (
         "qwen35",
         PreTokenizer(
@@ -110,15 +104,10 @@ _NAMES: tuple[tuple[str, PreTokenizer], ...] = (
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer(_NEW_DEEPSEEK)),
     (
         "deepseek-llm",
-        PreTokenizer(
-            (r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", _DEEPSEEK_SIGNS, r"\s+$", _DEEPSEEK_OTHERS, r"\p{N}+")
-        ),
+        PreTokenizer((r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", _DEEPSEEK_SIGNS, r"\s+$", _DEEPSEEK_OTHERS, r"\p{N}+")),
     ),
     ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_OTHERS, _DIGIT))),
-    (
-        "spark2_5",
-        PreTokenizer((_DIGITS, _CHINESE_AND_JAPANESE, _marked(r"|[\r\n]"), _DIGIT)),
-    ),
+    ("spark2_5", PreTokenizer((_DIGITS, _CHINESE_AND_JAPANESE, _marked(r"|[\r\n]"), _DIGIT))),
     ("falcon", PreTokenizer((_SIGNS_ALONE, _GPT2, "[0-9][0-9][0-9]"))),
     ("bloom poro-chat gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, _DIGIT))),
@@ -139,6 +128,6 @@ _NAMES: tuple[tuple[str, PreTokenizer], ...] = (
     ),
     ("minicpm5", PreTokenizer((_DIGITS, _words(r"\p{N}+")), whole=True)),
     ("default", PreTokenizer((_SIGNS_ALONE.replace("`", ""), _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-)  # fmt: skip
+)
 #: By llama.cpp's name.
 PRE_TOKENIZERS = {name: kind for names, kind in _NAMES for name in names.split()}

@@ -79,10 +79,14 @@ def _llama3(header: GGUFHeader, config: PreTrainedConfig, factors: list[float]) 
             config.rope_parameters = config.rope_parameters | scaled
             return RopeTensors((FREQS,))
     known = " or ".join(map(str, lengths))
-    return RopeTensors((FREQS,), (
-        f"the tensor {FREQS}: its {len(factors)} factors, {min(factors):.6g} to {max(factors):.6g}, are not those of "
-        f"Llama 3 (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings {known})",
-    ))  # fmt: skip
+    stated = f"its {len(factors)} factors, {min(factors):.6g} to {max(factors):.6g}"
+    return RopeTensors(
+        (FREQS,),
+        (
+            f"the tensor {FREQS}: {stated}, are not those of "
+            f"Llama 3 (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings {known})",
+        ),
+    )
 
 
 def _longrope(path: Path, header: GGUFHeader, config: PreTrainedConfig, tensors: dict[str, GGUFTensor]) -> RopeTensors:

@@ -18,9 +18,7 @@ from millpond.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 #: Written into converted folders; with another number there the tokenizer is made again.
 TOKENIZER_VERSION = 2
-_TOKENS, _SCORES, _TYPES, _MERGES = (
-    f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")
-)  # fmt: skip
+_TOKENS, _SCORES, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
 #: Kinds of vocabulary (tokenizer.ggml.model): pairs of bytes, pieces by their scores, and pieces by their merges.
 _BYTE_PAIRS, _PIECES, _GEMMA4 = KINDS = ("gpt2", "llama", "gemma4")
 #: Types of tokens (tokenizer.ggml.token_type).
@@ -105,11 +103,15 @@ class _Builder:
             self._refuse(str(error))
         kind: Any = PreTrainedTokenizerFast  # transformers does not type it
         made: PreTrainedTokenizerFast = kind(
-            tokenizer_object=backend, clean_up_tokenization_spaces=False, bos_token=named["bos"],
-            eos_token=named["eos"], unk_token=named["unknown"], pad_token=named["padding"],
+            tokenizer_object=backend,
+            clean_up_tokenization_spaces=False,
+            bos_token=named["bos"],
+            eos_token=named["eos"],
+            unk_token=named["unknown"],
+            pad_token=named["padding"],
             add_bos_token=named["bos"] is not None and self._adds("bos", self._begins()),
             add_eos_token=named["eos"] is not None and self._adds("eos", False),
-        )  # fmt: skip
+        )
         template = self._given.get("tokenizer.chat_template")
         made.chat_template = template if isinstance(template, str) else None
         return made
@@ -196,9 +198,10 @@ class _Builder:
             add(
                 [
                     AddedToken(token, normalized=False, special=special, rstrip=strips and token not in kept)
-                    for token, found in added if found is special
+                    for token, found in added
+                    if found is special
                 ]
-            )  # fmt: skip
+            )
 
     def _named(self, name: str) -> str | None:
         """The text of a special token; None where the file has none."""

@@ -92,10 +92,12 @@ def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Modul
         return []
     places |= {*rope.names}
     names = [
-        tensor.name for tensor in header.tensors
-        if tensor.name not in places and tensor.name.removesuffix(".weight") not in places
+        tensor.name
+        for tensor in header.tensors
+        if tensor.name not in places
+        and tensor.name.removesuffix(".weight") not in places
         and not any(part in tensor.name for part in _COMPUTED)
-    ]  # fmt: skip
+    ]
     return unplaced(names)
 
 

@@ -86,13 +86,18 @@ class Block:
         norms = (self.q_norm, self.k_norm, *(self.norms_behind or ()))
         projections = (self.qkv, self.out, self.up, self.down)
         return (
-            self.head_dim, self.q_scale, self.parallel, self.norms_behind is None, tuple(map(_build_of_norm, norms)),
+            self.head_dim,
+            self.q_scale,
+            self.parallel,
+            self.norms_behind is None,
+            tuple(map(_build_of_norm, norms)),
             *((_build_of_norm(taken.norm), taken.act, taken.whole is None) for taken in projections),
             *(
                 (type(weight), tuple(weight.shape), weight.nbytes, weight.dtype, bias is None)
-                for taken in projections for weight, bias in taken.parts
+                for taken in projections
+                for weight, bias in taken.parts
             ),
-        )  # fmt: skip
+        )
 
     @cached_property
     def rest(self) -> Rest:

@@ -27,10 +27,14 @@ _OPT = {"self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _ACTIVATIONS = {
-    "silu": GatedActivation.SILU, "swish": GatedActivation.SILU, "gelu": GatedActivation.GELU,
+    "silu": GatedActivation.SILU,
+    "swish": GatedActivation.SILU,
+    "gelu": GatedActivation.GELU,
     "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
-    "gelu_new": GatedActivation.GELU_TANH, "gelu_fast": GatedActivation.GELU_TANH, "relu": GatedActivation.RELU,
-}  # fmt: skip
+    "gelu_new": GatedActivation.GELU_TANH,
+    "gelu_fast": GatedActivation.GELU_TANH,
+    "relu": GatedActivation.RELU,
+}
 #: Modules that do nothing to a model that does not train, or whose doing is known by name.
 _SILENT = ("act", "act_fn", "activation_fn", "post_attention_dropout", "post_mlp_dropout")
 

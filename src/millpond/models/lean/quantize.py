@@ -75,9 +75,11 @@ def _matrices(decoder: Decoder) -> Iterable[tuple[str, Tensor | QuantizedWeight]
 def _block(block: Block, bits: int) -> Block:
     return replace(
         block,
-        qkv=_projection(block.qkv, bits), out=_projection(block.out, bits),
-        up=_projection(block.up, bits), down=_projection(block.down, bits),
-    )  # fmt: skip
+        qkv=_projection(block.qkv, bits),
+        out=_projection(block.out, bits),
+        up=_projection(block.up, bits),
+        down=_projection(block.down, bits),
+    )
 
 
 def _projection(projection: Projection, bits: int) -> Projection:

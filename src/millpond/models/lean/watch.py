@@ -124,8 +124,11 @@ class Watch:
 
 #: A weight of as many numbers in a row, of one dtype at one address, is the same weight.
 _MEMORY: tuple[Callable[[Tensor], Any], ...] = (
-    Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous, attrgetter("dtype"),
-)  # fmt: skip
+    Tensor.data_ptr,
+    Tensor.numel,
+    Tensor.is_contiguous,
+    attrgetter("dtype"),
+)
 
 
 def _settings_of(counted: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]) -> tuple[list[Any], list[str]]:

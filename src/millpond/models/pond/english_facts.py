@@ -37,13 +37,17 @@ water wheel whip window wine wolf wool
 #: Statement and question of a fact: (fact, question, the words before the answer, whether the answer is a number).
 _FORMS = (
     ("The code of {key} is {value}.", "What is the code of {key}?", "It is", True),
-    ("The secret number of {key} is {value}.", "What is the secret number of {key}?", "The secret number of {key} is",
-     True),
+    (
+        "The secret number of {key} is {value}.",
+        "What is the secret number of {key}?",
+        "The secret number of {key} is",
+        True,
+    ),
     ("{key} lives at number {value}.", "At which number does {key} live?", "{key} lives at number", True),
     ("The favourite word of {key} is {value}.", "What is the favourite word of {key}?", "It is", False),
     ("{key} has hidden the {value}.", "What has {key} hidden?", "{key} has hidden the", False),
     ("The gift for {key} is a {value}.", "What is the gift for {key}?", "The gift for {key} is a", False),
-)  # fmt: skip
+)
 FORMS = len(_FORMS)
 #: Those with a number for an answer, and those with a word.
 NUMBER_FORMS = tuple(i for i, (*_, is_number) in enumerate(_FORMS) if is_number)

@@ -15,22 +15,26 @@ _SECONDS, _MEMORY, _LENGTH = 2, 768 << 20, 4 << 20
 _USER, _SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
 _ANSWER = {"role": "assistant", "content": "Yes."}
 _CALL = {
-    "role": "assistant", "content": "",
+    "role": "assistant",
+    "content": "",
     "tool_calls": [{"id": "aaaaaaaa1", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}],
-}  # fmt: skip
+}
 _RESULT = {"role": "tool", "name": "look", "tool_call_id": "aaaaaaaa1", "content": "a pond"}
 _TOOL = {
     "type": "function",
     "function": {
-        "name": "look", "description": "Look.",
+        "name": "look",
+        "description": "Look.",
         "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "What."}}},
     },
-}  # fmt: skip
+}
 _CHATS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
-    ([_USER], None), ([_SYSTEM, _USER], None), ([_USER, _ANSWER], None),
+    ([_USER], None),
+    ([_SYSTEM, _USER], None),
+    ([_USER, _ANSWER], None),
     ([_SYSTEM, *[_USER, _ANSWER] * 8, _USER], None),
     ([_USER, _CALL, _RESULT, _ANSWER, _USER], [_TOOL]),
-)  # fmt: skip
+)
 
 
 def _limit() -> None:
@@ -83,9 +87,15 @@ def _fault(source: str) -> str | None:
         length = 0
         try:
             for part in template.generate(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=True, bos_token="<s>",
-                eos_token="</s>", unk_token="<unk>", pad_token="<pad>",
-            ):  # fmt: skip
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
+                bos_token="<s>",
+                eos_token="</s>",
+                unk_token="<unk>",
+                pad_token="<pad>",
+            ):
                 length += len(part)
                 if length > _LENGTH:
                     return f"writes more than {_LENGTH:,} characters for a short chat"

@@ -38,9 +38,7 @@ class MatrixOnDisk:
         if self.bits is None:
             return parts[0].view(self.dtype).view(n, self.width)
         (shape, dtype), scales = QuantizedWeight.parts_of(n, self.width, self.bits)
-        return QuantizedWeight(
-            parts[0].view(dtype).view(shape), parts[1].view(torch.float16).view(scales), self.dtype
-        )  # fmt: skip
+        return QuantizedWeight(parts[0].view(dtype).view(shape), parts[1].view(torch.float16).view(scales), self.dtype)
 
     def rows(self, begin: int, end: int) -> RowRange:
         """Where the rows from `begin` to before `end` lie."""

@@ -107,9 +107,13 @@ def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Se
         extents.append([at, part.needed, f"{checksum:08x}"])
         at += part.nbytes
     found = {
-        "format": FORMAT, "weights": weights, "source": mark, "nbytes": at, "extents": extents,
+        "format": FORMAT,
+        "weights": weights,
+        "source": mark,
+        "nbytes": at,
+        "extents": extents,
         "matrices": [part.described() for part in parts],
-    }  # fmt: skip
+    }
     return json.dumps(found).encode()
 
 

@@ -346,11 +346,9 @@ class StreamedLayers:
 
     def _extents(self, runs: Iterable[FileRun], check: bool = True) -> list[Extent]:
         return [
-            Extent(
-                self._file(run.path), run.offset, run.nbytes, run.needed, run.place, run.checksum if check else None
-            )
+            Extent(self._file(run.path), run.offset, run.nbytes, run.needed, run.place, run.checksum if check else None)
             for run in runs
-        ]  # fmt: skip
+        ]
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:

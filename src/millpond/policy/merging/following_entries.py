@@ -61,9 +61,15 @@ class SpreadOverNext:
     def _rule(self) -> MergeRule:
         average = isinstance(self.base, AccumulatedAttention) and self.base.average
         return MergeRule(
-            Weigh.CHANCE, closed=self.sinks, targets=self.targets, over=Over[self.over.upper()], average=average,
-            draw=self.draw, bias=self.bias, masses=self.bias,
-        )  # fmt: skip
+            Weigh.CHANCE,
+            closed=self.sinks,
+            targets=self.targets,
+            over=Over[self.over.upper()],
+            average=average,
+            draw=self.draw,
+            bias=self.bias,
+            masses=self.bias,
+        )
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
         return by_rule(self._rule, view, keep, self.base.score(view, seed), seed)

@@ -42,9 +42,7 @@ class MergeByImportance:
     @property
     def rule(self) -> MergeRule:
         """See `SlotMerge`."""
-        return MergeRule(
-            Weigh.SCORE, closed=self.sinks, threshold=self.threshold, cover=self.cover, most=self.most
-        )  # fmt: skip
+        return MergeRule(Weigh.SCORE, closed=self.sinks, threshold=self.threshold, cover=self.cover, most=self.most)
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
         return by_rule(self.rule, view, keep, value, seed)

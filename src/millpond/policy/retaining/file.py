@@ -65,9 +65,13 @@ def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> N
             dtype = torch.float32 if part in kind.exact else torch.bfloat16
             tensors[f"{index}.{part}"] = stored.to(dtype).contiguous()
     about = {
-        "format": FORMAT, "kind": kind.name, "model": heads.model, "name": heads.name, "layers": str(len(heads.layers)),
+        "format": FORMAT,
+        "kind": kind.name,
+        "model": heads.model,
+        "name": heads.name,
+        "layers": str(len(heads.layers)),
         "facts": json.dumps(dict(heads.facts)),
-    }  # fmt: skip
+    }
     file = Path(path)
     fresh = file.with_name(file.name + ".new")
     try:
@@ -142,9 +146,7 @@ def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tenso
         raise _broken(name, kind, error) from None
     for index, parts in enumerate(layers):
         if not all(bool(torch.isfinite(part.float()).all()) for part in parts):
-            raise DataError(
-                f"{name!r}: layer {index} has numbers that are not finite; train the {kind.things} again"
-            )  # fmt: skip
+            raise DataError(f"{name!r}: layer {index} has numbers that are not finite; train the {kind.things} again")
     return layers, {"model": about["model"], "name": about["name"], "facts": facts}
 
 

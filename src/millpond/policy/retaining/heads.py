@@ -56,9 +56,10 @@ class LayerHeads:
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> LayerHeads:
         """See `LayerNetwork.to`."""
         return LayerHeads(
-            self.w1.to(device, dtype), self.b1.to(device, dtype),
+            self.w1.to(device, dtype),
+            self.b1.to(device, dtype),
             *(getattr(self, part).to(device, torch.float32) for part in self.PARTS[2:]),
-        )  # fmt: skip
+        )
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
         """See `LayerNetwork.check`."""

@@ -106,10 +106,12 @@ class HeadRulesPolicy(Policy):
         local = _share(self.local, view.seen)
         most = budget * len(view.positions)
         heads = Heads(
-            view.signal[None], view.positions[None], self.classes_of(view.ids, view.positions)[None],
+            view.signal[None],
+            view.positions[None],
+            self.classes_of(view.ids, view.positions)[None],
             view.positions.new_full((1, len(view.positions)), HeadRule.FULL),
             *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, most)),
-        )  # fmt: skip
+        )
         outside = self.by_kind(heads)
         kinds = self._choose(view, outside, local)
         leave = outside.gather(0, kinds.view(1, -1, 1).expand(outside[:1].shape))

@@ -176,9 +176,7 @@ def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
 def _event(sent: _Sent) -> dict[str, Any]:
     """An event of a stream; an error may be the last one where the status was long sent."""
     kinds = [_ref(kind) for kind in (*sent.events, *((sent.error,) if sent.done else ()))]
-    data: dict[str, Any] = {
-        "type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds},
-    }  # fmt: skip
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
     if sent.done:
         data = {"anyOf": [data, {"const": "[DONE]"}]}
     if sent.done or not sent.named:

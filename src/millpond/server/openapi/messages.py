@@ -15,9 +15,16 @@ class AnthropicErrorDetails(Described):
     """What went wrong: a word for a program, and a message for a person."""
 
     type: Literal[
-        "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large",
-        "rate_limit_error", "timeout_error", "api_error", "overloaded_error",
-    ]  # fmt: skip
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "timeout_error",
+        "api_error",
+        "overloaded_error",
+    ]
     message: str
 
 
@@ -149,5 +156,12 @@ class CountedTokens(Described):
 
 #: Every event of a stream.
 EVENTS: tuple[type[Described], ...] = (
-    MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, AnthropicErrorAnswer,
-)  # fmt: skip
+    MessageStart,
+    Ping,
+    BlockStart,
+    BlockDelta,
+    BlockStop,
+    MessageDelta,
+    MessageStop,
+    AnthropicErrorAnswer,
+)

@@ -196,6 +196,4 @@ class ArgumentsDone(Numbered):
 
 
 #: Every event of a stream.
-EVENTS: tuple[type[Described], ...] = (
-    OfResponse, OfItem, OfPart, TextDelta, TextDone, ArgumentsDelta, ArgumentsDone,
-)  # fmt: skip
+EVENTS: tuple[type[Described], ...] = (OfResponse, OfItem, OfPart, TextDelta, TextDone, ArgumentsDelta, ArgumentsDone)

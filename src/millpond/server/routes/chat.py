@@ -111,15 +111,28 @@ async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound
         most = asked = max(1, min(most, service.llm.text_limit - n))
     check_room([chat.prompt], asked, service.llm.text_limit)
     params = sampling(
-        body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=schema if tag is None else None, structural_tag=tag,
+        body,
+        max_tokens=most,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=schema if tag is None else None,
+        structural_tag=tag,
         kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
-    )  # fmt: skip
+    )
     made = requests(
-        name, [chat.prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, chat.messages,
-        chat.breakpoints, chat.keep, chat.forget, chat.fair, wants_progress(body),
-    )  # fmt: skip
+        name,
+        [chat.prompt],
+        params,
+        body.millpond,
+        body.cache_salt,
+        service.settings.timeout_s,
+        chat.messages,
+        chat.breakpoints,
+        chat.keep,
+        chat.forget,
+        chat.fair,
+        wants_progress(body),
+    )
     return AskedChat(made, tools, held=tag is not None)
 
 

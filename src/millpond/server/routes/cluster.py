@@ -15,13 +15,19 @@ from millpond.server.service import Service
 
 #: Counters of `GET /cluster`.
 COUNTERS = (
-    "moved", "moved_bytes", "full_bytes", "replayed", "deaths", "move_s", "checkpoints", "checkpoint_bytes", "resumed",
-)  # fmt: skip
+    "moved",
+    "moved_bytes",
+    "full_bytes",
+    "replayed",
+    "deaths",
+    "move_s",
+    "checkpoints",
+    "checkpoint_bytes",
+    "resumed",
+)
 
 #: Numbers of each worker's engine there.
-NUMBERS = (
-    "running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit", "prompt_tokens", "generated_tokens",
-)  # fmt: skip
+NUMBERS = ("running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit", "prompt_tokens", "generated_tokens")
 
 
 def routes(service: Service, cluster: ServedCluster) -> APIRouter:
@@ -72,9 +78,14 @@ def counters_of(figures: MoveCounters) -> dict[str, float]:
 def _worker(one: ServedWorker) -> dict[str, Any]:
     stats = one.stats
     shown = {
-        "name": one.name, "role": one.role, "pid": one.pid, "node": one.node, "state": one.state,
-        "requests": one.requests, "handoff_bytes": one.handoff_bytes,
-    }  # fmt: skip
+        "name": one.name,
+        "role": one.role,
+        "pid": one.pid,
+        "node": one.node,
+        "state": one.state,
+        "requests": one.requests,
+        "handoff_bytes": one.handoff_bytes,
+    }
     if stats is None:
         return shown
     return shown | {name: getattr(stats, name) for name in NUMBERS}

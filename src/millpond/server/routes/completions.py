@@ -75,28 +75,38 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     check_room(read, asked, service.llm.text_limit)
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
-        body, max_tokens=max(asked or 0, 1), logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None, **more,
-    )  # fmt: skip
+        body,
+        max_tokens=max(asked or 0, 1),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        **more,
+    )
     voice = CompletionVoice(
-        params.n, body.logprobs is not None, bool(asked), await _echo(service, prompts, texts) if body.echo else (),
+        params.n,
+        body.logprobs is not None,
+        bool(asked),
+        await _echo(service, prompts, texts) if body.echo else (),
         token_ids=not service.tokens.exists,
-    )  # fmt: skip
+    )
     name = f"cmpl-{uuid.uuid4().hex}"
     made = requests(
-        name, read, params, body.millpond, body.cache_salt, service.settings.timeout_s, keep=keep,
-        breakpoints=breakpoints, fair_shares=fair, tell_read=wants_progress(body),
-    )  # fmt: skip
+        name,
+        read,
+        params,
+        body.millpond,
+        body.cache_salt,
+        service.settings.timeout_s,
+        keep=keep,
+        breakpoints=breakpoints,
+        fair_shares=fair,
+        tell_read=wants_progress(body),
+    )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
 
 
 async def _filled(
-    service: Service,
-    body: CompletionBody,
-    prompts: list[tuple[int, ...]],
-    texts: list[str | None],
-    suffix: str,
+    service: Service, body: CompletionBody, prompts: list[tuple[int, ...]], texts: list[str | None], suffix: str
 ) -> tuple[FillIn, list[tuple[int, ...]]]:
     """What ends texts before `suffix`, and prompts that ask for them.
 

@@ -68,14 +68,14 @@ async def job_of(service: Service, body: InfillBody) -> InfillJob:
     check_room([prompt], asked, service.llm.text_limit)
     given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     params = sampling(
-        body, max_tokens=None if most is None else max(most, 1), stop=fill.stops,
+        body,
+        max_tokens=None if most is None else max(most, 1),
+        stop=fill.stops,
         stop_token_ids=(*(body.stop_token_ids or ()), *fill.stop_ids),
-    )  # fmt: skip
+    )
     name = f"infill-{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
-    return InfillJob(
-        made, body.n_indent, asked != 0, tuple(body.response_fields or ()), given, bool(body.stream)
-    )  # fmt: skip
+    return InfillJob(made, body.n_indent, asked != 0, tuple(body.response_fields or ()), given, bool(body.stream))
 
 
 async def _prompt(service: Service, body: InfillBody, fill: FillIn) -> Ids:

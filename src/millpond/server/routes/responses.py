@@ -74,11 +74,14 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
         _, prompt = await service.tokens.chat(said, fields, shows)
     check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     params = sampling(
-        body, max_tokens=most, logprobs=(body.top_logprobs or 0) if logprobs else None,
-        json_schema=schema if tag is None else None, structural_tag=tag,
+        body,
+        max_tokens=most,
+        logprobs=(body.top_logprobs or 0) if logprobs else None,
+        json_schema=schema if tag is None else None,
+        structural_tag=tag,
         kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
-    )  # fmt: skip
+    )
     name = f"resp_{uuid.uuid4().hex}"
     made = requests(
         name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, breakpoints=breakpoints
@@ -92,10 +95,11 @@ def _choice(body: ResponseBody, offered: list[Tool], schema: dict[str, Any] | No
     if isinstance(choice, ChosenFunction):
         named = NamedTool(type="function", function=NamedFunction(name=choice.name))
     return ChatBody.model_construct(
-        tools=offered, tool_choice=named if isinstance(choice, ChosenFunction) else choice,
+        tools=offered,
+        tool_choice=named if isinstance(choice, ChosenFunction) else choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if schema is None else ObjectFormat(type="json_object"),
-    )  # fmt: skip
+    )
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -127,8 +131,9 @@ def _echo(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
         "store": False,
         "temperature": params.temperature,
         "text": {"format": shown},
-        "tool_choice": body.tool_choice.model_dump() if isinstance(body.tool_choice, ChosenFunction) else
-        body.tool_choice or "auto",
+        "tool_choice": body.tool_choice.model_dump()
+        if isinstance(body.tool_choice, ChosenFunction)
+        else body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,

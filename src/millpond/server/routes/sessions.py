@@ -29,10 +29,15 @@ def routes(service: Service) -> APIRouter:
         store = _store(service)
         found = await asyncio.to_thread(store.sessions, _salt(service, http, salt))
         data = [
-            {"id": one.session_id, "object": "millpond.session", "tokens": one.n_tokens, "bytes": one.nbytes,
-             "last_used": round(one.last_used, 3)}
+            {
+                "id": one.session_id,
+                "object": "millpond.session",
+                "tokens": one.n_tokens,
+                "bytes": one.nbytes,
+                "last_used": round(one.last_used, 3),
+            }
             for one in found
-        ]  # fmt: skip
+        ]
         return {"object": "list", "data": data}
 
     @router.delete("/v1/millpond/sessions")

@@ -21,10 +21,8 @@ _FILES = {
     "/page/code.css": ("code.css", "text/css; charset=utf-8"),
 } | {
     f"/page/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-    for name in (
-        "answer", "chat", "clipboard", "conversation", "held", "highlight", "main", "memory", "reading",
-    )
-}  # fmt: skip
+    for name in ("answer", "chat", "clipboard", "conversation", "held", "highlight", "main", "memory", "reading")
+}
 PATHS = frozenset(_FILES)
 #: The page sends requests to this server only, and cannot be framed by another page.
 _POLICY = (
@@ -58,9 +56,12 @@ def _sender(name: str, kind: str, needs_key: bool) -> Callable[[], Awaitable[Res
 
     async def send() -> Response:
         headers = {
-            "Content-Type": kind, "Content-Security-Policy": _POLICY, "Cache-Control": "no-cache",
-            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-        }  # fmt: skip
+            "Content-Type": kind,
+            "Content-Security-Policy": _POLICY,
+            "Cache-Control": "no-cache",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }
         return Response(body, headers=headers)
 
     return send

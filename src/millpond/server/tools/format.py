@@ -63,24 +63,32 @@ def call_tags(tools: Sequence[Function], before: str, key: str, after: str) -> l
     """One tag per tool: its call as an object with a name, between two texts."""
     return [
         {
-            "type": "tag", "begin": f'{before}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ',
-            "content": schema_of(tool), "end": f"}}{after}",
+            "type": "tag",
+            "begin": f'{before}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ',
+            "content": schema_of(tool),
+            "end": f"}}{after}",
         }
         for tool in tools
-    ]  # fmt: skip
+    ]
 
 
 def one_or_more(tags: list[Tag], separator: str, many: bool) -> Tag:
     """One of these tags; where there may be many, more after it."""
     return {
-        "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
         "stop_after_first": not many,
-    }  # fmt: skip
+    }
 
 
 def triggered(tags: list[Tag], mark: str, many: bool) -> Tag:
     """Text in which each `mark` begins one of these tags."""
     return {
-        "type": "triggered_tags", "triggers": [mark], "tags": tags, "at_least_one": False,
+        "type": "triggered_tags",
+        "triggers": [mark],
+        "tags": tags,
+        "at_least_one": False,
         "stop_after_first": not many,
-    }  # fmt: skip
+    }

@@ -48,9 +48,10 @@ class CallVoice:
             message["content"] = found.content or None
             message["tool_calls"] = [self._call(name, arguments) for name, arguments in found.calls]
         return {
-            "index": completion.index, "message": message,
+            "index": completion.index,
+            "message": message,
             "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
-        } | _end(completion, len(found.calls))  # fmt: skip
+        } | _end(completion, len(found.calls))
 
     def pieces(
         self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
@@ -91,8 +92,10 @@ class CallVoice:
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         return {
-            "id": self.tools.format.new_id(), "type": "function", "function": {"name": name, "arguments": arguments},
-        }  # fmt: skip
+            "id": self.tools.format.new_id(),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
 
 def _piece(completion: Completion, delta: dict[str, Any]) -> dict[str, Any]:

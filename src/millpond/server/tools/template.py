@@ -17,10 +17,11 @@ _NAME, _ARGUMENTS, _IDS = "find_a_mill", {"pond": "round"}, ("aaaaaaaa1", "aaaaa
 _TOOL = {
     "type": "function",
     "function": {
-        "name": _NAME, "description": "Find a mill.",
+        "name": _NAME,
+        "description": "Find a mill.",
         "parameters": {"type": "object", "properties": {"pond": {"type": "string", "description": "Its shape."}}},
     },
-}  # fmt: skip
+}
 _USER = {"role": "user", "content": "Where is it?"}
 
 

@@ -152,7 +152,7 @@ class NetworkRun(Generic[S, Line]):
 
     def go(
         self, step: Callable[[Path], Line], out: Path, limits: StopLimits, show: Callable[[CurvePoint], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the steps that are left, each by `step`, with a checkpoint now and then and one at the end.
 
         A run that was cut off goes on from `out`.checkpoint by `load`, which the caller has called.

@@ -45,7 +45,9 @@ def muon_and_adamw(
     hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
     chosen = {id(p) for p in hidden}
     rest = [p for _, p in named if id(p) not in chosen]
-    return Optimizers([
-        torch.optim.Muon(hidden, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, weight_decay=0.0),
-    ])  # fmt: skip
+    return Optimizers(
+        [
+            torch.optim.Muon(hidden, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, weight_decay=0.0),
+        ]
+    )

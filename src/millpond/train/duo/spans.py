@@ -30,9 +30,7 @@ class RepeatedSpans:
 
     name = "spans of random tokens, said again"
 
-    def __init__(
-        self, vocabulary: int, without: Iterable[int] = (), shortest: int = 256, longest: int = 1024
-    ) -> None:  # fmt: skip
+    def __init__(self, vocabulary: int, without: Iterable[int] = (), shortest: int = 256, longest: int = 1024) -> None:
         if shortest < 2 * SPAN_TOKENS[1] or longest < shortest:
             raise OptionError(
                 f"lengths {shortest} to {longest}: spans of up to {SPAN_TOKENS[1]} tokens need texts of at least "

@@ -116,6 +116,13 @@ def calibration_section(result: CalibratedGates, size: int) -> str:
         return sum(shares) / len(shares)
 
     return SECTION.format(
-        shift=result.shift, data=result.data, target=result.target, count=len(result.after), low=min(result.after),
-        high=max(result.after), mean=mean(result.after), before=mean(result.before), size=size,
-    )  # fmt: skip
+        shift=result.shift,
+        data=result.data,
+        target=result.target,
+        count=len(result.after),
+        low=min(result.after),
+        high=max(result.after),
+        mean=mean(result.after),
+        before=mean(result.before),
+        size=size,
+    )

@@ -16,8 +16,10 @@ from millpond.train.gate.train import TrainedGates
 
 #: Of the learning curve.
 COLUMNS: list[tuple[Callable[[GateLogLine], float], str]] = [
-    (lambda line: line.loss, ".3f"), (lambda line: line.predicted, ".3f"), (lambda line: line.kept, ".1%"),
-]  # fmt: skip
+    (lambda line: line.loss, ".3f"),
+    (lambda line: line.predicted, ".3f"),
+    (lambda line: line.kept, ".1%"),
+]
 
 CARD = """\
 # Gates of {name}
@@ -67,25 +69,48 @@ def write_card(result: TrainedGates, out: Path, *, name: str, hardware: str) -> 
     n_heads = max(len(row) for row in result.kept)
     losses = {"self": "KL divergence from the model with everything kept", "text": "cross entropy of the next token"}
     text = CARD.format(
-        name=name, mark=result.gates.model[:12], file=out.name, data=run.data.capitalize(), steps=run.step,
-        seed=settings.seed, check=settings.check_texts, loss=losses[settings.teacher], alpha=settings.alpha,
-        target=settings.target, sinks=settings.sinks, window=settings.window,
+        name=name,
+        mark=result.gates.model[:12],
+        file=out.name,
+        data=run.data.capitalize(),
+        steps=run.step,
+        seed=settings.seed,
+        check=settings.check_texts,
+        loss=losses[settings.teacher],
+        alpha=settings.alpha,
+        target=settings.target,
+        sinks=settings.sinks,
+        window=settings.window,
         start="The networks begin as retaining heads of the same model. " if settings.start else "",
-        lr=settings.lr, betas=settings.betas, warmup=settings.warmup, clip=settings.clip, hidden=settings.hidden,
-        heads=settings.n_heads, width=settings.width,
+        lr=settings.lr,
+        betas=settings.betas,
+        warmup=settings.warmup,
+        clip=settings.clip,
+        hidden=settings.hidden,
+        heads=settings.n_heads,
+        width=settings.width,
         sees="the text before a token" if settings.attention == "causal" else "the whole prompt",
         parameters=sum(p.numel() for p in run.networks.parameters()),
-        changed=CHANGED, units=", ".join(str(len(layer.b1)) for layer in result.gates.layers),
-        size=out.stat().st_size, shift=result.shift, minutes=run.time_s / 60, hardware=hardware,
-        torch=torch.__version__, transformers=transformers.__version__,
+        changed=CHANGED,
+        units=", ".join(str(len(layer.b1)) for layer in result.gates.layers),
+        size=out.stat().st_size,
+        shift=result.shift,
+        minutes=run.time_s / 60,
+        hardware=hardware,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
         unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
-        curve="\n".join(curve_rows(run.log, COLUMNS)), low=min(result.shares), high=max(result.shares),
-        mean=sum(result.shares) / len(result.shares), same=result.same,
-        columns=" | ".join(f"KV head {i}" for i in range(n_heads)), rule="|".join(["---:"] * n_heads),
+        curve="\n".join(curve_rows(run.log, COLUMNS)),
+        low=min(result.shares),
+        high=max(result.shares),
+        mean=sum(result.shares) / len(result.shares),
+        same=result.same,
+        columns=" | ".join(f"KV head {i}" for i in range(n_heads)),
+        rule="|".join(["---:"] * n_heads),
         kept="\n".join(
             f"| {layer} | {' | '.join(f'{value:.1%}' for value in row)} |" for layer, row in enumerate(result.kept)
         ),
-    )  # fmt: skip
+    )
     text = one_per_line(text)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     return text

@@ -22,7 +22,7 @@ class TrainedGate(nn.Module):
 
     def __init__(
         self, inputs: int, hidden: int, n_kv_heads: int, n_heads: int, width: int, causal: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.causal = causal
 

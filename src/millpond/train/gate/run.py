@@ -71,9 +71,13 @@ GateRun = NetworkRun[GateSettings, GateLogLine]
 
 
 def new_run(
-    settings: GateSettings, mark: str, data: str, sizes: Sequence[HeadSizes], device: torch.device,
+    settings: GateSettings,
+    mark: str,
+    data: str,
+    sizes: Sequence[HeadSizes],
+    device: torch.device,
     start: RetainingHeads | None = None,
-) -> GateRun:  # fmt: skip
+) -> GateRun:
     """A run that begins. Equal seeds give equal weights; the caller's random state is kept.
 
     Raises:
@@ -83,11 +87,15 @@ def new_run(
         torch.manual_seed(settings.seed)
         gates = [
             TrainedGate(
-                s.inputs, settings.hidden, s.n_kv_heads, settings.n_heads, settings.width,
+                s.inputs,
+                settings.hidden,
+                s.n_kv_heads,
+                settings.n_heads,
+                settings.width,
                 settings.attention == "causal",
             )
             for s in sizes
-        ]  # fmt: skip
+        ]
     if start is not None:
         if start.model != mark or len(start.layers) != len(gates):
             raise CacheMismatchError(

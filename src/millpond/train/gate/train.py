@@ -25,13 +25,7 @@ from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.common.network_run import StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress
 from millpond.train.gate.kept_share import flags_of, hidden_of, logits_of, shift_to
-from millpond.train.gate.objective import (
-    TrainedGate,
-    gate_loss,
-    pinned_entries,
-    prediction_loss,
-    straight_through,
-)
+from millpond.train.gate.objective import TrainedGate, gate_loss, pinned_entries, prediction_loss, straight_through
 from millpond.train.gate.prune import pruned
 from millpond.train.gate.run import GateLogLine, GateRun, GateSettings, new_run
 from millpond.train.gate.weighted_attention import weighted_attention
@@ -177,7 +171,14 @@ def defaults_of(model: PreTrainedModel) -> GateSettings:
 def _facts(run: GateRun) -> dict[str, str]:
     settings = run.settings
     return {
-        "data": run.data, "steps": str(run.step), "seed": str(settings.seed), "target": f"{settings.target:g}",
-        "teacher": settings.teacher, "alpha": f"{settings.alpha:g}", "sinks": str(settings.sinks),
-        "window": str(settings.window), "start": settings.start, ATTENTION: settings.attention,
-    }  # fmt: skip
+        "data": run.data,
+        "steps": str(run.step),
+        "seed": str(settings.seed),
+        "target": f"{settings.target:g}",
+        "teacher": settings.teacher,
+        "alpha": f"{settings.alpha:g}",
+        "sinks": str(settings.sinks),
+        "window": str(settings.window),
+        "start": settings.start,
+        ATTENTION: settings.attention,
+    }

@@ -13,8 +13,15 @@ from millpond.models.pond.exam import Paper, draw_paper
 from millpond.models.pond.facts import FactQuestion
 
 MOST_QUESTIONS = 8  # of a paper
-QUESTIONS = {"frequent_words": 1, "common_words": 1, "niah_single": 1, "niah_multiquery": 4, "tracking": 4,
-             "copy": 4, "niah_multikey": 4}  # fmt: skip
+QUESTIONS = {
+    "frequent_words": 1,
+    "common_words": 1,
+    "niah_single": 1,
+    "niah_multiquery": 4,
+    "tracking": 4,
+    "copy": 4,
+    "niah_multikey": 4,
+}
 
 
 def papers_of(task: str, questions: int) -> int:

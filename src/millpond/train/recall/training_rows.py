@@ -47,9 +47,15 @@ class TrainingBatch(NamedTuple):
 
 
 def draw_batch(
-    seed: int, step: int, *, length: int, tokens: int, weights: np.ndarray, positions: int | None = None,
+    seed: int,
+    step: int,
+    *,
+    length: int,
+    tokens: int,
+    weights: np.ndarray,
+    positions: int | None = None,
     name: str = "train",
-) -> TrainingBatch:  # fmt: skip
+) -> TrainingBatch:
     """About `tokens` tokens of rows whose text has `length` words.
 
     Args:

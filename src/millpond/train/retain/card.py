@@ -16,8 +16,9 @@ from millpond.train.retain.train import TrainedResult
 
 #: Of the learning curve.
 COLUMNS: list[tuple[Callable[[RetainLogLine], float], str]] = [
-    (lambda line: line.loss, ".3f"), (lambda line: line.overlap, ".2f"),
-]  # fmt: skip
+    (lambda line: line.loss, ".3f"),
+    (lambda line: line.overlap, ".2f"),
+]
 
 CARD = """\
 # Retaining heads of {name}
@@ -68,19 +69,35 @@ def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) ->
         )
     n_heads = max(len(row) for row in result.overlaps)
     text = CARD.format(
-        name=name, mark=result.heads.model[:12], file=out.name, data=run.data.capitalize(),
-        steps=run.step, seed=settings.seed, check=settings.check_texts, chunks=chunks,
+        name=name,
+        mark=result.heads.model[:12],
+        file=out.name,
+        data=run.data.capitalize(),
+        steps=run.step,
+        seed=settings.seed,
+        check=settings.check_texts,
+        chunks=chunks,
         label="log-probability (at least -12)" if settings.label == "log_prob" else "logit before the softmax",
-        neighbours=NEIGHBOURS, lr=settings.lr, betas=settings.betas, warmup=settings.warmup, clip=settings.clip,
-        width=settings.width, parameters=sum(p.numel() for p in run.networks.parameters()), size=out.stat().st_size,
-        minutes=run.time_s / 60, hardware=hardware, torch=torch.__version__, transformers=transformers.__version__,
+        neighbours=NEIGHBOURS,
+        lr=settings.lr,
+        betas=settings.betas,
+        warmup=settings.warmup,
+        clip=settings.clip,
+        width=settings.width,
+        parameters=sum(p.numel() for p in run.networks.parameters()),
+        size=out.stat().st_size,
+        minutes=run.time_s / 60,
+        hardware=hardware,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
         unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
-        curve="\n".join(curve_rows(run.log, COLUMNS)), heads=" | ".join(f"KV head {i}" for i in range(n_heads)),
+        curve="\n".join(curve_rows(run.log, COLUMNS)),
+        heads=" | ".join(f"KV head {i}" for i in range(n_heads)),
         rule="|".join(["---:"] * n_heads),
         overlaps="\n".join(
             f"| {layer} | {' | '.join(f'{value:.2f}' for value in row)} |" for layer, row in enumerate(result.overlaps)
         ),
-    )  # fmt: skip
+    )
     text = one_per_line(text)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     return text

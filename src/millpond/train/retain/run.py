@@ -49,9 +49,7 @@ class RetainLogLine(NamedTuple):
 RetainRun = NetworkRun[RetainSettings, RetainLogLine]
 
 
-def new_run(
-    settings: RetainSettings, mark: str, data: str, sizes: list[HeadSizes], device: torch.device
-) -> RetainRun:  # fmt: skip
+def new_run(settings: RetainSettings, mark: str, data: str, sizes: list[HeadSizes], device: torch.device) -> RetainRun:
     """A run that begins. Equal seeds give equal weights; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

@@ -103,8 +103,10 @@ class FileTexts:
     def __init__(self, file: Path, tokenize: Tokenize, shortest: int = 256, longest: int = 1024) -> None:
         self.name = file.name
         self._longest = longest
-        documents = [_Document(*(torch.tensor(list(tokenize(part)) if part else [], dtype=torch.int64) for part in p))
-                     for p in _parts(file)]  # fmt: skip
+        documents = [
+            _Document(*(torch.tensor(list(tokenize(part)) if part else [], dtype=torch.int64) for part in p))
+            for p in _parts(file)
+        ]
         self._documents = [d for d in documents if len(d.text) >= shortest]
         self._shortest = shortest
         if not self._documents:

@@ -130,15 +130,17 @@ def _evicting(run: RetainRun) -> Policy:
     plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
     layers = [_as_stored(head, plain) for head in run.networks]
     return Policy(
-        score=Retained(RetainingHeads(layers, run.mark, "in training")), protect=Protect(sinks=4), every_step=False,
-        prefill="chunks", chunk=run.settings.chunk, stabilizers=0.25,
-    )  # fmt: skip
+        score=Retained(RetainingHeads(layers, run.mark, "in training")),
+        protect=Protect(sinks=4),
+        every_step=False,
+        prefill="chunks",
+        chunk=run.settings.chunk,
+        stabilizers=0.25,
+    )
 
 
 @torch.no_grad()
-def _measured(
-    run: RetainRun, reader: TextReader, texts: Texts, name: str
-) -> tuple[RetainingHeads, list[list[float]]]:  # fmt: skip
+def _measured(run: RetainRun, reader: TextReader, texts: Texts, name: str) -> tuple[RetainingHeads, list[list[float]]]:
     """The heads as a file stores them, with quantiles from held-out texts; and their overlaps with the best tenth."""
     plain = torch.linspace(-12, 0, QUANTILE_STEPS + 1)
     layers = [_as_stored(head, plain) for head in run.networks]
@@ -154,9 +156,14 @@ def _measured(
         for heads, raw in zip(layers, raws, strict=True)
     ]
     facts = {
-        "data": run.data, "steps": str(run.step), "seed": str(run.settings.seed), "label": run.settings.label,
-        "budget": str(run.settings.budget), "chunk": str(run.settings.chunk), "width": str(run.settings.width),
-    }  # fmt: skip
+        "data": run.data,
+        "steps": str(run.step),
+        "seed": str(run.settings.seed),
+        "label": run.settings.label,
+        "budget": str(run.settings.budget),
+        "chunk": str(run.settings.chunk),
+        "width": str(run.settings.width),
+    }
     return RetainingHeads(made, run.mark, name, facts), [torch.stack(o).mean(0).tolist() for o in overlaps]
 
 

@@ -72,23 +72,49 @@ class TextRecipe:
 
 
 _CPU = TextRecipe(
-    "cpu", "pond-text", hidden=256, ffn=704, layers=6, heads=8, kv_heads=4, head_dim=32, tokens=10_500_000,
-    tokens_per_step=4096, decay_from=0.5,
+    "cpu",
+    "pond-text",
+    hidden=256,
+    ffn=704,
+    layers=6,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    tokens=10_500_000,
+    tokens_per_step=4096,
+    decay_from=0.5,
     lengths=((0.0, 128), (0.14, 256), (0.55, 512), (0.8, 1024), (0.9, 2048), (0.98, 4096)),
     tasks=((0.0, Tasks(0.0, 0.0, 0.5)), (0.14, Tasks(0.15, 0.08, 0.1))),
-)  # fmt: skip
+)
 _GPU = TextRecipe(
-    "gpu", "pond-text", hidden=512, ffn=1408, layers=8, heads=8, kv_heads=4, head_dim=64, tokens=150_000_000,
-    tokens_per_step=65_536, warmup_steps=100, decay_from=0.4,
+    "gpu",
+    "pond-text",
+    hidden=512,
+    ffn=1408,
+    layers=8,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    tokens=150_000_000,
+    tokens_per_step=65_536,
+    warmup_steps=100,
+    decay_from=0.4,
     lengths=((0.0, 128), (0.1, 512), (0.7, 2048), (0.95, 4096)),
     tasks=((0.0, Tasks(0.0, 0.0, 0.5)), (0.1, Tasks(0.15, 0.08, 0.05))),
-)  # fmt: skip
+)
 #: A second term for a model that the preset `cpu` has grown: as many tokens again, all of them in long windows.
 _CPU_LONG = replace(
-    _CPU, name="cpu-long", model="pond-text-long", tokens=11_000_000, tokens_per_step=8192, muon_lr=2.4e-3,
-    adamw_lr=1.8e-3, decay_from=0.2,
-    lengths=((0.0, 1024), (0.4, 2048), (0.75, 4096)), tasks=((0.0, Tasks(0.15, 0.08, 0.03)),),
-)  # fmt: skip
+    _CPU,
+    name="cpu-long",
+    model="pond-text-long",
+    tokens=11_000_000,
+    tokens_per_step=8192,
+    muon_lr=2.4e-3,
+    adamw_lr=1.8e-3,
+    decay_from=0.2,
+    lengths=((0.0, 1024), (0.4, 2048), (0.75, 4096)),
+    tasks=((0.0, Tasks(0.15, 0.08, 0.03)),),
+)
 PRESETS = {recipe.name: recipe for recipe in (_CPU, _CPU_LONG, _GPU)}
 
 

@@ -14,9 +14,15 @@ from millpond.train.common.progress_bars import no_bars
 from millpond.train.text.tokenizer import TOKENIZER_FILE
 
 _SHAPE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rope_parameters",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+)
 CARD_FILE, TRAINING = "MODEL_CARD.md", "## Training\n"
 
 

@@ -19,15 +19,16 @@ TOKENIZER_FILE = "tokenizer.json"
 def grow_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A tokenizer of at most `vocab_size` tokens for `texts`; equal texts give equal tokenizers."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
@@ -44,8 +45,13 @@ def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write the files that `AutoTokenizer` reads."""
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD,
-        model_max_length=context, clean_up_tokenization_spaces=False, padding_side="left",
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
         model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
+    )
     fast.save_pretrained(folder)

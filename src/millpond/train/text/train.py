@@ -147,9 +147,15 @@ def _step(run: TextRun, text: TokenFile, mixer: Mixer, loss_of: Loss) -> _Step:
     length = recipe.length_at(run.share)
     windows = max(1, recipe.tokens_per_step // length)
     inputs, targets = draw_batch(
-        text, mixer, seed=run.seed, step=run.step, first=run.windows, windows=windows, length=length,
+        text,
+        mixer,
+        seed=run.seed,
+        step=run.step,
+        first=run.windows,
+        windows=windows,
+        length=length,
         tasks=recipe.tasks_at(run.share),
-    )  # fmt: skip
+    )
     rate = recipe.rate_at(run.step, run.share)
     run.optimizers.set_rate(rate)
     size = max(1, PASS_TOKENS // length)

@@ -30,9 +30,14 @@ def curve_picture(panels: Mapping[str, CurvePanel]) -> Figure:
             keys.setdefault(_name(curve), _line(curve, panel))
     made.legend(
         handles=[*keys.values(), Line2D([], [], color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="full")],
-        loc="outside lower center", ncols=5, frameon=False, fontsize=8, labelcolor=INK, handlelength=2.0,
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        labelcolor=INK,
+        handlelength=2.0,
         columnspacing=1.4,
-    )  # fmt: skip
+    )
     return made
 
 

@@ -39,15 +39,22 @@ def pareto(rows: Sequence[SummaryRow]) -> Figure:
         _panel(axis, task, [row for row in known if row.task == task], budgets)
     scored = f", {scored_text(known)}" if scored_text(known) else ""
     heading(
-        made, f"{known[0].model}: eviction x bits",
+        made,
+        f"{known[0].model}: eviction x bits",
         f"protocol {known[0].protocol}, seed {known[0].seed}{scored}; "
         "the line joins the settings that no other beats in both",
-    )  # fmt: skip
+    )
     settings = dict.fromkeys((row.method, row.budget) for row in known)
     made.legend(
-        handles=[_key(method, budget, budgets) for method, budget in settings], loc="outside lower center", ncols=4,
-        frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.4, columnspacing=1.8,
-    )  # fmt: skip
+        handles=[_key(method, budget, budgets) for method, budget in settings],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.8,
+    )
     return made
 
 
@@ -63,9 +70,16 @@ def _panel(axis: Axes, task: str, rows: Sequence[SummaryRow], budgets: Sequence[
     axis.plot([_share(r) for r in best], [r.score for r in best], color=FAINT, linewidth=1.0, zorder=1.5)
     for row in best:
         axis.annotate(
-            row.codec, (_share(row), row.score), (0, -7 if lower else 6), textcoords="offset points", rotation=30,
-            ha="right" if lower else "left", va="top" if lower else "bottom", fontsize=7, color=INK,
-        )  # fmt: skip
+            row.codec,
+            (_share(row), row.score),
+            (0, -7 if lower else 6),
+            textcoords="offset points",
+            rotation=30,
+            ha="right" if lower else "left",
+            va="top" if lower else "bottom",
+            fontsize=7,
+            color=INK,
+        )
     axis.margins(x=0.08, y=0.18)
     if not lower:
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))

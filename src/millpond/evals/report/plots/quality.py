@@ -41,15 +41,22 @@ def quality(rows: Sequence[SummaryRow]) -> Figure:
         axis.set_visible(False)
     first = known[0]
     heading(
-        made, f"{first.model}: quality against bytes",
+        made,
+        f"{first.model}: quality against bytes",
         f"protocol {first.protocol}, seed {first.seed}; bars are 95 % intervals"
         + (f"; {scored_text(known)} in each text" if scored_text(known) else "")
         + ("; hollow: entries are hidden, not freed" if any(row.masks_only for row in known) else ""),
-    )  # fmt: skip
+    )
     made.legend(
-        handles=[_key(own[0]) for own in _candidates(known)], loc="outside lower center", ncols=6, frameon=False,
-        fontsize=8.5, labelcolor=INK, handlelength=2.2, columnspacing=1.8,
-    )  # fmt: skip
+        handles=[_key(own[0]) for own in _candidates(known)],
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        handlelength=2.2,
+        columnspacing=1.8,
+    )
     return made
 
 
@@ -83,10 +90,19 @@ def _line(axis: Axes, rows: Sequence[SummaryRow]) -> None:
     below = [max(row.score - row.low, 0.0) for row in rows]
     above = [max(row.high - row.score, 0.0) for row in rows]
     axis.errorbar(
-        x, y, yerr=[below, above], color=colour, linewidth=1.6, elinewidth=1.1, capsize=0, markersize=5.2,
-        marker=marker_of(rows[0].method, rows[0].peer), markeredgecolor=colour if rows[0].masks_only else PAPER,
-        markeredgewidth=1.2 if rows[0].masks_only else 0.7, markerfacecolor=PAPER if rows[0].masks_only else colour,
-    )  # fmt: skip
+        x,
+        y,
+        yerr=[below, above],
+        color=colour,
+        linewidth=1.6,
+        elinewidth=1.1,
+        capsize=0,
+        markersize=5.2,
+        marker=marker_of(rows[0].method, rows[0].peer),
+        markeredgecolor=colour if rows[0].masks_only else PAPER,
+        markeredgewidth=1.2 if rows[0].masks_only else 0.7,
+        markerfacecolor=PAPER if rows[0].masks_only else colour,
+    )
 
 
 def _key(row: SummaryRow) -> Line2D:
@@ -99,9 +115,15 @@ def _key(row: SummaryRow) -> Line2D:
     if row.method == "full":
         return Line2D([], [], color=colour, linestyle=(0, (5, 3)), linewidth=1.1, label=name)
     return Line2D(
-        [], [], color=colour, linewidth=1.6, marker=marker_of(row.method, row.peer), markersize=5.2, label=name,
+        [],
+        [],
+        color=colour,
+        linewidth=1.6,
+        marker=marker_of(row.method, row.peer),
+        markersize=5.2,
+        label=name,
         markerfacecolor=PAPER if row.masks_only else colour,
-    )  # fmt: skip
+    )
 
 
 def _candidates(rows: Sequence[SummaryRow]) -> list[list[SummaryRow]]:

@@ -54,8 +54,10 @@ def write(made: Figure, path: Path, about: str = "") -> Path:
     """Write a picture; the same numbers give the same file. An SVG carries the text `about`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, dict[str, Any]] = {
-        "png": {"Software": None}, "svg": {"Date": None, "Description": about or None}, "pdf": {"CreationDate": None},
-    }  # fmt: skip
+        "png": {"Software": None},
+        "svg": {"Date": None, "Description": about or None},
+        "pdf": {"CreationDate": None},
+    }
     with matplotlib.rc_context(SETTINGS):
         made.savefig(path, metadata=kinds[path.suffix[1:]])
     return path
