@@ -21,9 +21,8 @@ from millpond.codec.spec import Tables
 from millpond.kernels import gpu, reference
 from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
-from millpond.kernels.packed.arrays import PackedArrays
-from millpond.kernels.packed.regions import PackedRegions
-from millpond.kernels.packed.rope import Rope
+from millpond.kernels.packed.layout import PackedArrays
+from millpond.kernels.packed.regions import PackedRegions, Rope
 from millpond.kernels.pages import PageArrays
 
 Pages = TypeVar("Pages", PageArrays, PackedArrays)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millpond.cache.tiered.extents import LayerExtents, Transit
 from millpond.errors import DataError
-from millpond.kernels.args.runs import RunsInBuffer
+from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import ALIGNMENT, aligned_buffer
 from millpond.tiers.loader import Errand, Loader

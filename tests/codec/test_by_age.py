@@ -22,7 +22,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
 from millpond.hf.document import restore_document, save_document
-from millpond.kernels.eviction import eviction_value
+from millpond.kernels.decode_rules import eviction_value
 from millpond.kernels.packed.layout import Side
 from tests.helpers.codec.layers import DIM, HEADS, KV, SHAPE, decode, feed, make, positions, tokens
 from tests.helpers.engine.helpers import greedy

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.kernels import native, ops, reference
 from millpond.kernels.args import DecodeRowsArgs
-from millpond.kernels.eager.decode_rows import one_by_one
+from millpond.kernels.eager.decode import one_by_one
 from millpond.kernels.native import library
 from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Call, Case

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from millpond.kernels.eager.rows import put_rows, take_rows
+from millpond.kernels.eager.pages import put_rows, take_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.int64)
 

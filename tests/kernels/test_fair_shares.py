@@ -7,8 +7,7 @@ import torch
 
 from millpond.errors import OptionError
 from millpond.kernels import native, reference
-from millpond.kernels.decode_rules import Evict
-from millpond.kernels.eviction import MOST_LEAST, in_full_spans
+from millpond.kernels.decode_rules import MOST_LEAST, Evict, in_full_spans
 from millpond.kernels.native import library
 from tests.kernels.test_kept_spans import full_call
 

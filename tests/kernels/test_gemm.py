@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.kernels import native
-from millpond.kernels.decoder_ops import TOLERANCE, DecoderOps, NativeDense, Norm, Projection
-from millpond.kernels.decoder_rows import GatedActivation
-from millpond.kernels.linear import linear
-from millpond.kernels.many_rows import has_products
+from millpond.kernels.decoder_ops import TOLERANCE, DecoderOps, GatedActivation, NativeDense, Norm, Projection
+from millpond.kernels.linear import has_products, linear
 from millpond.kernels.native import library
 from millpond.kernels.native.decoder_rows import MANY_ROWS
 from tests.helpers.examples import examples

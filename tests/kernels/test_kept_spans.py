@@ -7,8 +7,7 @@ import torch
 
 from millpond.errors import OptionError
 from millpond.kernels import native, reference
-from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
-from millpond.kernels.eviction import in_spans
+from millpond.kernels.decode_rules import DecodeRule, Evict, Signal, in_spans
 from millpond.kernels.native import library
 from tests.helpers.kernels.make import Call, Case
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millpond.kernels import native
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
-from millpond.kernels.decoder_rows import GatedActivation
+from millpond.kernels.decoder_ops import GatedActivation
 from millpond.kernels.native import library
 from tests.helpers.examples import examples
 from tests.helpers.kernels.make import Call, Case

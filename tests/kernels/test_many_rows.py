@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millpond.kernels import many_rows
-from millpond.kernels.linear import FEW_ROWS, linear
-from millpond.kernels.many_rows import multiply_rows
+from millpond.kernels import linear as many_rows
+from millpond.kernels.linear import FEW_ROWS, linear, multiply_rows
 from millpond.kernels.quantized_weight import QuantizedWeight
 
 

@@ -15,7 +15,8 @@ from millpond.errors import OptionError
 from millpond.kernels import native, ops
 from millpond.kernels.args import MergeArgs
 from millpond.kernels.decode_rules import DecodeRule, Evict
-from millpond.kernels.merge import links, slots
+from millpond.kernels.merge import reference
+from millpond.kernels.merge import rules as links
 from millpond.kernels.merge.rules import MergeRule, Over, Weigh
 from millpond.kernels.native import library
 from tests.helpers.examples import examples
@@ -50,7 +51,7 @@ def merged(
     call = call.clone()
     memory = torch.full((call.case.n_seq,), float("nan"), dtype=torch.float64)
     memory[1:] = 0.4
-    run = native.merge_slots if by_native else slots.merge_slots
+    run = native.merge_slots if by_native else reference.merge_slots
     run(MergeArgs(call.regions, call.caps, call.recent, call.q_pos, memory, leave, rule, local))
     parts = [*call.contents(), call.masses()]
     order = torch.where(parts[2] < 0, 2**31 - 1, parts[2]).argsort(dim=1)  # type: ignore[operator]

@@ -14,7 +14,7 @@ from millpond.errors import NumericsError, OptionError
 from millpond.kernels import native, reference
 from millpond.kernels.args import EntryRows
 from millpond.kernels.native import library
-from millpond.kernels.packed import outliers, side_codec
+from millpond.kernels.packed import codes
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
 from millpond.kernels.packed.regions import PackedRegions
 from tests.helpers.examples import examples
@@ -122,20 +122,20 @@ def test_the_farthest_numbers_are_left_out_the_first_of_equals(by_channel: bool)
     x[0][places] = torch.tensor([1.0, -1.0, 1.0])
     kind = Side(Format.NUQ2, by_channel, 32 if by_channel else 0, n_extra=2)
     # alone in its channel, or in its slot, each is equally many deviations out
-    assert (~outliers.inliers(x, kind, None)).nonzero().tolist() == [[0, 1, 2], [0, 9, 4]]
+    assert (~codes.inliers(x, kind, None)).nonzero().tolist() == [[0, 1, 2], [0, 9, 4]]
     x[0][places] = torch.tensor([1.0, -5.0, 3.0])
     fixed = torch.ones(1, 16), torch.zeros(1, 16)
     kind = Side(Format.NUQ2, True, fixed=True, n_extra=2)
-    assert (~outliers.inliers(x, kind, fixed)).nonzero().tolist() == [[0, 9, 4], [0, 30, 7]]
+    assert (~codes.inliers(x, kind, fixed)).nonzero().tolist() == [[0, 9, 4], [0, 30, 7]]
 
 
 def test_outliers_do_not_widen_the_range_and_are_read_exactly() -> None:
     x = torch.rand(1, 32, 32)
     x[0, 5, 6] = 1000.0
     kind = side(Format.NUQ4, n_extra=1)
-    found = side_codec.encode(x, kind)
+    found = codes.encode(x, kind)
     assert float(found.scales.max()) <= 0.5
-    read = side_codec.decode(found, kind)
+    read = codes.decode(found, kind)
     assert float(read[0, 5, 6]) == pytest.approx(1000.0, abs=0.5)
     x[0, 5, 6], read[0, 5, 6] = 0.0, 0.0
     assert float((read - x).abs().max()) < 0.15

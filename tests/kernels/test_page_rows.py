@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millpond.kernels import page_rows
-from millpond.kernels.args.runs import RunsInBuffer, WantedPages
+from millpond.kernels.args import RunsInBuffer, WantedPages
 from millpond.kernels.native import library
-from millpond.kernels.native import page_rows as structs
-from millpond.kernels.page_rows import PagePart, RowArrays, move_rows, take
-from millpond.kernels.page_runs import pack_run, unpack_runs
+from millpond.kernels.native import pages as structs
+from millpond.kernels.page_rows import PagePart, RowArrays, move_rows, pack_run, take, unpack_runs
 from millpond.kernels.pages import PageArrays
 from tests.helpers.examples import examples
 

@@ -12,9 +12,8 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.ref_counted_pool import arena_bytes_on
 from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
+from millpond.kernels.cuda_graphs import RecordedDecode, recording
 from millpond.kernels.pages import PageArrays
-from millpond.kernels.recorded.decode import RecordedDecode
-from millpond.kernels.recorded.record import recording
 from tests.helpers.hf.families import generate, left_padded, shared_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

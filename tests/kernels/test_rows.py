@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.kernels import native
-from millpond.kernels.decoder_rows import GatedActivation, fits, largest
+from millpond.kernels.decoder_ops import GatedActivation, fits, largest
 from millpond.kernels.native import library
-from millpond.kernels.native.huge_pages import PAGE, use_huge_pages
+from millpond.kernels.native.library import PAGE, use_huge_pages
 from tests.helpers.examples import examples
 
 pytestmark = [

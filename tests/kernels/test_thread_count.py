@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.kernels import thread_count as thread_count_module
-from millpond.kernels.many_rows import multiply_rows
+from millpond.kernels.linear import multiply_rows
 from millpond.kernels.thread_count import end_own_threads, thread_count, torch_on_all_threads, torch_on_one_thread
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -56,7 +56,7 @@ def test_a_large_product_has_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(torch.get_num_threads())
         return plain(x, weight, bias)
 
-    monkeypatch.setattr("millpond.kernels.many_rows.functional.linear", noting)
+    monkeypatch.setattr("millpond.kernels.linear.functional.linear", noting)
     with torch_on_one_thread():
         multiply_rows(torch.ones(4, 8), torch.ones(3, 8))
     assert seen

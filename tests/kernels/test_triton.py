@@ -32,7 +32,7 @@ from tests.helpers.kernels.triton_make import (
 # isort: split
 from millpond.errors import OptionError
 from millpond.install_command import install_command
-from millpond.kernels import eviction, gpu, ops, reference
+from millpond.kernels import decode_rules, gpu, ops, reference
 from millpond.kernels.args import PageRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.pages import PageArrays
@@ -182,7 +182,7 @@ def test_hash_is_exact() -> None:
         rest = ints([64] * 3), ints([0] * 3), ints([last]), rule
         gone = gpu.decode(decode_args(q, q, q, pages, table, lens, *rest, scale=1.0))[2]
         seen = torch.cat([positions, ints([[last]] * 3)], 1)
-        value = eviction.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
+        value = decode_rules.hash_priority(seed, torch.arange(3, device=DEVICE)[:, None], seen)
         assert gone.tolist() == seen.gather(1, value.argmin(1, keepdim=True))[:, 0].tolist()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.kernels.merge.chain import chain
+from millpond.kernels.merge.reference import chain
 from millpond.methods import METHODS
 from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millpond.errors import OptionError
-from millpond.kernels.merge.merge_reference import follow
+from millpond.kernels.merge.reference import follow
 from millpond.methods import METHODS
 from millpond.policy.allocation.attention_density import AttentionDensity
 from millpond.policy.allocation.layers import split_budget

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.merge.merge_reference import MergeColumns, middle
+from millpond.kernels.merge.reference import MergeColumns, middle
 from millpond.methods import METHODS
 from millpond.policy.merging.importance_classes import MergeByImportance
 from millpond.policy.merging.protocol import Merged

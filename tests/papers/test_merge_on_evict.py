@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millpond.errors import OptionError
-from millpond.kernels.merge.links import BLOCK, cosines, nearest_in_torch
+from millpond.kernels.merge.rules import BLOCK, cosines, nearest_in_torch
 from millpond.methods import METHODS
 from millpond.policy.merging.nearest_key import MergeIntoNearest
 from millpond.policy.policy import Policy

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millpond.bench.generate.candidates import TINY
 from millpond.bench.methods.random_heads import random_gates, random_heads
-from millpond.kernels.many_rows import has_products
+from millpond.kernels.linear import has_products
 from millpond.policy.retaining.networks import features_of
 
 Q, KV, DIM = TINY.heads, TINY.kv_heads, TINY.head_dim

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.packed import side_codec
+from millpond.kernels.packed import codes
+from millpond.kernels.packed.codes import Fixed, Parts
 from millpond.kernels.packed.layout import Format, PackedLayout, Side
-from millpond.kernels.packed.side_codec import Fixed, Parts
 
 INTEGERS = {2: Format.INT2, 3: Format.INT3, 4: Format.INT4, 8: Format.INT8}
 TABLES = {2: Format.NUQ2, 3: Format.NUQ3, 4: Format.NUQ4}
@@ -67,11 +67,11 @@ class Coder:
             OptionError: a group that does not divide what it groups.
         """
         self._layout(x.shape[1], x.shape[2])
-        return side_codec.encode(x, self.side, self.fixed)
+        return codes.encode(x, self.side, self.fixed)
 
     def decode(self, parts: Parts) -> Tensor:
         """The numbers (P, slots, dim) float32 that the codes stand for."""
-        return side_codec.decode(parts, self.side, self.fixed)
+        return codes.decode(parts, self.side, self.fixed)
 
     def bits_per_element(self, slots: int, dim: int) -> float:
         """Bits per number, scales, zeros and outliers included."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.packed.codes import inliers
 from millpond.kernels.packed.layout import Format, Side
-from millpond.kernels.packed.outliers import inliers
 
 #: Points that the exact search reads; more are gathered into as many bins of equal count first.
 MOST_POINTS = 1024

@@ -44,8 +44,7 @@ from millpond.hf.signals.token_entropy import TokenEntropyHook
 from millpond.hf.state_layers import build_layers
 from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
-from millpond.kernels.recorded.decode import RecordedDecode
-from millpond.kernels.recorded.record import record_cuda, recording
+from millpond.kernels.cuda_graphs import RecordedDecode, record_cuda, recording
 from millpond.policy.policy import Policy
 
 AnySpan = TypeVar("AnySpan", Span, FairShare)

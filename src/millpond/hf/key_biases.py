@@ -16,7 +16,7 @@ from millpond.codec.basis import LEVEL, KeyScales, scales_for
 from millpond.errors import UnsupportedModelError
 from millpond.hf.model_profile import ModelProfile, entry_dims
 from millpond.hf.signals.rotary import ModelRotation, layer_rotations
-from millpond.kernels.packed.rope import pairs_of
+from millpond.kernels.packed.regions import pairs_of
 
 _PROJECTION = "k_proj"
 _found: WeakKeyDictionary[Any, KeyScales | None] = WeakKeyDictionary()

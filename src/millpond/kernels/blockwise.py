@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millpond.kernels.args import PrefillArgs, PrefillOutput
 from millpond.kernels.decode_rules import Reduce
-from millpond.kernels.eager.prefill import query_weights
+from millpond.kernels.eager.attention import query_weights
 from millpond.kernels.eager.softmax import INF, reduce_group, wide
 from millpond.kernels.reference import (
     absolute_sums,

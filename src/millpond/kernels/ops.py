@@ -1,13 +1,9 @@
-"""Dispatch of the ops to the implementation that supports their arguments: see `OpSet` for each op.
-
-`reference` (plain torch, the truth, every dtype), `blockwise` (the same, prompts in blocks), `native` (C++ on the CPU:
-float32, float16, bfloat16) and `gpu` (Triton) are op sets. MILLPOND_KERNELS=reference|native|gpu chooses one by force;
-by default the fastest that can take the tensors runs.
-"""
+"""The ops: their protocol `OpSet`, and their dispatch to the implementation that supports the arguments."""
 
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +26,125 @@ from millpond.kernels.args import (
     WindowSignalArgs,
 )
 from millpond.kernels.backends import NATIVE_DTYPES
-from millpond.kernels.op_set import OpSet
 from millpond.kernels.packed.regions import PackedRegions
+
+
+class OpSet(Protocol):
+    """Implemented by the modules `reference`, `blockwise`, `native` and `gpu`, and by `ops`, which chooses one."""
+
+    def decode(self, args: DecodeArgs) -> DecodeOutput:
+        """One decoding step of one layer: attend, gather scores, choose the victim, store the new entry.
+
+        Each query attends to the stored entries of its region and to the new one. A region that holds fewer entries
+        than its cap (or whose rule never evicts) stores the new entry in slot lens[r]; a full one drops the entry of
+        lowest value among the stored and the new one, and the new entry takes its slot (or is itself the one that
+        leaves). Where the pages have masses, the log mass of a stored entry is added to its logit (after the softcap);
+        the new entry has log mass 0. A region never holds more than its cap.
+
+        Value of an entry: see `Evict`. Never chosen while another can be: position < rule.sinks, the `recent[r]`
+        newest positions (q_pos - position < recent[r]), and those in `kept` spans of their sequence. Chosen first: what
+        the sliding window hides from the next query.
+
+        Regions of two parts have one softmax, one score update and one victim over both. The new entry is stored in
+        the plain part: it is appended where the region holds fewer entries than its cap; where the victim is packed,
+        the victim's slot becomes a tombstone and the new entry is appended.
+        """
+        ...
+
+    def decode_rows(self, args: DecodeRowsArgs) -> AttendOutput:
+        """A few new tokens of each sequence, as if decoded one after another with nothing scored and nothing evicted.
+
+        Token i of a sequence attends to the stored entries and to the tokens up to itself, and each result has the bits
+        that `decode` gives for it where it comes alone. All are stored, in order, behind the entries that are there.
+
+        Returns:
+            (S, Hq, n, value_dim) in q's dtype, 0 where there is no token; lse (S, Hq, n), there -inf.
+        """
+        ...
+
+    def attend(self, args: AttendArgs) -> AttendOutput:
+        """Attention of many sequences' queries over entries that they share, which are read once for all of them.
+
+        The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2). What `decode` finds in the entries
+        of each sequence alone is given as `found`, and put together with it by the log-sum-exp, as `lse_merge` does.
+        """
+        ...
+
+    def prefill(self, args: PrefillArgs) -> PrefillOutput:
+        """Causal attention of many new queries of one sequence, with the column sums of its probabilities.
+
+        No (Q, N) matrix is kept: the work runs in blocks of query rows (but for `reference`).
+        """
+        ...
+
+    def window_signal(self, args: WindowSignalArgs) -> Tensor:
+        """(Hkv, N) float32: sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not newer.
+
+        A query that sees nothing adds nothing.
+        """
+        ...
+
+    def write(self, regions: PageRegions, rows: EntryRows) -> None:
+        """Store chosen rows in plain pages; `regions.lens` is neither read nor written."""
+        ...
+
+    def read(self, regions: PageRegions, width: int) -> PaddedEntries:
+        """Copy the entries of every region out of its plain pages, padded to `width` >= max(lens)."""
+        ...
+
+    def write_packed(self, regions: PackedRegions, rows: EntryRows) -> None:
+        """Encode chosen rows into packed pages; `lens` and `dead` are neither read nor written.
+
+        Raises:
+            NumericsError: NaN, infinity, or a number beyond what the format's scales can hold. What `start` and `count`
+                name may be half written; nothing else is touched.
+        """
+        ...
+
+    def read_packed(self, regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
+        """The entries of every region as numbers, padded to `width` >= max(lens), keys of `head_dim` channels."""
+        ...
+
+    def merge_slots(self, args: MergeArgs) -> None:
+        """Evict entries beyond the caps of regions, those of lowest value, and merge them into the kept ones.
+
+        Runs after a decoding step, over the same regions, caps, recent and q_pos as `decode`. Region r evicts
+        lens[r] - caps[r] entries, none if that is not above 0. Value and protection are those of `decode`; of
+        equal ones the oldest is evicted. `MergeRule` says how they are merged; kept entries keep their positions.
+        The last entries of a region move into the freed slots.
+        """
+        ...
+
+    def admit(self, args: HeadRuleArgs) -> bool:
+        """Let the entries leave that no rule of their head keeps, and close the gaps: `HeadRules.leaving` after a step.
+
+        Returns:
+            False where there is no kernel for it: then nothing was done.
+        """
+        ...
+
+    def absolute_sums(self, x: Tensor, y: Tensor) -> Tensor:
+        """sum_m |x_j . y_m| of each entry j with all vectors m of its head; none of the products is kept.
+
+        Args:
+            x: (H, N, dim). y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
+
+        Returns:
+            (H, N) float32.
+        """
+        ...
+
+    def newest_alike(self, keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+        """For each key the last other ones of its head whose cosine with it is above the threshold.
+
+        Args:
+            keys: (H, N, dim). lens: (H,) int32, the first lens[h] of head h are there. most: of them, for each key.
+
+        Returns:
+            their columns (H, N, most) int32, the last one first, -1 for none; their cosines (H, N, most) float32, 0 for
+            none.
+        """
+        ...
 
 
 def op_set(dtype: torch.dtype, device: torch.device) -> OpSet:

@@ -1,4 +1,4 @@
-"""Arrays of rows in arenas, such as the pages of a pool or slots of them, and moves of rows between such arrays."""
+"""Rows of pages in arenas, moves between such arrays, and runs of pages in a buffer for a disk, with a checksum."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.kernels.arenas import Arenas
-from millpond.kernels.eager.rows import put_rows, take_rows
-from millpond.kernels.native import library, page_rows
+from millpond.kernels.args import RunsInBuffer, WantedPages
+from millpond.kernels.checksum import crc32
+from millpond.kernels.eager.pages import put_rows, take_rows
+from millpond.kernels.native import library
+from millpond.kernels.native import pages as native_pages
+from millpond.kernels.pages import Arenas
 
 Rows = npt.NDArray[np.integer[Any]]
 #: Rows per arena of arrays that lie in one piece.
@@ -117,7 +120,7 @@ def move_rows(source: RowArrays, source_rows: Rows | None, target: RowArrays, ta
         return
     if source.numbers is not None and target.numbers is not None and serves():
         assert source.row_bytes == target.row_bytes, "rows of one size"
-        page_rows.move(source.numbers, source_rows, target.numbers, target_rows, n)
+        native_pages.move(source.numbers, source_rows, target.numbers, target_rows, n)
         return
     for pieces, others in zip(source.arenas, target.arenas, strict=True):
         _put(others, target.per_arena, target_rows, _taken(pieces, source.per_arena, source_rows, n))
@@ -163,3 +166,62 @@ def _put(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, content: T
     rows = np.arange(len(content)) if rows is None else rows
     for arena, which, there in _by_arena(per_arena, rows):
         put_rows(pieces[arena], there, content, which)
+
+
+Numbers = npt.NDArray[np.int64]
+
+
+def pack_run(pages: RowArrays, ids: Rows, room: Tensor, generation: int) -> int:
+    """Put pages into a buffer, array after array, and 0 into what is left of it.
+
+    Args:
+        pages: of a pool. ids: (n,) which. room: (m,) uint8, contiguous, at least the bytes of the pages.
+        generation: what the checksum begins with.
+
+    Returns:
+        CRC-32 of the bytes of the pages.
+    """
+    if pages.numbers is not None and serves():
+        found = native_pages.pack(pages.numbers, ids, room, generation)
+        if found >= 0:
+            return found
+    views = _views(room, 0, len(ids), pages)
+    move_rows(pages, ids, RowArrays.of_tensors(views), None, len(ids))
+    needed = sum(rows.nbytes for rows in views)
+    room.numpy()[needed:] = 0
+    return crc32(room[:needed], generation)
+
+
+def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: WantedPages, first: Numbers) -> int:
+    """Check runs, and put those pages of them that are wanted into a pool; Python's lock is free meanwhile.
+
+    Args:
+        data: (m,) uint8, contiguous. pages: of the pool. first: (n + 1,) int64, where what is `wanted` of each run
+            begins and the last ends.
+
+    Returns:
+        How many runs came before the first whose checksum is another one; nothing of that and later ones was taken.
+    """
+    if pages.numbers is not None and serves():
+        found = native_pages.unpack(data, runs, pages.numbers, wanted, first)
+        if found >= 0:
+            return found
+    bounds = first.tolist()
+    for n, (place, n_pages, generation, checksum) in enumerate(zip(*(x.tolist() for x in runs), strict=True)):
+        views = _views(data, place, n_pages, pages)
+        if crc32(data[place : place + sum(rows.nbytes for rows in views)], generation) != checksum:
+            return n
+        part = slice(bounds[n], bounds[n + 1])
+        move_rows(RowArrays.of_tensors(views), wanted.rows[part], pages, wanted.ids[part], part.stop - part.start)
+    return len(runs.places)
+
+
+def _views(data: Tensor, place: int, n_pages: int, pages: RowArrays) -> list[Tensor]:
+    """The arrays of a run that begins at a place, (n_pages, bytes of a page) uint8 each."""
+    found = []
+    for pieces in pages.arenas:
+        assert pieces[0].is_cpu, "a disk is read into the host's memory, byte by byte"
+        nbytes = pieces[0][0].nbytes
+        found.append(data[place : place + n_pages * nbytes].view(n_pages, nbytes))
+        place += n_pages * nbytes
+    return found

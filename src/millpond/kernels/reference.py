@@ -5,15 +5,12 @@ Meaning: see `OpSet`; shapes: `kernels.args`. Arithmetic runs in float32, in flo
 
 from __future__ import annotations
 
-from millpond.kernels.eager.attend import attend
-from millpond.kernels.eager.decode_rows import decode_rows
-from millpond.kernels.eager.head_rules import admit
-from millpond.kernels.eager.packed_decode import decode
+from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike, prefill, window_signal
+from millpond.kernels.eager.decode import admit, decode_rows
+from millpond.kernels.eager.decode import decode_packed as decode
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
 from millpond.kernels.eager.pages import read, write
-from millpond.kernels.eager.prefill import prefill, window_signal
-from millpond.kernels.eager.scan import absolute_sums, newest_alike
-from millpond.kernels.merge.slots import merge_slots
+from millpond.kernels.merge.reference import merge_slots
 
 __all__ = [
     "absolute_sums",

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from millpond.kernels import ops
 from millpond.kernels.args import DecodeArgs, StepRegions
-from millpond.kernels.recorded.record import GraphRecorder
-from millpond.kernels.recorded.step_inputs import StepInputs, key_of, same_key
+from millpond.kernels.cuda_graphs import GraphRecorder, StepInputs, key_of, same_key
 from millpond.models.lean.block import Attend
 
 #: Graphs that are kept, of other numbers of sequences, methods or pools.

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
+from millpond.kernels.cuda_graphs import record_cuda, recording
 from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, choose
-from millpond.kernels.recorded.record import record_cuda, recording
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
 from millpond.models.lean.decoder import Decoder, StreamedBlocks

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from millpond.kernels import reference
 from millpond.kernels.args import DecodeOutput, EntryRows
-from millpond.kernels.packed.arrays import PackedArrays
-from millpond.kernels.packed.layout import Format, PackedLayout, Side
-from millpond.kernels.packed.regions import PackedRegions
-from millpond.kernels.packed.rope import Rope
+from millpond.kernels.packed.layout import Format, PackedArrays, PackedLayout, Side
+from millpond.kernels.packed.regions import PackedRegions, Rope
 from tests.helpers.kernels.make import Call, Case
 
 

@@ -24,9 +24,8 @@ from millpond.codec.spec import Tables
 from millpond.kernels import native
 from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PageRegions, PrefillArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED
-from millpond.kernels.packed.arrays import PackedArrays
-from millpond.kernels.packed.regions import PackedRegions
-from millpond.kernels.packed.rope import Rope
+from millpond.kernels.packed.layout import PackedArrays
+from millpond.kernels.packed.regions import PackedRegions, Rope
 from millpond.kernels.pages import PageArrays
 
 #: Entries per second over those of bf16 that a codec must reach at least.

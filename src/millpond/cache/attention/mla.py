@@ -14,9 +14,8 @@ from millpond.cache.types import Entries, PromptChunk
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries, WindowSignalArgs
-from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, choose_evicted
 from millpond.kernels.eager import softmax
-from millpond.kernels.eviction import choose_evicted
 
 
 class LatentExpansion:

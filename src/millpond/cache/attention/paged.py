@@ -16,8 +16,8 @@ from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeArgs, PageRegions, PrefillArgs, StepRegions, WindowSignalArgs
+from millpond.kernels.cuda_graphs import RecordedDecode
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Reduce
-from millpond.kernels.recorded.decode import RecordedDecode
 
 
 class PagedAttention:

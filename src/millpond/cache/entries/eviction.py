@@ -8,8 +8,7 @@ from torch import Tensor
 
 from millpond.cache.entries.slot_view import SlotView
 from millpond.cache.pages.page_table import PageTable
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eviction import choose_evicted
+from millpond.kernels.decode_rules import DecodeRule, choose_evicted
 
 
 def evict_due(table: PageTable, rule: DecodeRule, q_pos: Tensor, active: np.ndarray, window: int) -> None:

@@ -15,7 +15,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
 from millpond.cache.types import by_position
 from millpond.codec.spec import WHOLE, Codec
-from millpond.kernels.args.entries import joined
+from millpond.kernels.args import joined
 
 #: Beyond all positions: what lies in the next tier already goes before what comes from above.
 FAR = 2**30

@@ -25,8 +25,7 @@ from millpond.cache.types import Entries, by_position
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import PaddedEntries
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eviction import eviction_value
+from millpond.kernels.decode_rules import DecodeRule, eviction_value
 
 
 def before(sealed: PackedPart, sequence: int, plain: Entries) -> Entries:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millpond.kernels.arenas import Arenas
+from millpond.kernels.pages import Arenas
 
 
 def gather(arrays: Arenas, pages: Tensor, numbers: list[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
 from millpond.cache.state.spans import Span
 from millpond.errors import CacheMismatchError, DataError
 from millpond.kernels.args import PaddedEntries
-from millpond.kernels.eviction import in_spans
+from millpond.kernels.decode_rules import in_spans
 from millpond.policy.policy import Policy
 
 

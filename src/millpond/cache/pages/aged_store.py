@@ -15,8 +15,7 @@ from torch import Tensor
 from millpond.cache.pages.page_lists import Rows
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
 from millpond.codec.spec import Codec
-from millpond.kernels.args import PaddedEntries
-from millpond.kernels.args.entries import joined
+from millpond.kernels.args import PaddedEntries, joined
 from millpond.kernels.packed.regions import PackedRegions
 
 

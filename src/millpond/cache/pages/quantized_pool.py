@@ -6,8 +6,7 @@ import torch
 
 from millpond.cache.pages.pool import side_bytes
 from millpond.cache.pages.ref_counted_pool import Limit, RefCountedPool, arena_bytes_on, pages_per_arena
-from millpond.kernels.packed.arrays import PackedArrays
-from millpond.kernels.packed.layout import PackedLayout
+from millpond.kernels.packed.layout import PackedArrays, PackedLayout
 
 
 class QuantizedPool(RefCountedPool[PackedArrays]):

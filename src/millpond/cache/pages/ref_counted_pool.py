@@ -16,7 +16,7 @@ import torch
 
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.errors import OptionError, PoolFullError
-from millpond.kernels.arenas import Arenas
+from millpond.kernels.pages import Arenas
 
 PageIds = npt.NDArray[np.int32]
 

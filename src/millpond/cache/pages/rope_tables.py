@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.kernels.packed.rope import Rope
+from millpond.kernels.packed.regions import Rope
 
 #: Positions of the first tables.
 FIRST = 1024

@@ -12,8 +12,7 @@ from millpond.cache.entries.slot_view import SlotView
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.kept_spans import KeptSpans
 from millpond.errors import PoolFullError
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eviction import INF, eviction_value, in_spans
+from millpond.kernels.decode_rules import INF, DecodeRule, eviction_value, in_spans
 from millpond.policy.allocation.heads import HeadAllocation, lowest_scored
 from millpond.policy.fair_shares import best_of_spans
 

@@ -13,7 +13,7 @@ from millpond.cache.state.spans import Span, ascending
 from millpond.cache.state.text_marks import TextMarks
 from millpond.codec.spec import Codec
 from millpond.errors import DataError, OptionError
-from millpond.kernels.eviction import MOST_LEAST
+from millpond.kernels.decode_rules import MOST_LEAST
 from millpond.policy.fair_shares import BEHIND, FairSpans, Floats, Ints, fewest
 from millpond.policy.policy import Policy
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.cache.state.spans import Span, ascending, tokens_in, united
 from millpond.cache.state.text_marks import TextMarks
 from millpond.errors import OptionError
-from millpond.kernels.eviction import in_spans
+from millpond.kernels.decode_rules import in_spans
 
 #: A position is an int32.
 _LAST = 2**31 - 1

@@ -14,7 +14,7 @@ from millpond.cache.pages.pool import side_bytes
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.tiered.extents import LayerExtents
 from millpond.cache.tiered.patches import Patches
-from millpond.kernels.arenas import Arenas
+from millpond.kernels.pages import Arenas
 
 #: Position of a slot that holds nothing: no entry and no tombstone has it.
 NOTHING = -2

@@ -16,7 +16,7 @@ from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap.pages import read_pages, write_pages
 from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, Transit
 from millpond.errors import DataError
-from millpond.kernels.args.runs import RunsInBuffer
+from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import aligned_buffer, aligned_up
 from millpond.tiers.backends.threads import ThreadBackend

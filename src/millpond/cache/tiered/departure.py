@@ -14,8 +14,7 @@ from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import NOTHING, AwayPages
 from millpond.cache.tiered.visit import PageVisit, lists_with, once
 from millpond.errors import DataError
-from millpond.kernels.page_rows import PagePart, RowArrays, take
-from millpond.kernels.page_runs import pack_run
+from millpond.kernels.page_rows import PagePart, RowArrays, pack_run, take
 from millpond.kernels.pages import PageArrays
 
 #: Entries of a region that wait in memory, at most, before the pages of its sequence are written again.

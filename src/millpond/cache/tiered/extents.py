@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millpond.cache.tiered.run_table import Numbers, RunTable
 from millpond.errors import DataError
-from millpond.kernels.args.runs import RunsInBuffer
+from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
 from millpond.tiers.aligned import aligned_up
 from millpond.tiers.files import WritableFile

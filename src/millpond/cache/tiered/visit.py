@@ -15,9 +15,8 @@ from millpond.cache.swap.pages import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.run_table import Numbers
 from millpond.errors import DataError
-from millpond.kernels.args.runs import RunsInBuffer, WantedPages
-from millpond.kernels.page_rows import PagePart, RowArrays, move_rows
-from millpond.kernels.page_runs import unpack_runs
+from millpond.kernels.args import RunsInBuffer, WantedPages
+from millpond.kernels.page_rows import PagePart, RowArrays, move_rows, unpack_runs
 from millpond.tiers.loader import Errand
 
 

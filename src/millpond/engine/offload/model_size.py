@@ -16,7 +16,7 @@ from torch import nn
 
 from millpond.errors import OptionError
 from millpond.hf.model_support import supported
-from millpond.kernels.many_rows import BLOCK
+from millpond.kernels.linear import BLOCK
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.load import resolve

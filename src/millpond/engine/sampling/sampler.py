@@ -23,7 +23,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.penalties import Penalties
 from millpond.engine.sampling.token_choice import TokenChoice, choose, draw_key
 from millpond.errors import MillpondError, NumericsError, OptionError
-from millpond.kernels.decoder_rows import largest
+from millpond.kernels.decoder_ops import largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from millpond.errors import UnsupportedModelError
 from millpond.hf.attention import attention
 from millpond.hf.native_layers.forward_override import ForwardOverride
-from millpond.kernels import decoder_rows
+from millpond.kernels import decoder_ops
 from millpond.kernels.decoder_ops import TOLERANCE, choose
 from millpond.models.cache_argument import cache_argument
 from millpond.models.lean.block import Block
@@ -74,7 +74,7 @@ def forward(
     parts = None
     if cache is None:
         cache = kwargs.pop("past_key_values", None)
-    if position_embeddings is not None and cache is not None and decoder_rows.fits(hidden_states, ()):
+    if position_embeddings is not None and cache is not None and decoder_ops.fits(hidden_states, ()):
         parts = _parts_of(self, hidden_states.dtype)
     if parts is None:
         return type(self).forward(
@@ -195,7 +195,7 @@ def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts |
     x = torch.randn(1, 2, len(weight), generator=draw).to(weight.dtype)
     angles = torch.rand(1, 2, attn.head_dim // 2, generator=draw).repeat(1, 1, 2) * 6
     embeddings = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    if not decoder_rows.fits(x, weights):
+    if not decoder_ops.fits(x, weights):
         return None
     twin, seen = _twin(layer)
     try:

@@ -1,4 +1,4 @@
-"""Packed pages in plain torch: encoding entries and reading them back, see `ops.write_packed` and `read_packed`."""
+"""Packed pages in plain torch: entries written one by one or by whole pages, and read back (`ops.write_packed`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,68 @@ import torch
 from torch import Tensor
 
 from millpond.kernels.args import EntryRows, PaddedEntries
-from millpond.kernels.packed import bulk_write, side_codec
+from millpond.kernels.packed import codes
+from millpond.kernels.packed.codes import Fixed
 from millpond.kernels.packed.regions import PackedRegions
+
+#: Pages that are encoded at a time.
+TOGETHER = 256
+
+
+def is_whole(regions: PackedRegions, start: Tensor, count: Tensor) -> bool:
+    """Whether these runs of slots are whole pages of keys that are stored in all channels and unbalanced."""
+    slots = regions.pages.slots
+    plainly = regions.channels is None and regions.balance is None
+    return plainly and not bool((start % slots).any()) and not bool((count % slots).any())
+
+
+def write(regions: PackedRegions, rows: EntryRows) -> None:
+    """As `ops.write_packed`, for what `is_whole`."""
+    slots = regions.pages.slots
+    n_pages = rows.count.long() // slots
+    most = int(n_pages.max()) if len(n_pages) else 0
+    region, column = (torch.arange(most, device=n_pages.device) < n_pages[:, None]).nonzero().unbind(1)
+    for begin in range(0, len(region), TOGETHER):
+        part = slice(begin, begin + TOGETHER)
+        r, first = region[part], column[part] * slots
+        chosen = rows.index[r].long().gather(1, first[:, None] + torch.arange(slots, device=first.device))
+        ids = regions.table[r, (rows.start[r].long() + first) // slots].long()
+        _write(regions, ids, r, rows, chosen)
+
+
+def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, chosen: Tensor) -> None:
+    """Pages `ids` (P,) of regions r (P,) from the `chosen` (P, slots) of the rows of these regions."""
+    pages, at = regions.pages, r[:, None]
+    keys, values, positions = (t[at, chosen] for t in (rows.keys, rows.values, rows.positions))
+    if regions.rope is not None:
+        keys = regions.rope.turn_back(keys.float(), positions)
+    coded = []
+    for (side, _, _, is_key), x in zip(codes.sides(pages.layout), (keys, values), strict=True):
+        coded.append(codes.to_bytes(codes.encode(x, side, fixed_of(regions, r) if is_key else None), side, is_key))
+    _put(pages.codes, ids, torch.cat(coded, 1))
+    _put(pages.positions, ids, positions)
+    zeros = torch.zeros_like(positions).float()
+    _put(pages.scores, ids, zeros if rows.scores is None else rows.scores[at, chosen].float())
+    if pages.masses:
+        _put(pages.log_masses, ids, zeros if rows.log_masses is None else rows.log_masses[at, chosen].float())
+
+
+def _put(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
+    """The first of the bytes or slots of whole pages, rows (P, n), into a list of arenas."""
+    per = arenas[0].shape[0]
+    for i in sorted(set((ids // per).tolist())):
+        here = ids // per == i
+        arenas[i][ids[here] - i * per, : rows.shape[1]] = rows[here]
+
+
+def fixed_of(regions: PackedRegions, r: Tensor) -> Fixed | None:
+    """The calibrated scales and zeros (P, 1, key_dim) of the keys of regions r (P,), where there are any."""
+    scales, zeros = regions.key_scales, regions.key_zeros
+    if scales is None or zeros is None:
+        return None
+    head = r % len(scales)
+    return scales[head].float()[:, None], zeros[head].float()[:, None]
+
 
 #: Pages that `read` decodes at a time.
 READ_TOGETHER = 256
@@ -37,8 +97,8 @@ def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tens
 
 def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
     pages, start, count, positions = regions.pages, rows.start, rows.count, rows.positions
-    if bulk_write.is_whole(regions, start, count):
-        bulk_write.write(regions, rows)
+    if is_whole(regions, start, count):
+        write(regions, rows)
         return
     for r in range(regions.table.shape[0]):
         n, begin = int(count[r]), int(start[r])
@@ -53,12 +113,12 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
             first = int(slots[mine][0]) % pages.slots
             own = slice(first, first + int(mine.sum()))
             bytes_ = pages.codes[arena][at]
-            for (side, offsets, dim, is_key), x in zip(side_codec.sides(pages.layout), pair, strict=True):
-                new = side_codec.encode(x[mine][None], side, bulk_write.fixed_of(regions, own_head) if is_key else None)
+            for (side, offsets, dim, is_key), x in zip(codes.sides(pages.layout), pair, strict=True):
+                new = codes.encode(x[mine][None], side, fixed_of(regions, own_head) if is_key else None)
                 if own != slice(0, pages.slots):
-                    old = side_codec.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
-                    new = side_codec.replace_slots(old, new, side, first)
-                bytes_[offsets.codes : offsets.codes + offsets.size] = side_codec.to_bytes(new, side, is_key)[0]
+                    old = codes.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
+                    new = codes.replace_slots(old, new, side, first)
+                bytes_[offsets.codes : offsets.codes + offsets.size] = codes.to_bytes(new, side, is_key)[0]
             chosen = row[mine]
             pages.positions[arena][at, own] = positions[r, chosen]
             pages.scores[arena][at, own] = 0.0 if rows.scores is None else rows.scores[r, chosen]
@@ -107,8 +167,8 @@ def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
     """Keys as stored and values (n, slots, dim) float32 of whole pages `ids` (n,) of regions `r` (n,)."""
     pages, found = regions.pages, []
     rows = _rows(pages.codes, ids)
-    for side, offsets, dim, is_key in side_codec.sides(pages.layout):
-        fixed = bulk_write.fixed_of(regions, r) if is_key else None
-        parts = side_codec.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
-        found.append(side_codec.decode(parts, side, fixed))
+    for side, offsets, dim, is_key in codes.sides(pages.layout):
+        fixed = fixed_of(regions, r) if is_key else None
+        parts = codes.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
+        found.append(codes.decode(parts, side, fixed))
     return found

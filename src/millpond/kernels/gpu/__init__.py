@@ -12,15 +12,13 @@ except ImportError as error:
     raise OptionError(f"the gpu kernels need Triton; install it with: {install_command('gpu')}") from error
 
 # in torch: its matrix products will do
-from millpond.kernels.eager.attend import attend
-from millpond.kernels.eager.head_rules import admit
+from millpond.kernels.eager.attention import absolute_sums, attend, newest_alike, window_signal
+from millpond.kernels.eager.decode import admit
 from millpond.kernels.eager.packed_pages import read_packed, write_packed
-from millpond.kernels.eager.prefill import window_signal
-from millpond.kernels.eager.scan import absolute_sums, newest_alike
 from millpond.kernels.gpu.decode import decode, decode_rows
 from millpond.kernels.gpu.pages import read, write
 from millpond.kernels.gpu.prefill import prefill
-from millpond.kernels.merge.slots import merge_slots
+from millpond.kernels.merge.reference import merge_slots
 
 __all__ = [
     "absolute_sums",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Reduce
-from millpond.kernels.packed.arrays import PackedArrays
+from millpond.kernels.packed.layout import PackedArrays
 from millpond.kernels.pages import PageArrays
 
 P = ParamSpec("P")

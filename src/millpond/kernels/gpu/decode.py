@@ -21,8 +21,8 @@ from torch import Tensor
 
 from millpond.kernels.args import AttendOutput, DecodeArgs, DecodeOutput, DecodeRowsArgs
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.kernels.eager.decode_rows import one_by_one
-from millpond.kernels.eager.packed_decode import decode as eager
+from millpond.kernels.eager.decode import decode_packed as eager
+from millpond.kernels.eager.decode import one_by_one
 from millpond.kernels.gpu.attend import attend, combine
 from millpond.kernels.gpu.common import TYPES, block_of, check, dot_type, on_its_device, page_logs, rows_of
 from millpond.kernels.gpu.packed import attend_codes

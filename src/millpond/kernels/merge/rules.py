@@ -1,11 +1,20 @@
-"""Merge rules for evicted entries, as plain numbers for kernels."""
+"""Merge rules for evicted entries as plain numbers for kernels, and the links of evicted entries to kept ones."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from millpond.errors import OptionError
+from millpond.kernels.backends import native_for
+from millpond.kernels.eager.softmax import wide
 
 
 class Weigh(IntEnum):
@@ -76,3 +85,147 @@ class MergeRule:
 
 #: Cosines that differ by less are the same number, rounded in two ways.
 ROUNDING = 1e-6
+
+
+#: How alike the entries in columns (H, a) and (H, b) are: (H, a, b).
+Likeness = Callable[[Tensor, Tensor], Tensor]
+#: Sources that are compared with all targets at a time; the whole matrix is never made.
+BLOCK = 256
+
+
+class Links(NamedTuple):
+    """Which entries are merged, and into which."""
+
+    into: Tensor  #: (H, N) int64, the column that takes an entry in; its own where none does
+    leaves: Tensor  #: (H, N) bool, the entries that are merged
+
+    @property
+    def grows(self) -> Tensor:
+        """(H, N) bool: the entries that take others in."""
+        return sums(self.leaves.float(), self) > 0
+
+
+def sums(x: Tensor, links: Links) -> Tensor:
+    """(H, N) or (H, N, D): for each column the sum of x over the entries merged into it, without its own."""
+    n_heads, n = links.into.shape
+    chosen = links.leaves.flatten().nonzero()[:, 0]
+    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
+    flat = x.flatten(0, 1)
+    index = into if x.ndim == 2 else into[:, None].expand(-1, x.shape[2])
+    return torch.zeros_like(flat).scatter_add_(0, index, flat[chosen]).view(x.shape)
+
+
+def mean(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
+    """x, where entries take others in their mean, weighted by `weight`, else unchanged.
+
+    Args:
+        x: (H, N, D). weight: (H, N) >= 0. own: (H, N) > 0, the weight of an entry that takes others in.
+
+    Returns:
+        (H, N, D) float32 or wider.
+    """
+    native = native_for(x.dtype, x.device)
+    return mean_in_torch(x, weight, own, links) if native is None else native.mean_rows(x, weight, own, *links)
+
+
+def mean_in_torch(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
+    x = x.to(wide(x.dtype))
+    weight, own = weight.to(x.dtype), own.to(x.dtype)
+    total = own + sums(weight, links)
+    mixed = (own[..., None] * x + sums(weight[..., None] * x, links)) / total[..., None]
+    return torch.where(links.grows[..., None], mixed, x)
+
+
+def cosines(x: Tensor) -> Likeness:
+    """The cosines between rows of x (H, N, D)."""
+    unit = F.normalize(x.to(wide(x.dtype)), dim=-1)
+
+    def between(a: Tensor, b: Tensor) -> Tensor:
+        return rows(unit, a) @ rows(unit, b).transpose(1, 2)
+
+    return between
+
+
+def beside(x: Tensor) -> Tensor:
+    """(H, N - 1): the cosines between neighbours of x (H, N, D)."""
+    x = x.to(wide(x.dtype))
+    lengths: Tensor = torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
+    return (x[:, 1:] * x[:, :-1]).sum(-1) / (lengths[:, 1:] * lengths[:, :-1])
+
+
+def distances(x: Tensor, links: Links) -> Tensor:
+    """(H, N) float64: the squared distance of each merged row of x (H, N, D) to the row it is merged into."""
+    n_heads, n = links.into.shape
+    flat, chosen = x.reshape(n_heads * n, -1), links.leaves.flatten().nonzero()[:, 0]
+    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
+    own, other = (flat.index_select(0, at).to(wide(x.dtype)) for at in (chosen, into))
+    out = torch.zeros(n_heads * n, dtype=torch.float64, device=x.device)
+    return out.index_copy_(0, chosen, (own - other).square().sum(-1).double()).view(n_heads, n)
+
+
+def in_both(keys: Tensor, values: Tensor) -> Likeness:
+    """The product of the cosines of keys and of values where both are positive, else -1."""
+    of_keys, of_values = cosines(keys), cosines(values)
+
+    def between(a: Tensor, b: Tensor) -> Tensor:
+        x, y = of_keys(a, b), of_values(a, b)
+        return torch.where((x > 0) & (y > 0), x * y, -1)
+
+    return between
+
+
+def rows(x: Tensor, columns: Tensor) -> Tensor:
+    """(H, n, D): the rows of x (H, N, D) in columns (H, n)."""
+    return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def nearest(
+    keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor, floor: float = -math.inf
+) -> tuple[Tensor, Tensor]:
+    """For each source the target that is most like it by its key, or by key and value; ties to the oldest.
+
+    Args:
+        keys: (H, N, key_dim). values: (H, N, value_dim); None: only keys count.
+        sources, targets: (H, N) bool, no column is both.
+        floor: a target that is not more alike is none.
+
+    Returns:
+        columns (H, N) int64 and likeness (H, N) float64; where there is no source, or no target for it, the own column
+        and -inf.
+    """
+    native = native_for(keys.dtype, keys.device)
+    if native is not None:
+        found: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
+        return found
+    return nearest_in_torch(cosines(keys) if values is None else in_both(keys, values), sources, targets, floor)
+
+
+def nearest_in_torch(
+    alike: Likeness, sources: Tensor, targets: Tensor, floor: float = -math.inf
+) -> tuple[Tensor, Tensor]:
+    """Memory: H * BLOCK * (targets of a head) numbers."""
+    from_, is_source = packed(sources)
+    to, is_target = packed(targets)
+    into = torch.arange(sources.shape[1], device=sources.device).expand_as(sources).clone()
+    best = torch.full(sources.shape, float("-inf"), dtype=torch.float64, device=sources.device)
+    if not to.shape[1]:
+        return into, best
+    ragged = not bool(is_target.all())
+    for begin in range(0, from_.shape[1], BLOCK):
+        some = from_[:, begin : begin + BLOCK]
+        found = alike(some, to)
+        if ragged:
+            found = found.masked_fill(~is_target[:, None], float("-inf"))
+        place = found.argmax(2)
+        high = found.gather(2, place[..., None])[..., 0]
+        real = is_source[:, begin : begin + BLOCK] & (high > floor)
+        into.scatter_(1, some, torch.where(real, to.gather(1, place), some))
+        best.scatter_(1, some, high.double().masked_fill(~real, float("-inf")))
+    return into, best
+
+
+def packed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen columns of each head in front: (H, n) int64, and which of them are chosen, n the most of any head."""
+    width = int(chosen.sum(1).max())
+    columns = torch.sort(chosen.int(), dim=1, descending=True, stable=True).indices[:, :width]
+    return columns, chosen.gather(1, columns)

@@ -14,15 +14,35 @@ import torch
 from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
 from millpond.kernels.native.abi import absolute_sums, newest_alike
-from millpond.kernels.native.admission import admit
-from millpond.kernels.native.decoder_rows import Behind, Linears, gate, gemm, gemm_serves, largest, norm, rotate_, widen
-from millpond.kernels.native.huge_pages import use_huge_pages
-from millpond.kernels.native.layers import Layers
-from millpond.kernels.native.library import NativeKernelsWarning
-from millpond.kernels.native.merging import mean_rows, merge_slots, nearest
-from millpond.kernels.native.ops import attend, decode, decode_rows, linear, prefill, read, window_signal, write
-from millpond.kernels.native.packed import write_packed
-from millpond.kernels.native.race import race
+from millpond.kernels.native.decoder_rows import (
+    Behind,
+    Layers,
+    Linears,
+    gate,
+    gemm,
+    gemm_serves,
+    largest,
+    norm,
+    rotate_,
+    widen,
+)
+from millpond.kernels.native.library import NativeKernelsWarning, use_huge_pages
+from millpond.kernels.native.ops import (
+    admit,
+    attend,
+    decode,
+    decode_rows,
+    linear,
+    mean_rows,
+    merge_slots,
+    nearest,
+    prefill,
+    race,
+    read,
+    window_signal,
+    write,
+)
+from millpond.kernels.native.pages import write_packed
 
 __all__ = [
     "Behind",

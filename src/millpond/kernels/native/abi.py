@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import DecodeRule
-from millpond.kernels.eviction import MOST_LEAST
+from millpond.kernels.decode_rules import MOST_LEAST, DecodeRule
 from millpond.kernels.native import library
 from millpond.kernels.pages import PageArrays
 from millpond.kernels.thread_count import thread_count

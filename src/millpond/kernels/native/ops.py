@@ -1,14 +1,13 @@
-"""`decode`, `prefill`, `write`, `read` and `linear` as in `ops`, and their registration with torch.
-
-millpond::decode and its siblings are what torch.compile sees; eager calls skip the dispatcher. Page memory is reached
-through `bases` (a table of addresses), so `bases` is what the schemas declare as written.
-"""
+"""The ops through native kernels, their registration with torch, and the C structs of `admit` and `merge_slots`."""
 
 from __future__ import annotations
+
+from struct import Struct
 
 import torch
 from torch import Tensor
 
+from millpond.errors import OptionError
 from millpond.kernels.args import (
     AttendArgs,
     AttendOutput,
@@ -16,6 +15,8 @@ from millpond.kernels.args import (
     DecodeOutput,
     DecodeRowsArgs,
     EntryRows,
+    HeadRuleArgs,
+    MergeArgs,
     PaddedEntries,
     PageRegions,
     PrefillArgs,
@@ -23,10 +24,11 @@ from millpond.kernels.args import (
     WindowSignalArgs,
 )
 from millpond.kernels.decode_rules import KEEP_ALL
-from millpond.kernels.eager.attend import nothing_found
+from millpond.kernels.eager.attention import nothing_found
 from millpond.kernels.native import abi, decoder_rows
-from millpond.kernels.native.abi import pool_numbers, rule_numbers
-from millpond.kernels.native.packed import regions_struct
+from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point, pool_numbers, rule_numbers
+from millpond.kernels.native.pages import regions_struct
+from millpond.kernels.thread_count import thread_count
 
 LIBRARY = torch.library.Library("millpond", "DEF")
 LIBRARY.define(
@@ -258,3 +260,181 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     call = torch.ops.millpond.linear.default if torch.compiler.is_compiling() else decoder_rows.linear
     result: Tensor = call(x, weight, bias)
     return result
+
+
+#: the order of fields is that of csrc/common/args.hpp
+ADMIT = Struct("=25q").pack
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.int64 and x.is_contiguous() else x.to(torch.int64).contiguous()
+
+
+def admit(args: HeadRuleArgs) -> bool:
+    (pages, table, lens), ids = args.regions.parts, args.ids
+    if lens.dtype is not INT32 or not lens.is_contiguous():
+        raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
+    table, local, classes = _flat(table), _flat(args.local), args.classes.contiguous()
+    sequences, kinds, seen, quota, most = map(_numbers, (args.sequences, args.kinds, args.seen, args.quota, args.most))
+    entry_point("mp_admit")(
+        ADMIT(
+            pages.bases.data_ptr(),
+            pages.bases.shape[1],
+            *pool_numbers(pages),
+            table.data_ptr(),
+            table.stride(0),
+            lens.data_ptr(),
+            sequences.data_ptr(),
+            ids.data_ptr(),
+            ids.stride(0),
+            classes.data_ptr(),
+            len(classes),
+            kinds.data_ptr(),
+            local.data_ptr(),
+            seen.data_ptr(),
+            quota.data_ptr(),
+            most.data_ptr(),
+            len(sequences),
+            len(lens) // len(ids),
+            args.sinks,
+            args.window,
+        )
+    )
+    return True
+
+
+#: the order of fields is that of csrc/common/args.hpp
+MERGE = Struct("=31q4d").pack
+NEAREST = Struct("=17qd").pack
+MEAN = Struct("=13q").pack
+
+
+def merge_slots(args: MergeArgs) -> None:
+    (pages, table, lens), memory, leave, rule = args.regions.parts, args.memory, args.leave, args.rule
+    table, caps, recent, q_pos = _flat(table), _flat(args.caps), _flat(args.recent), _flat(args.q_pos)
+    if lens.dtype is not INT32 or not lens.is_contiguous():
+        raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
+    if memory.dtype is not torch.float64 or not memory.is_contiguous():
+        raise OptionError("memory is written in place: it must be a contiguous float64 tensor")
+    local = args.local if args.local is None else _rows(args.local.float())
+    n_seq = q_pos.shape[0]
+    failed = entry_point("mp_merge_slots")(
+        MERGE(
+            pages.bases.data_ptr(),
+            pages.bases.shape[1],
+            *pool_numbers(pages),
+            table.data_ptr(),
+            table.stride(0),
+            lens.data_ptr(),
+            caps.data_ptr(),
+            recent.data_ptr(),
+            q_pos.data_ptr(),
+            memory.data_ptr(),
+            0 if local is None else local.data_ptr(),
+            0 if local is None else local.stride(0),
+            n_seq,
+            lens.shape[0] // n_seq if n_seq else 0,
+            leave.evict,
+            leave.sinks,
+            leave.seed & 0xFFFFFFFF,
+            rule.weigh,
+            rule.closed,
+            rule.targets,
+            rule.over,
+            rule.average,
+            rule.draw,
+            rule.bias,
+            rule.masses and pages.masses,
+            thread_count(),
+            rule.threshold,
+            rule.rate,
+            rule.cover,
+            rule.most,
+        )
+    )
+    if failed:
+        raise MemoryError("no memory for the work space of the merging kernel")
+
+
+def _flags(chosen: Tensor) -> Tensor:
+    return chosen.contiguous().view(torch.uint8)
+
+
+def nearest(
+    keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor, floor: float
+) -> tuple[Tensor, Tensor]:
+    keys, sources, targets = _rows(keys), _flags(sources), _flags(targets)
+    values = None if values is None else _rows(values)
+    into = torch.empty(sources.shape, dtype=torch.int64)
+    alike = torch.empty(sources.shape, dtype=torch.float64)
+    of_values = (0, DTYPES[keys.dtype], *keys.stride()[:2], *keys.stride()[:2], 0)
+    if values is not None:
+        of_values = (values.data_ptr(), DTYPES[values.dtype], *keys.stride()[:2], *values.stride()[:2], values.shape[2])
+    address, dtype, *strides, value_dim = of_values
+    failed = entry_point("mp_nearest")(
+        NEAREST(
+            keys.data_ptr(),
+            address,
+            DTYPES[keys.dtype],
+            dtype,
+            *strides,
+            sources.data_ptr(),
+            targets.data_ptr(),
+            into.data_ptr(),
+            alike.data_ptr(),
+            *keys.shape[:2],
+            keys.shape[2],
+            value_dim,
+            thread_count(),
+            floor,
+        )
+    )
+    if failed:
+        raise MemoryError("no memory for the work space of the likeness kernel")
+    return into, alike
+
+
+def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tensor) -> Tensor:
+    x, into, leaves = _rows(x), into.contiguous(), _flags(leaves)
+    weight, own = weight.double().contiguous(), own.double().contiguous()
+    out = torch.empty(x.shape, dtype=torch.float32)
+    failed = entry_point("mp_mean_rows")(
+        MEAN(
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            *x.stride()[:2],
+            weight.data_ptr(),
+            own.data_ptr(),
+            into.data_ptr(),
+            leaves.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            thread_count(),
+        )
+    )
+    if failed:
+        raise MemoryError("no memory for the work space of the merging kernel")
+    return out
+
+
+#: the order of fields is that of csrc/common/args.hpp
+RACE = Struct("=9q").pack
+
+
+def race(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Weights (R, C) float32, keys (R,) and ids (R, C) int64, all with contiguous rows -> the columns (R,) drawn."""
+    keys = keys.contiguous()
+    drawn = torch.empty(len(weights), dtype=torch.int64)
+    entry_point("mp_race")(
+        RACE(
+            weights.data_ptr(),
+            0 if ids is None else ids.data_ptr(),
+            keys.data_ptr(),
+            drawn.data_ptr(),
+            *weights.shape,
+            weights.stride(0),
+            0 if ids is None else ids.stride(0),
+            thread_count(),
+        )
+    )
+    return drawn

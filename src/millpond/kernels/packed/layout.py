@@ -1,13 +1,8 @@
-"""Layout of codes in a page: one contiguous row of bytes, at offsets that follow from the format.
-
-A page holds `slots` entries of one KV head. Codes of fewer than 16 bits lie in *tiles*: 16 lanes of 32-bit words, so
-that a kernel unpacks 16 numbers at once. For keys a lane is a slot and a word holds a few channels of it; for values a
-lane is a channel and a word holds a few slots of it. See `tiles` for the order of the bits.
-"""
+"""Layout of codes in a page, one contiguous row of bytes, and the memory of a pool of such pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
@@ -15,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
+from millpond.kernels.pages import Arenas
 
 #: Lanes of a tile; slots that a kernel works on at once.
 LANES, RUN = 16, 32
@@ -229,3 +225,34 @@ def _offsets(side: Side, slots: int, dim: int, tiles: int, depth: int, begin: in
     if side.n_extra:
         extra, at = at, at + 4 * side.n_extra
     return Offsets(codes, top, scales, zeros, means, extra, at - begin, begin)
+
+
+@dataclass(slots=True)
+class PackedArrays(Arenas):
+    """Arenas with one row of bytes per page. Position -1 marks a slot whose entry was evicted (a tombstone).
+
+    Attributes:
+        layout: where what lies in a page.
+        codes: per arena (pages_per_arena, page_bytes) uint8.
+    """
+
+    pages_per_arena: int
+    layout: PackedLayout
+    device: torch.device
+    masses: bool = False
+    codes: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    log_masses: list[Tensor] = field(default_factory=list)
+    bases: Tensor = field(default_factory=lambda: torch.zeros(5, 0, dtype=torch.int64))
+    slots: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = self.layout.slots
+
+    @property
+    def contents(self) -> list[list[Tensor]]:
+        return [self.codes]
+
+    def _add_contents(self, n_pages: int) -> None:
+        self.codes.append(torch.empty(n_pages, self.layout.page_bytes, dtype=torch.uint8, device=self.device))

@@ -1,14 +1,8 @@
-"""The packed part of the regions of one layer.
-
-A region has two parts: entries in plain pages (sinks, the residual window, whatever is newest) and sealed ones in
-packed pages. Either may be empty. Codes are written once and read until their page is freed. A packed entry that is
-evicted leaves a *tombstone*: position -1 in its slot, which attention and scores skip from then on; the `dead` of
-`PackedRegions` counts them. A page is freed when all its slots are dead. Where a group spans several slots
-(`layout.grain` > 1) the survivors of different groups cannot share scales without being encoded again, so they stay.
-"""
+"""The packed part of the regions of one layer, with RoPE applied at reading (KVQuant, arXiv:2401.18079)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +12,91 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.packed.arrays import PackedArrays
-from millpond.kernels.packed.rope import Rope
+from millpond.kernels.packed.layout import RUN, PackedArrays
+
+#: Turns keys (1, 1, n, D) from position 0 to `positions` (1, n).
+Turn = Callable[[Tensor, Tensor], Tensor]
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotation of the keys of one layer.
+
+    Attributes:
+        pairs: (n, 2) int32: channels (a, b) that turn together: a' = a cos - b sin, b' = b cos + a sin. Channels that
+            no pair names stay as they are.
+        cos, sin: (positions, n) float32.
+        near_cos, near_sin: (n, 32) float32: the same of the first 32 positions, without the scale.
+        by_channel: (3, D) int32: of each channel c its partner, its pair, and the sign s for which the dot product of a
+            query q with a key k turned to a position is the sum over c of k[c] (q[c] cos + s q[partner] sin); -1, 0, 0
+            for a channel that no pair names.
+    """
+
+    pairs: Tensor
+    cos: Tensor
+    sin: Tensor
+    near_cos: Tensor
+    near_sin: Tensor
+    by_channel: Tensor
+
+    @classmethod
+    def of(cls, turn: Turn, dim: int, positions: int, device: torch.device = HOST) -> Rope:
+        """The tables of a rotation of keys of `dim` channels on a device, for at least `positions` positions."""
+        pairs = pairs_of(turn, dim, device)
+        a, b = pairs.long().unbind(1)
+        first = torch.zeros(1, 1, 1, dim, device=device).index_fill(3, a, 1.0)
+        at = torch.arange(max(positions, RUN), device=device)[None]
+        turned = turn(first.expand(1, 1, at.shape[1], dim), at)[0, 0].float()
+        cos, sin = turned[:, a].contiguous(), turned[:, b].contiguous()
+        scale = (cos[:RUN].square() + sin[:RUN].square()).sqrt()
+        near_cos, near_sin = ((t[:RUN] / scale).T.contiguous() for t in (cos, sin))
+        return cls(pairs, cos, sin, near_cos, near_sin, _by_channel(pairs.cpu(), dim).to(device))
+
+    @property
+    def positions(self) -> int:
+        """How many positions the tables know."""
+        return self.cos.shape[0]
+
+    def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (..., n, D) float32 as they are at positions (..., n); those at -1 are turned to 0."""
+        return self._turned(keys, positions, inverse=False)
+
+    def turn_back(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys (..., n, D) float32 at positions (..., n) as they were before RoPE."""
+        return self._turned(keys, positions, inverse=True)
+
+    def _turned(self, keys: Tensor, positions: Tensor, *, inverse: bool) -> Tensor:
+        at = positions.long().clamp(min=0)
+        cos, sin = self.cos[at], self.sin[at]
+        if inverse:
+            norm = cos.square() + sin.square()
+            cos, sin = cos / norm, -sin / norm
+        first, second = self.pairs.long().unbind(1)
+        a, b = keys[..., first], keys[..., second]
+        out = keys.clone()
+        out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+
+def pairs_of(turn: Turn, dim: int, device: torch.device) -> Tensor:
+    """Which channels turn together, (n, 2) int32, found by turning each alone; the first of a pair is the lower one."""
+    alone = torch.eye(dim, device=device)[None, None]
+    turned = turn(alone, torch.ones(1, dim, dtype=torch.int64, device=device))[0, 0].float().cpu()
+    mixed = turned.fill_diagonal_(0.0).abs()
+    partner = mixed.argmax(1)
+    first = [c for c in range(dim) if float(mixed[c, partner[c]]) > 0 and c < int(partner[c])]
+    return torch.tensor([[c, int(partner[c])] for c in first], dtype=torch.int32).reshape(-1, 2).to(device)
+
+
+def _by_channel(pairs: Tensor, dim: int) -> Tensor:
+    """`Rope.by_channel` of pairs (n, 2), on the host."""
+    out = torch.tensor([[-1], [0], [0]], dtype=torch.int32).repeat(1, dim)
+    numbers = torch.arange(len(pairs), dtype=torch.int32)
+    for own, other, sign in ((0, 1, 1), (1, 0, -1)):
+        at = pairs[:, own].long()
+        out[0, at], out[1, at], out[2, at] = pairs[:, other], numbers, sign
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import native
-from millpond.kernels.decoder_ops import Norm, Projection
-from millpond.kernels.decoder_rows import GatedActivation
+from millpond.kernels.decoder_ops import GatedActivation, Norm, Projection
 
 #: Matrices of a layer that come to less are allocated one by one, in pages of the usual size.
 LEAST_IN_ONE = 2**22

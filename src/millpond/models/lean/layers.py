@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.decoder_ops import Norm, Projection
-from millpond.kernels.decoder_rows import GatedActivation
+from millpond.kernels.decoder_ops import GatedActivation, Norm, Projection
 from millpond.models.lean.block import Block
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from millpond.errors import UnsupportedModelError
-from millpond.kernels.decoder_ops import Norm, Projection
-from millpond.kernels.decoder_rows import GatedActivation
+from millpond.kernels.decoder_ops import GatedActivation, Norm, Projection
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight
 from millpond.models.lean.block import Block
 from millpond.models.lean.decoder import Decoder

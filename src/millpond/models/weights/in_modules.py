@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millpond.kernels.many_rows import BLOCK
+from millpond.kernels.linear import BLOCK
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.ends import EmbeddingSource, EndMatrix, HeadSource
 

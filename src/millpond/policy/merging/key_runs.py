@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict
-from millpond.kernels.merge.links import Links, beside, distances, mean
+from millpond.kernels.merge.rules import Links, beside, distances, mean
 from millpond.policy.merging.protocol import Merged, joined_masses, joined_scores
 from millpond.policy.scores.attention import AccumulatedAttention, Score
 from millpond.policy.scores.wrapped import WrappedScore

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millpond.kernels.merge.links import Links, mean
+from millpond.kernels.merge.rules import Links, mean
 from millpond.policy.merging.protocol import Merged, joined_masses, own_scores
 from millpond.policy.view import PARTS, View
 

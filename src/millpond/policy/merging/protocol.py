@@ -8,10 +8,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from millpond.kernels.merge import merge_reference
-from millpond.kernels.merge.links import Links, sums
-from millpond.kernels.merge.merge_reference import MergeColumns
-from millpond.kernels.merge.rules import MergeRule
+from millpond.kernels.merge import reference
+from millpond.kernels.merge.reference import MergeColumns
+from millpond.kernels.merge.rules import Links, MergeRule, sums
 from millpond.policy.view import View
 
 
@@ -61,14 +60,14 @@ def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int)
     entries = MergeColumns(view.stored("keys"), view.stored("values"), view.positions, own_scores(view), view.masses)
     before = torch.full((1,), torch.nan, dtype=torch.float64, device=keep.device)
     before = before if view.memory is None else view.memory.double().view(1)
-    keys, values, log_masses, scores, memory = merge_reference.merge(rule, entries, keep, value, before, seed)
+    keys, values, log_masses, scores, memory = reference.merge(rule, entries, keep, value, before, seed)
     remembers = rule.moves and not bool(memory.isnan())
     return Merged(keys, values, log_masses, scores, memory[0] if remembers else None)
 
 
 def joined_masses(view: View, links: Links) -> Tensor:
     """(H, N) float32: the log of each mass, with that of the merged entries."""
-    return merge_reference.joined_masses(view.masses, links)
+    return reference.joined_masses(view.masses, links)
 
 
 def joined_scores(view: View, links: Links) -> Tensor:

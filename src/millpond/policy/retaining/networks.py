@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from millpond.errors import CacheMismatchError
-from millpond.kernels.many_rows import has_products
+from millpond.kernels.linear import has_products
 
 #: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
 #: tokens were multiplied at once would decide between entries that are equal but for that.

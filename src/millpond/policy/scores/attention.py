@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import Evict, Signal
-from millpond.kernels.eviction import hash_priority
+from millpond.kernels.decode_rules import Evict, Signal, hash_priority
 from millpond.policy.view import View
 
 #: What a score wants of the queries at prefill: nothing; the attention of every one, of the last `window`, or of both

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.kernels.decode_rules import Evict, Signal
-from millpond.kernels.merge.slots import blend
+from millpond.kernels.merge.reference import blend
 from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
 

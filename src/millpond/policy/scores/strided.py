@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millpond.kernels.decode_rules import Evict, Signal, Spacing
-from millpond.kernels.eviction import spaced_value
+from millpond.kernels.decode_rules import Evict, Signal, Spacing, spaced_value
 from millpond.policy.scores.attention import Queries
 from millpond.policy.selection import rank_by_value
 from millpond.policy.view import View

@@ -1,4 +1,4 @@
-"""Merging of evicted entries into kept ones by a `MergeRule`, in plain torch over dense columns."""
+"""Merging of evicted entries into kept ones by a `MergeRule` in plain torch: the reference for `ops.merge_slots`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.kernels.eager.softmax import wide
-from millpond.kernels.eviction import hash_priority
-from millpond.kernels.merge.chain import chain
-from millpond.kernels.merge.links import Links, mean, nearest, sums
-from millpond.kernels.merge.rules import ROUNDING, MergeRule, Over, Weigh
+from millpond.kernels.args import EntryRows, MergeArgs
+from millpond.kernels.decode_rules import DecodeRule, eviction_value, hash_priority
+from millpond.kernels.eager.pages import read, write
+from millpond.kernels.eager.softmax import INF, wide
+from millpond.kernels.merge.rules import ROUNDING, Links, MergeRule, Over, Weigh, mean, nearest, rows, sums
+
+#: Columns that are solved together, unless a column reaches further.
+BLOCK = 32
+
+
+def chain(x: Tensor, share: Tensor, reach: Tensor) -> Tensor:
+    """y_j = x_j + sum of share_i * y_i over the columns i before j with j - i <= reach_i.
+
+    What a column gives includes what it was given, as when columns leave in their order.
+
+    Args:
+        x: (R, N, D) float. reach: (R, N) int64.
+        share: (R, N), what a column gives to each one in reach; 0: it gives nothing.
+
+    Returns:
+        (R, N, D) in the dtype of `x`. Entries that receive nothing are unchanged.
+    """
+    n_regions, n, dim = x.shape
+    most = int(reach.amax())
+    size = max(BLOCK, most)  # so that a block gives to itself and to the next one alone
+    pad = -n % size
+    share, reach = (F.pad(part, (0, pad)).view(n_regions, -1, 1, size) for part in (share.to(x.dtype), reach))
+    column = torch.arange(size, device=x.device)
+    behind = column[:, None] - column
+    inside = torch.where((behind > 0) & (behind <= reach), -share, 0).transpose(0, 1).contiguous()
+    across = torch.where(behind + size <= reach, share, 0)[..., size - most :].transpose(0, 1).contiguous()
+    y = F.pad(x, (0, 0, 0, pad)).view(n_regions, -1, size, dim).transpose(0, 1).contiguous()
+    for block in range(len(y)):
+        if block:
+            y[block].baddbmm_(across[block - 1], y[block - 1, :, size - most :])
+        y[block] = torch.linalg.solve_triangular(inside[block], y[block], upper=False, unitriangular=True)
+    return y.transpose(0, 1).reshape(n_regions, n + pad, dim)[:, :n]
 
 
 class MergeColumns(NamedTuple):
@@ -170,3 +202,59 @@ def _against(rule: MergeRule, e: MergeColumns, attention: Tensor, keep: Tensor, 
     below = F.pad(attention.cumsum(1), (1, 0))
     next_one = torch.arange(1, keep.shape[1] + 1, device=keep.device).expand_as(reach)
     return (below.gather(1, next_one + reach) - below.gather(1, next_one)) / reach.clamp(min=1)
+
+
+def merge_slots(args: MergeArgs) -> None:
+    regions, leave, rule, memory = args.regions, args.leave, args.rule, args.memory
+    pages, lens, caps = regions.pages, regions.lens, args.caps
+    width = int(lens.max()) if len(lens) else 0
+    n_kv_heads = len(lens) // max(len(args.q_pos), 1)
+    q_pos = args.q_pos.repeat_interleave(n_kv_heads)[:, None]
+    spare = torch.where(q_pos[:, 0] >= 0, (lens - caps).clamp(min=0), 0)
+    if not bool(spare.any()):
+        return
+    keys, values, positions, scores, log_masses = read(regions, width)
+    order = torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1)
+    keys, values = rows(keys, order), rows(values, order)
+    positions, scores = positions.gather(1, order), scores.gather(1, order)
+    masses = torch.ones(scores.shape, dtype=torch.float64, device=scores.device)
+    if rule.masses and log_masses is not None:
+        masses = log_masses.gather(1, order).double().exp()
+    local = None if args.local is None else args.local[:, :width].gather(1, order)
+    value = leaving_value(leave, scores, positions, q_pos, n_kv_heads, local)
+    there = positions >= 0
+    pinned = (positions < leave.sinks) | (q_pos - positions < args.recent[:, None])
+    weakest = value.double().masked_fill(pinned, INF).masked_fill(~there, INF)
+    first = weakest.sort(dim=1, stable=True).indices  # ties: the oldest leaves
+    rank = torch.empty_like(first).scatter_(1, first, torch.arange(width, device=first.device).expand_as(first))
+    keep = there & (rank >= spare[:, None])
+    given = value
+    if rule.weigh is Weigh.CHANCE:
+        given = scores / (q_pos - positions + 1).clamp(min=1) if rule.average else scores
+    entries = MergeColumns(keys, values, positions, scores, masses)
+    due = spare > 0
+    joined = merge(rule, entries, keep, given, memory, leave.seed)
+    memory.copy_(joined.memory)
+    front = torch.where(keep, 0, 1).sort(dim=1, stable=True).indices.int()
+    count = torch.where(due, keep.sum(1), 0).int()
+    masses_out = (joined.log_masses if rule.masses else None) if pages.masses else None
+    stay = EntryRows(
+        torch.zeros_like(count), count, front, joined.keys, joined.values, positions, joined.scores, masses_out
+    )
+    write(regions, stay)
+    lens.copy_(torch.where(due, count, lens))
+
+
+def leaving_value(
+    leave: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, n_kv_heads: int, local: Tensor | None
+) -> Tensor:
+    """(R, n): the value by which entries leave, lowest first. q_pos: (R, 1)."""
+    if local is None:
+        return eviction_value(leave, scores, positions, q_pos, n_kv_heads)
+    return blend(scores.masked_fill(positions < 0, 0), local.masked_fill(positions < 0, 0))
+
+
+def blend(overall: Tensor, local: Tensor) -> Tensor:
+    """max(overall, local * sum(overall) / sum(local)) along each row of (R, N)."""
+    factor = overall.double().sum(1, keepdim=True) / local.double().sum(1, keepdim=True)
+    return torch.maximum(overall, (local * factor).float())

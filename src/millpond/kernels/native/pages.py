@@ -1,19 +1,24 @@
-"""The struct of packed regions, and `write` of packed pages, through the C ABI."""
+"""Native ops on pages: codes of packed pages, and rows in arenas."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
 from struct import Struct
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.args import EntryRows
-from millpond.kernels.native import abi
+from millpond.kernels.args import EntryRows, RunsInBuffer, WantedPages
+from millpond.kernels.native import abi, library
 from millpond.kernels.packed import groups
 from millpond.kernels.packed.layout import Format, Offsets, Side
-from millpond.kernels.packed.regions import PackedRegions
-from millpond.kernels.packed.rope import Rope
+from millpond.kernels.packed.regions import PackedRegions, Rope
 from millpond.kernels.thread_count import thread_count
 
 #: the order of fields is that of csrc/quantized/packed_args.hpp
@@ -159,3 +164,43 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
         raise NumericsError(groups.TOO_LARGE)
     if failed:
         raise MemoryError("no memory for the work space of the packing kernel")
+
+
+#: the order of fields is that of csrc/common/args.hpp
+MOVE = Struct("=15q").pack
+PACK = Struct("=11q").pack
+UNPACK = Struct("=15q").pack
+
+Numbers = tuple[int, ...]
+Rows = npt.NDArray[np.integer[Any]]
+
+
+@cache
+def _entry_point(name: str) -> Callable[[bytes], int]:
+    loaded = library.load()
+    assert loaded is not None, "whoever calls has seen that there is one"
+    function: ctypes._NamedFuncPointer = getattr(loaded[1], name)
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
+    return function
+
+
+def _numbers(rows: Rows) -> npt.NDArray[np.int64]:
+    return np.ascontiguousarray(rows, dtype=np.int64)
+
+
+def move(source: Numbers, source_rows: Rows | None, target: Numbers, target_rows: Rows | None, n: int) -> None:
+    rows = [None if one is None else _numbers(one) for one in (source_rows, target_rows)]
+    addresses = [0 if one is None else one.ctypes.data for one in rows]
+    _entry_point("mp_move_rows")(MOVE(*source, *target, *addresses, n))
+
+
+def pack(pages: Numbers, ids: Rows, room: Tensor, generation: int) -> int:
+    ids = _numbers(ids)
+    struct = PACK(*pages, ids.ctypes.data, len(ids), room.data_ptr(), room.nbytes, generation)
+    return _entry_point("mp_pack_run")(struct)
+
+
+def unpack(data: Tensor, runs: RunsInBuffer, pages: Numbers, wanted: WantedPages, first: npt.NDArray[np.int64]) -> int:
+    given = [_numbers(one) for one in (*runs, first, *wanted)]
+    struct = UNPACK(*pages, data.data_ptr(), *(one.ctypes.data for one in given), len(runs.places))
+    return _entry_point("mp_unpack_runs")(struct)

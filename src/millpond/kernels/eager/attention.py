@@ -1,12 +1,38 @@
-"""Attention of a prompt in plain torch, a matrix at once: see `ops.prefill` and `ops.window_signal`."""
+"""Attention in plain torch, prompts and shared entries: see `ops.attend`, `ops.prefill`, `ops.window_signal`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from millpond.kernels.args import PrefillArgs, PrefillOutput, WindowSignalArgs
-from millpond.kernels.eager.softmax import reduce_group, soft_cap, softmax_with_sink, wide, with_masses
+from millpond.kernels.args import AttendArgs, AttendOutput, PrefillArgs, PrefillOutput, WindowSignalArgs
+from millpond.kernels.eager.pages import read
+from millpond.kernels.eager.softmax import INF, lse_merge, reduce_group, soft_cap, softmax_with_sink, wide, with_masses
+
+
+def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """What queries q (S, Hq, key_dim) find where there are no entries: out and lse as `attend` returns them."""
+    out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
+    return out, torch.full(q.shape[:2], -INF, dtype=torch.float32, device=q.device)
+
+
+def attend(args: AttendArgs) -> AttendOutput:
+    q, regions, chosen = args.q, args.regions, slice(None) if args.members is None else args.members
+    n_kv_heads, dtype = len(regions.table), wide(q.dtype)
+    width = int(regions.lens.max()) if n_kv_heads else 0
+    keys, values, positions, _, log_masses = read(regions, width)
+    some = q[chosen].to(dtype)
+    rows = some.transpose(0, 1).reshape(n_kv_heads, -1, len(some), q.shape[2])  # (Hkv, group, S, D)
+    logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * args.scale, args.softcap)
+    logits = with_masses(logits, log_masses)
+    p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
+    shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
+    out, lse = nothing_found(q, regions.pages.value_dim) if args.found is None else args.found
+    before, whole = out[chosen].float(), shared_lse.flatten(0, 1).T.float()
+    merged, lse[chosen] = lse_merge(before, lse[chosen], shared, whole)
+    out[chosen] = merged.to(out.dtype)
+    return AttendOutput(out, lse)
+
 
 #: Last queries whose logits are held at a time.
 ROWS = 64
@@ -69,3 +95,33 @@ def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
         sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
         p, _ = softmax_with_sink(logits, visible[:, None], sink)
     return reduce_group(p, args.reduce, 1).sum(1).float()
+
+
+#: Rows of a matrix of cosines that are held at a time.
+SCAN_ROWS = 256
+
+
+def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
+    dtype, sets = wide(x.dtype), len(y) // max(len(x), 1)
+    sums = [
+        sum((own.to(dtype) @ other.to(dtype).T).abs().sum(-1) for other in y[h * sets : (h + 1) * sets])
+        for h, own in enumerate(x)
+    ]
+    return torch.stack([torch.as_tensor(row) for row in sums]).float()
+
+
+def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
+    unit = torch.nn.functional.normalize(keys.to(wide(keys.dtype)), dim=-1)
+    n = keys.shape[1]
+    column = torch.arange(n, device=keys.device)
+    there = column < lens[:, None]
+    at = torch.full((*keys.shape[:2], most), -1, dtype=torch.int32, device=keys.device)
+    cosines = torch.zeros(at.shape, dtype=unit.dtype, device=keys.device)
+    for begin in range(0, n, SCAN_ROWS):
+        rows = slice(begin, begin + SCAN_ROWS)
+        cosine = unit[:, rows] @ unit.transpose(1, 2)
+        alike = (cosine > threshold) & there[:, None] & there[:, rows, None] & (column != column[rows, None])
+        last = torch.where(alike, column, -1).topk(min(most, n), -1).values
+        found = cosine.gather(2, last.clamp(min=0))
+        at[:, rows, :n], cosines[:, rows, :n] = last.int(), torch.where(last >= 0, found, 0)
+    return at, cosines

@@ -1,16 +1,77 @@
-"""The regions of decoding steps in places that stay: a recorded step reads and writes always the same memory."""
+"""Decoding steps of a layer recorded as CUDA graphs, with their regions in memory that stays in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from millpond.kernels.args import StepRegions
+from millpond.errors import OptionError
+from millpond.kernels import ops
+from millpond.kernels.args import DecodeArgs, DecodeOutput, StepRegions
 from millpond.kernels.packed.regions import PackedRegions
+
+
+class GraphRecorder(Protocol):
+    """What records work."""
+
+    def __call__(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        """What does the same again with the tensors that `work` reads and writes; it is run once before."""
+        ...
+
+
+def recording() -> bool:
+    """Whether decoding steps on a GPU are recorded as graphs: MILLPOND_CUDA_GRAPHS says, by default they are.
+
+    Raises:
+        OptionError: another value than 0 or 1.
+    """
+    said = os.environ.get("MILLPOND_CUDA_GRAPHS", "1")
+    if said not in ("0", "1"):
+        raise OptionError(f"MILLPOND_CUDA_GRAPHS={said!r}: use 1 to record decoding steps as CUDA graphs, or 0")
+    return said == "1"
+
+
+def record_cuda(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """A CUDA graph of `work`, which is run once before, so that all kernels are compiled and loaded."""
+    with torch.cuda.device(device):
+        stream, anchor = _shared(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+            graph = _captured(work, anchor.pool())
+        torch.cuda.current_stream().wait_stream(stream)
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@cache
+def _shared(device: int) -> tuple[Any, Any]:
+    """The stream of all records on a device, and a graph that keeps their memory: what one needs in between, another
+    may use too, since they never run at the same time.
+    """
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph = _captured(lambda: torch.zeros(1, device="cuda"), None)
+    torch.cuda.current_stream().wait_stream(stream)
+    return stream, graph
+
+
+def _captured(work: Callable[[], object], pool: Any) -> Any:
+    graph: Any = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        work()
+    finally:
+        graph.capture_end()
+    return graph
+
 
 #: Columns of page tables are a multiple of this, and a quarter more than there are.
 WIDTH_STEP = 16
@@ -119,3 +180,57 @@ def _written(regions: Sequence[StepRegions]) -> list[Tensor]:
 
 def _copy(to: list[Tensor], of: list[Tensor]) -> None:
     torch._foreach_copy_(to, of)
+
+
+class _Recording(NamedTuple):
+    inputs: StepInputs
+    rows: tuple[Tensor, Tensor, Tensor]  #: queries, new keys and new values
+    replay: Callable[[], None]
+    outputs: list[DecodeOutput]  #: one: of the step that was recorded
+
+
+class RecordedDecode:
+    """`ops.decode` of one layer: a step like the one before is recorded, and replayed as long as they are alike.
+
+    Args:
+        record: how.
+
+    Attributes:
+        recorded, replayed: graphs that were made, and steps that they ran.
+    """
+
+    def __init__(self, record: GraphRecorder) -> None:
+        self._record = record
+        self._key: tuple[Any, ...] | None = None
+        self._recording: _Recording | None = None
+        self.recorded = self.replayed = 0
+
+    def decode(self, args: DecodeArgs) -> DecodeOutput:
+        """See `OpSet.decode`."""
+        regions = [args.regions]
+        key = key_of(regions)
+        if key is None or self._key is None or not same_key(key, self._key):
+            self._key, self._recording = key, None
+            return ops.decode(args)
+        if self._recording is None or not self._recording.inputs.holds(regions):
+            self._recording = None  # its memory goes first
+            self._recording = self._make(args)
+        inputs, rows, replay, outputs = self._recording
+        inputs.take(regions)
+        for own, given in zip(rows, (args.q, args.k_new, args.v_new), strict=True):
+            own.copy_(given)
+        replay()
+        self.replayed += 1
+        inputs.give_back(regions)
+        return DecodeOutput(*(found.clone() for found in outputs[-1]))
+
+    def _make(self, args: DecodeArgs) -> _Recording:
+        inputs = StepInputs([args.regions])
+        rows = args.q.clone(), args.k_new.clone(), args.v_new.clone()
+        outputs: list[DecodeOutput] = []
+
+        def work() -> None:
+            outputs[:] = [ops.decode(DecodeArgs(*rows, inputs.regions[0]))]
+
+        self.recorded += 1
+        return _Recording(inputs, rows, self._record(work, args.q.device), outputs)

@@ -1,15 +1,134 @@
-"""Codec of one side of a page, keys or values, in plain torch: codes, scales, zeros and outliers."""
+"""Codes of one side of a page, keys or values, in plain torch: bits in words, scales, zeros and outliers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from millpond.kernels.packed import bit_tiles, groups, outliers
-from millpond.kernels.packed.groups import Groups
-from millpond.kernels.packed.layout import Format, Offsets, PackedLayout, Side, cuts_of, groups_of, table_of
+from millpond.kernels.packed import groups
+from millpond.kernels.packed.groups import Groups, to_half
+from millpond.kernels.packed.layout import (
+    LANES,
+    MOST_NAMED,
+    Format,
+    Offsets,
+    PackedLayout,
+    Side,
+    cuts_of,
+    groups_of,
+    table_of,
+)
+
+
+def split(x: Tensor, axis: int, size: int) -> Tensor:
+    """Axis `axis` as two, the second of `size`."""
+    axis %= x.ndim
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+def pack(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """Codes (..., depth, 16) int64 -> words (..., n, 16) int32, and those of the third bits."""
+    if bits == 3:
+        return _pack(codes & 3, 2), _pack(codes >> 2, 1)
+    return _pack(codes, bits), None
+
+
+def unpack(words: Tensor, top: Tensor | None, bits: int, depth: int) -> Tensor:
+    """The codes (..., depth, 16) int64 that `pack` put into words."""
+    if top is not None:
+        return _unpack(words, 2)[..., :depth, :] | _unpack(top, 1)[..., :depth, :] << 2
+    return _unpack(words, bits)[..., :depth, :]
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    e = torch.arange(32 // bits, device=device)
+    return (bits * (e // 2) + 16 * (e % 2))[:, None]
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    per = 32 // bits
+    depth = codes.shape[-2]
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, -depth % per))
+    words = (split(codes, -2, per) << _shifts(bits, codes.device)).sum(-2)
+    return ((words + 2**31) % 2**32 - 2**31).int()
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    wide = words.long()[..., None, :] >> _shifts(bits, words.device)
+    return (wide & ((1 << bits) - 1)).flatten(-3, -2)
+
+
+def key_lanes(x: Tensor) -> Tensor:
+    """(..., slots, dim) -> (..., slots / 16, dim, 16): lanes are slots."""
+    return split(x, -2, LANES).transpose(-1, -2)
+
+
+def from_key_lanes(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).flatten(-3, -2)
+
+
+def value_lanes(x: Tensor) -> Tensor:
+    """(..., slots, dim) -> (..., dim / 16, slots, 16): lanes are channels."""
+    return split(x, -1, LANES).transpose(-3, -2)
+
+
+def from_value_lanes(x: Tensor) -> Tensor:
+    return x.transpose(-3, -2).flatten(-2, -1)
+
+
+def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tensor:
+    """(P, slots, dim) bool: all but the `side.n_extra` numbers of each page that lie farthest out, the first of equals.
+
+    How far is measured from the middle of the calibrated range of the channel, in units of it, or else from the mean
+    of the number's group, in standard deviations.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    if fixed is not None:
+        scale, zero = fixed
+        middle = zero if side.format.uses_table else zero + scale * ((1 << side.format.bits) - 1) / 2
+        far = ((x - middle) / scale.clamp(min=tiny)).abs()
+    else:
+        grouped = split(x, 1, side.group) if side.by_channel else split(x, 2, x.shape[2] // groups_of(side, x.shape[2]))
+        n = grouped.shape[2 if side.by_channel else 3]
+        away = (grouped - _sum(grouped, side.by_channel) / n).abs()
+        # by way of float64: torch's root of float32 is not always the nearest number
+        spread = (_sum(away.square(), side.by_channel) / n).double().sqrt().float()
+        far = (away / spread.clamp(min=tiny)).reshape(x.shape)
+    found = far.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, : side.n_extra]
+    return torch.ones_like(far, dtype=torch.bool).flatten(1).scatter(1, found, False).view_as(far)
+
+
+def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
+    """Sums of groups in an order that native code repeats: slot after slot, (P, n, 1, dim) of (P, n, slots, dim); or 16
+    channels after 16 and then half onto half, (P, slots, n, 1) of (P, slots, n, channels)."""
+    if by_channel:
+        return reduce(torch.add, grouped.unbind(2)).unsqueeze(2)
+    lanes = reduce(torch.add, split(grouped, 3, LANES).unbind(3))
+    while lanes.shape[3] > 1:
+        half = lanes.shape[3] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes
+
+
+def beside(rest: Tensor, inlier: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """(where, what) (P, n): the places of the n outliers of each page, ascending, and what their codes lack.
+
+    Raises:
+        NumericsError: one lacks more than float16 holds.
+    """
+    places = (~inlier).flatten(1).nonzero()[:, 1].view(rest.shape[0], n)
+    slot, channel = places // rest.shape[2], places % rest.shape[2]
+    return slot * MOST_NAMED + channel, to_half(rest.flatten(1).gather(1, places))
+
+
+def add(x: Tensor, where: Tensor, what: Tensor) -> Tensor:
+    """X (P, slots, dim) with the outliers added."""
+    places = where // MOST_NAMED * x.shape[2] + where % MOST_NAMED
+    return x.flatten(1).scatter_add(1, places, what.float()).view_as(x)
+
 
 #: Scales and zeros (dim,) float32 per channel that calibration made, for a side that is `fixed`.
 Fixed = tuple[Tensor, Tensor]
@@ -39,8 +158,8 @@ def _grouped(x: Tensor, side: Side) -> Tensor:
     if side.format is Format.FP8:
         return x.flatten(1)[:, None]  # (P, 1, slots * dim)
     if side.by_channel:
-        return bit_tiles.split(x, 1, side.group).transpose(-1, -2)  # (P, slots / group, dim, group)
-    return bit_tiles.split(x, 2, x.shape[2] // groups_of(side, x.shape[2]))  # (P, slots, groups, group)
+        return split(x, 1, side.group).transpose(-1, -2)  # (P, slots / group, dim, group)
+    return split(x, 2, x.shape[2] // groups_of(side, x.shape[2]))  # (P, slots, groups, group)
 
 
 def _ungrouped(x: Tensor, side: Side, dim: int) -> Tensor:
@@ -65,7 +184,7 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
         means = groups.to_half(_means(x))
         x = x - means.float()[:, None]
     if side.n_extra:
-        inlier = outliers.inliers(x, side, fixed)
+        inlier = inliers(x, side, fixed)
     if fixed is not None:
         groups.check_finite(x)
         scale, zero = fixed
@@ -76,7 +195,7 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
         found = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
         parts = Parts(_ungrouped(found.codes, side, x.shape[-1]), found.scales, found.zeros)
     if inlier is not None:
-        parts.where, parts.what = outliers.beside(x - decode(parts, side, fixed), inlier, side.n_extra)
+        parts.where, parts.what = beside(x - decode(parts, side, fixed), inlier, side.n_extra)
     parts.means = means
     return parts
 
@@ -116,7 +235,7 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
     if parts.means is not None:
         x = x + parts.means.float()[:, None]
     if parts.where is not None and parts.what is not None:
-        x = outliers.add(x, parts.where, parts.what)
+        x = add(x, parts.where, parts.what)
     return x
 
 
@@ -135,8 +254,8 @@ def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
     """(P, n) uint8: the bytes of one side of P whole pages, in the order of `Offsets`."""
     if side.format is Format.ROWS:
         return _bytes(parts.codes)
-    lanes = bit_tiles.key_lanes(parts.codes) if is_key else bit_tiles.value_lanes(parts.codes)
-    words, top = bit_tiles.pack(lanes, side.format.bits)
+    lanes = key_lanes(parts.codes) if is_key else value_lanes(parts.codes)
+    words, top = pack(lanes, side.format.bits)
     pieces = [_bytes(words), *([] if top is None else [_bytes(top)])]
     for t in (parts.scales, parts.zeros):
         if t is not None:
@@ -163,8 +282,8 @@ def from_bytes(page: Tensor, side: Side, at: Offsets, slots: int, dim: int, is_k
     bits = side.format.bits
     words = take(at.codes, (count, depth * (2 if bits == 3 else bits) // 32, 16), torch.int32)
     top = take(at.top, (count, -(-depth // 32), 16), torch.int32) if at.top >= 0 else None
-    lanes = bit_tiles.unpack(words, top, bits, depth)
-    parts = Parts(bit_tiles.from_key_lanes(lanes) if is_key else bit_tiles.from_value_lanes(lanes))
+    lanes = unpack(words, top, bits, depth)
+    parts = Parts(from_key_lanes(lanes) if is_key else from_value_lanes(lanes))
     if side.format is Format.FP8:
         parts.scales = take(at.scales, (1,), torch.float32)
     elif at.scales >= 0:
