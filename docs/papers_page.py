@@ -34,7 +34,7 @@ FORMATS = {
     "flexgen": ("FlexGen", "src/millpond/codec/groups.py"),
     "kivi": ("KIVI", "src/millpond/codec/groups.py"),
     "kvquant": ("KVQuant", "src/millpond/codec/nuq.py"),
-    "mikv": ("MiKV", "src/millpond/codec/balance.py"),
+    "mikv": ("MiKV", "src/millpond/codec/channels.py"),
     "think": ("ThinK", "src/millpond/codec/channels.py"),
     "rotated": ("QuaRot", "src/millpond/codec/rotate.py"),
 }

@@ -17,9 +17,8 @@ from millpond.cache.tiered.extents import LayerExtents, Transit
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
-from millpond.tiers.aligned import ALIGNMENT, aligned_buffer
+from millpond.tiers.buffers import ALIGNMENT, Slot, aligned_buffer
 from millpond.tiers.loader import Errand, Loader
-from millpond.tiers.slots import Slot
 from tests.helpers.examples import examples
 from tests.tiers.test_loader import ManualBackend
 

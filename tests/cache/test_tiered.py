@@ -20,11 +20,10 @@ from millpond.cache.tiered.patches import Patches
 from millpond.cache.tiered.visit import PageVisit
 from millpond.kernels import ops, page_rows
 from millpond.kernels.args import EntryRows
-from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import Slot, aligned_buffer
 from millpond.tiers.files import ScratchFile
 from millpond.tiers.loader import Loader
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 
 HEADS, DIM, SLOTS = 2, 16, 8
 

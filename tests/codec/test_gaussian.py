@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from millpond.codec import codec_named
-from millpond.codec.gaussian import GAUSSIAN3, TABLE3
 from millpond.codec.groups import Coder, integers
 from millpond.codec.nuq import kmeans
+from millpond.codec.presets import GAUSSIAN3, TABLE3
 
 
 def gaussian(dim: int, seed: int) -> Tensor:

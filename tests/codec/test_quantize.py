@@ -11,8 +11,7 @@ from torch import Tensor
 from millpond.cache.entries import quantize
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.codec import list_codecs, resolve
-from millpond.codec.balance import query_balance
-from millpond.codec.channels import channel_scores, kept_channels
+from millpond.codec.channels import channel_scores, kept_channels, query_balance
 from millpond.codec.spec import Codec
 from millpond.errors import OptionError
 from tests.helpers.codec.layers import DIM, HEADS, KV, SHAPE, check, codes, decode, feed, make, parts, positions, tokens

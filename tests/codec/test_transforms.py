@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from millpond.codec.balance import query_balance
-from millpond.codec.channels import channel_scores, kept_channels
+from millpond.codec.channels import channel_scores, kept_channels, query_balance
 from millpond.codec.groups import Coder, integers
 from millpond.codec.rotate import hadamard, rotate
 from millpond.errors import OptionError

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from millpond.kernels import file_read
-from millpond.kernels.file_read import read_file
 from millpond.kernels.native import library
+from millpond.tiers import files
+from millpond.tiers.files import read_file
 
 REQUEST = 4096
 
 
 @pytest.fixture(params=["native", "python"])
 def requests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_read, "REQUEST_BYTES", REQUEST)
+    monkeypatch.setattr(files, "REQUEST_BYTES", REQUEST)
     if request.param == "python":
         monkeypatch.setattr(library, "load", lambda: None)
     elif library.load() is None:
@@ -62,7 +62,7 @@ def test_a_library_that_has_no_such_call_is_not_needed(tmp_path: Path, monkeypat
         return -errno.ENOSYS
 
     monkeypatch.setattr(library, "load", lambda: ("none", SimpleNamespace(mp_read_file=read)))
-    monkeypatch.setattr(file_read, "REQUEST_BYTES", 2)
+    monkeypatch.setattr(files, "REQUEST_BYTES", 2)
     (tmp_path / "file").write_bytes(b"abcdef")
     room = memoryview(bytearray(6))
     fd = os.open(tmp_path / "file", os.O_RDONLY)

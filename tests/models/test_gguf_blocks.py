@@ -19,7 +19,7 @@ from millpond.models.gguf.convert import converted_folder
 from millpond.models.weights.packing import MemoryPacker, coded_parts
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
-from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.buffers import aligned_buffer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from millpond.errors import OptionError
-from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.cuda import CudaDevice
-from millpond.tiers.backends.threads import ThreadBackend
-from millpond.tiers.device_loader import DeviceLoader
+from millpond.tiers.buffers import Slot, aligned_buffer
+from millpond.tiers.cuda import CudaDevice
+from millpond.tiers.devices import DeviceLoader
 from millpond.tiers.loader import Loader
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 from tests.helpers.tiers.fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from millpond.errors import BudgetError, DataError
-from millpond.tiers.aligned import ALIGNMENT, aligned_buffer
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import ALIGNMENT, Slot, SlotState, aligned_buffer
 from millpond.tiers.files import DirectFile
-from millpond.tiers.ledger import Ledger
+from millpond.tiers.ledger import Ledger, Tier
 from millpond.tiers.loader import Extent, Loader, Ticket
-from millpond.tiers.slots import Slot, SlotState
-from millpond.tiers.tier import Tier
+from millpond.tiers.threads import ThreadBackend
 from tests.helpers.examples import examples
 
 

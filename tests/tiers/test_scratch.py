@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from millpond.errors import DataError
 from millpond.tiers import files
-from millpond.tiers.aligned import ALIGNMENT, aligned_buffer
-from millpond.tiers.backends.simulated import SimulatedDevice
-from millpond.tiers.backends.threads import ThreadBackend
-from millpond.tiers.device_loader import DeviceLoader
+from millpond.tiers.buffers import ALIGNMENT, Slot, SlotState, aligned_buffer
+from millpond.tiers.devices import DeviceLoader, SimulatedDevice
 from millpond.tiers.files import DirectFile, ScratchFile
 from millpond.tiers.free_list import FreeList
 from millpond.tiers.loader import Extent, Loader
-from millpond.tiers.slots import Slot, SlotState
+from millpond.tiers.threads import ThreadBackend
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20)), max_size=60))

@@ -1,4 +1,4 @@
-"""Query-driven pruning of key channels: ThinK (Xu et al., ICLR 2025, arXiv:2407.21018)."""
+"""Key channels: ThinK's pruning by queries (arXiv:2407.21018) and MiKV's outlier balancer (arXiv:2402.18096)."""
 
 from __future__ import annotations
 
@@ -42,3 +42,25 @@ def kept_channels(scores: Tensor, ratio: float, *, pairs: bool = False) -> Tenso
         return scores.topk(kept, 1).indices.sort(1).values.int()
     best = scores.reshape(-1, 2, dim // 2).sum(1).topk(kept // 2, 1).indices.sort(1).values
     return torch.cat([best, best + dim // 2], 1).int()
+
+
+#: Bounds of b: a channel that is zero on one side must not blow up the other.
+LEAST, MOST = 1e-2, 1e2
+
+
+def query_balance(q: Tensor, k: Tensor, *, tie_pairs: bool = False) -> Tensor:
+    """1 / b per KV head and channel: the factor of the query, whose inverse the keys are stored with.
+
+    Args:
+        q: (Hq, Q, D) and k: (Hkv, T, D), both after RoPE; query heads grouped by KV head.
+        tie_pairs: give both channels of a rotation pair (c, c + D / 2) the same factor, so that it commutes with RoPE.
+
+    Returns:
+        (Hkv, D) float32, as `PackedRegions.balance` takes it.
+    """
+    most_q = q.float().abs().amax(1).view(k.shape[0], -1, k.shape[2]).amax(1)
+    most_k = k.float().abs().amax(1)
+    if tie_pairs:
+        most_q, most_k = (t.view(len(t), 2, -1).amax(1).repeat(1, 2) for t in (most_q, most_k))
+    b = torch.sqrt(most_q / most_k.clamp(min=torch.finfo(torch.float32).tiny)).clamp(LEAST, MOST)
+    return 1.0 / b

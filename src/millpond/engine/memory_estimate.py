@@ -16,7 +16,7 @@ from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
-from millpond.tiers.aligned import ALIGNMENT
+from millpond.tiers.buffers import ALIGNMENT
 
 #: Bytes that a page of a pool counts for.
 PageSize = Callable[[RefCountedPool[Any]], int]

@@ -16,7 +16,6 @@ from transformers import Cache, PreTrainedModel
 from millpond.budget import Budget
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.pages.heap import give_back
 from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
@@ -46,6 +45,7 @@ from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.kernels.cuda_graphs import RecordedDecode, record_cuda, recording
 from millpond.policy.policy import Policy
+from millpond.tiers.free_memory import give_back
 
 AnySpan = TypeVar("AnySpan", Span, FairShare)
 

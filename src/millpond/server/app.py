@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import millpond
-from millpond.cache.pages.heap import give_back
 from millpond.server import errors
 from millpond.server.cluster_protocol import ServedCluster
 from millpond.server.front_pace import FrontPaceMiddleware
@@ -33,6 +32,7 @@ from millpond.server.routes import (
 )
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
+from millpond.tiers.free_memory import give_back
 
 #: Seconds that the engine has to end when the server goes down.
 _CLOSE_S = 1.0

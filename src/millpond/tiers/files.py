@@ -1,8 +1,9 @@
-"""Files that are read and written past the page cache, or at least without staying in it."""
+"""Files that are read and written past the page cache, in small requests that do not wait for Python's lock."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -11,7 +12,32 @@ from pathlib import Path
 from typing import Protocol
 
 from millpond.errors import DataError
-from millpond.kernels.file_read import read_file
+from millpond.kernels.native import library
+
+#: Bytes of one request. Shorter ones take more of a CPU; behind a longer one a short read of another thread waits.
+REQUEST_BYTES = 2 << 20
+
+
+def read_file(fd: int, room: memoryview, offset: int) -> int:
+    """Fill `room` from an offset of a file; returns how many bytes there were until its end.
+
+    Raises:
+        OSError: of the system.
+    """
+    loaded = library.load() if len(room) > REQUEST_BYTES else None
+    if loaded is None:
+        return os.preadv(fd, [room], offset)
+    function = loaded[1].mp_read_file
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_int64
+    place = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    found = int(function(fd, place, len(room), offset, REQUEST_BYTES))
+    if found == -errno.ENOSYS:
+        return os.preadv(fd, [room], offset)
+    if found < 0:
+        raise OSError(-found, os.strerror(-found))
+    return found
+
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 

@@ -1,12 +1,29 @@
-"""Ledger of bytes per tier and purpose, which refuses what a tier cannot hold."""
+"""Tiers where weights and KV are stored, and the ledger of bytes that refuses what a tier cannot hold."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from millpond.errors import BudgetError
-from millpond.tiers.tier import Tier
+
+Kind = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place with a capacity.
+
+    Attributes:
+        name: by which a ledger knows it. kind: where it is.
+        capacity_bytes: most bytes that it may hold; None for no limit.
+    """
+
+    name: str
+    kind: Kind
+    capacity_bytes: int | None = None
 
 
 class Holding:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from millpond.errors import DataError
 from millpond.kernels.checksum import crc32
+from millpond.tiers.buffers import Slot, SlotState
 from millpond.tiers.files import ReadableFile, WritableFile
-from millpond.tiers.slots import Slot, SlotState
 
 #: Bytes of one request of a file, see `read_file`. After each the reading thread waits for Python's lock, up to 5 ms
 #: where the model's thread has it. A request that is cancelled ends first.

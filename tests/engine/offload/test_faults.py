@@ -17,7 +17,7 @@ from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import Plan
 from millpond.engine.request import Request
 from millpond.errors import DataError
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.threads import ThreadBackend
 from tests.engine.test_offload import model, options, prompt
 from tests.helpers.tiers.scripted import READ_FAULTS, WRITE_FAULTS, Script, ScriptedFile, ScriptedScratch
 

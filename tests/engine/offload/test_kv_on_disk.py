@@ -25,9 +25,9 @@ from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import DataError, OptionError
-from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import aligned_buffer
 from millpond.tiers.files import ScratchFile
+from millpond.tiers.threads import ThreadBackend
 from tests.engine.test_offload import (
     CODECS,
     FAMILIES,

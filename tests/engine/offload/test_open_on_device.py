@@ -18,7 +18,7 @@ from millpond.engine.offload.open_on_device import open_on_device
 from millpond.engine.offload.plan import Plan
 from millpond.engine.offload.workload import Workload
 from millpond.errors import BudgetError, OptionError
-from millpond.tiers.backends.cuda import Bandwidths, CudaDevice
+from millpond.tiers.cuda import Bandwidths, CudaDevice
 from tests.engine.test_offload import FAMILIES, answers, in_memory, options
 from tests.helpers.tiers.fake_cuda import FakeCuda
 

@@ -14,7 +14,7 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import Plan
-from millpond.tiers.backends.simulated import SimulatedDevice
+from millpond.tiers.devices import SimulatedDevice
 from tests.engine.test_offload import CODECS, FAMILIES, METHODS, answers, in_memory, options
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -13,7 +13,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.plan import Plan
 from millpond.errors import BudgetError, DataError, OptionError
-from millpond.tiers.backends.simulated import SimulatedDevice
+from millpond.tiers.devices import SimulatedDevice
 from tests.engine.test_offload import FAMILIES, answers, in_memory, options
 from tests.helpers.tiers.backends import FaultyFile, ShuffledBackend
 
@@ -96,8 +96,7 @@ def test_a_read_that_fails_on_its_way_to_the_device(folders: dict[str, Path]) ->
 
 
 def test_copies_take_the_time_of_their_bandwidth() -> None:
-    from millpond.tiers.aligned import aligned_buffer
-    from millpond.tiers.slots import Slot
+    from millpond.tiers.buffers import Slot, aligned_buffer
 
     slept: list[float] = []
     device = SimulatedDevice(bytes_per_s=1e6, sleep=slept.append)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import ClassVar
 
-from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.buffers import aligned_buffer
 from millpond.tiers.files import DirectFile, ScratchFile
 
 READ_FAULTS, WRITE_FAULTS = ("error", "short", "flipped", "stale"), ("error", "short", "flipped", "lost")

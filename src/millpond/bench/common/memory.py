@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from millpond.cache.pages import heap
+from millpond.tiers import free_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -22,7 +22,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def give_back() -> None:
     """Return what is free to the operating system, so that a later peak is not hidden in reused memory (glibc)."""
     gc.collect()
-    heap.give_back()
+    free_memory.give_back()
 
 
 class PeakMemory:

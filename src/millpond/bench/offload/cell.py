@@ -35,11 +35,10 @@ from millpond.engine.offload.workload import Workload
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import resolve
-from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import Slot, aligned_buffer
 from millpond.tiers.files import DirectFile
 from millpond.tiers.loader import Extent, Loader, Ticket
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 
 #: Seconds for which the bandwidth is measured before and after a cell; the last third counts, since disks of virtual
 #: machines give more at first, for some seconds.

@@ -19,7 +19,6 @@ from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.aged_store import PackedPart
-from millpond.cache.pages.heap import give_back_after
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.planning.planner import Planner
@@ -31,6 +30,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.scores.query_moments import QueryMoments
 from millpond.policy.view import View
+from millpond.tiers.free_memory import give_back_after
 
 T = TypeVar("T")
 

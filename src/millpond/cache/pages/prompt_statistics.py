@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from millpond.codec.balance import query_balance
-from millpond.codec.channels import channel_scores, kept_channels
+from millpond.codec.channels import channel_scores, kept_channels, query_balance
 from millpond.codec.spec import Codec
 
 #: Newest queries that decide which key channels stay (ThinK, arXiv:2407.21018).

@@ -18,11 +18,10 @@ from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, Tran
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
-from millpond.tiers.aligned import aligned_buffer, aligned_up
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import Slot, aligned_buffer, aligned_up
 from millpond.tiers.files import ScratchFile
 from millpond.tiers.loader import Backend, Loader
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 
 #: Slots that blocks are read and written through, and bytes of each.
 N_READING, N_WRITING, SLOT_BYTES = 2, 2, 256 << 10

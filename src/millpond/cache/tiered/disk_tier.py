@@ -18,12 +18,11 @@ from millpond.cache.tiered.departure import depart
 from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit
 from millpond.cache.tiered.visit import PageVisit
 from millpond.errors import DataError, PoolFullError
-from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import Slot, aligned_buffer
 from millpond.tiers.files import ScratchFile
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.loader import Backend, Loader
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 
 #: Slots that pages are read through, and written from.
 N_READING, N_WRITING = 2, 2

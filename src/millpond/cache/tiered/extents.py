@@ -13,11 +13,10 @@ from millpond.cache.tiered.run_table import Numbers, RunTable
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
-from millpond.tiers.aligned import aligned_up
+from millpond.tiers.buffers import Slot, aligned_up
 from millpond.tiers.files import WritableFile
 from millpond.tiers.free_list import FreeList
 from millpond.tiers.loader import Errand, Extent, Loader
-from millpond.tiers.slots import Slot
 
 #: Bytes by which a file grows at least.
 GRAIN = 256 << 10

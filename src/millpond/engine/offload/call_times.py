@@ -26,8 +26,7 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
-from millpond.tiers.ledger import Ledger
-from millpond.tiers.tier import Tier
+from millpond.tiers.ledger import Ledger, Tier
 
 #: Layers of the two models: what grows with them is of a layer, the rest of a step.
 _LAYERS = (2, 10)

@@ -11,7 +11,7 @@ from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Plan, spread
 from millpond.engine.offload.step_memory import StepMemory
 from millpond.engine.offload.workload import Workload, usual
 from millpond.errors import BudgetError
-from millpond.tiers.backends.cuda import Bandwidths
+from millpond.tiers.cuda import Bandwidths
 
 #: Bytes per second that a disk is taken to read where nothing was measured.
 DISK_BYTES_PER_S = 1e9

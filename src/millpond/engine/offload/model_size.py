@@ -23,7 +23,7 @@ from millpond.models.load import resolve
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.runner.packed_model import LayerShape
-from millpond.tiers.aligned import aligned_up
+from millpond.tiers.buffers import aligned_up
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,11 +31,10 @@ from millpond.models.weights.packing import MemoryPacker
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
-from millpond.tiers.aligned import aligned_down
-from millpond.tiers.backends.simulated import SimulatedDevice
+from millpond.tiers.buffers import aligned_down
+from millpond.tiers.devices import SimulatedDevice
 from millpond.tiers.free_memory import map_large_blocks
-from millpond.tiers.ledger import Ledger
-from millpond.tiers.tier import Tier
+from millpond.tiers.ledger import Ledger, Tier
 
 #: Tokens of one sequence, uncompressed, for which there must be memory.
 LEAST_TOKENS = 128

@@ -22,9 +22,8 @@ from millpond.errors import BudgetError, OptionError
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers
-from millpond.tiers.backends.cuda import CudaDevice
-from millpond.tiers.ledger import Ledger
-from millpond.tiers.tier import Tier
+from millpond.tiers.cuda import CudaDevice
+from millpond.tiers.ledger import Ledger, Tier
 
 #: What an engine runs there. KV lies on the device, which a plan calls "host", as where nothing is said.
 ON_DEVICE = Capabilities(weights=(DEVICE, HOST, DISK), kv=(HOST,), ends=("host",))

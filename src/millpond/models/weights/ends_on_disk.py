@@ -20,7 +20,7 @@ from millpond.models.weights.layout import FileRun, Layout
 from millpond.models.weights.matrix_on_disk import MatrixOnDisk, RowRange
 from millpond.models.weights.packed_layout import CodedLayout
 from millpond.models.weights.skeleton import Skeleton
-from millpond.tiers.aligned import aligned_buffer, aligned_up
+from millpond.tiers.buffers import aligned_buffer, aligned_up
 from millpond.tiers.loader import transfer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from millpond.errors import DataError, OptionError
-from millpond.tiers.aligned import aligned_buffer
+from millpond.tiers.buffers import aligned_buffer
 from millpond.tiers.files import DirectFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

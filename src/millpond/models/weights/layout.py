@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from millpond.errors import DataError
 from millpond.kernels.quantized_weight import QuantizedWeight
 from millpond.models.weights.headers import TensorPlace
-from millpond.tiers.aligned import aligned_down, aligned_up
+from millpond.tiers.buffers import aligned_down, aligned_up
 
 #: Bytes between two tensors that are read rather than skipped.
 _GAP = 256 << 10

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.weights.layout import FileRun
-from millpond.tiers.aligned import ALIGNMENT, aligned_down, aligned_up
+from millpond.tiers.buffers import ALIGNMENT, aligned_down, aligned_up
 
 #: Rows of a tile are a multiple of this where that many fit, as kernels take rows of a matrix.
 _ROWS = 64

@@ -26,7 +26,7 @@ from millpond.models.weights.packing import coded_parts, fill, source_bytes
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.tensor_source import TensorSource
-from millpond.tiers.aligned import aligned_buffer, aligned_down, aligned_up
+from millpond.tiers.buffers import aligned_buffer, aligned_down, aligned_up
 from millpond.tiers.files import DirectFile
 from millpond.tiers.free_memory import give_back
 

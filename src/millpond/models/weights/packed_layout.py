@@ -19,7 +19,7 @@ from millpond.models.lean.layers import block_of
 from millpond.models.weights.headers import TensorPlace
 from millpond.models.weights.layout import Codes, FileRun
 from millpond.models.weights.skeleton import Skeleton
-from millpond.tiers.aligned import aligned_up
+from millpond.tiers.buffers import aligned_up
 
 #: Bytes that codes, scales and the first of some biases begin at a multiple of.
 _GRAIN = 64

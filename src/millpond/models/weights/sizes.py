@@ -12,7 +12,7 @@ from millpond.models.weights.layout import Codes, FileRun, Layout
 from millpond.models.weights.matrix_on_disk import RowRange
 from millpond.models.weights.packed_layout import CodedLayout, packed_ends, packed_layer
 from millpond.models.weights.skeleton import Skeleton
-from millpond.tiers.aligned import aligned_up
+from millpond.tiers.buffers import aligned_up
 
 
 class PartLayout(Protocol):

@@ -25,15 +25,13 @@ from millpond.models.weights.layout import FileRun
 from millpond.models.weights.matrix_on_disk import RowRange
 from millpond.models.weights.sizes import PartLayout, WeightSizes
 from millpond.models.weights.skeleton import Skeleton, with_parameters
-from millpond.tiers.aligned import aligned_buffer
-from millpond.tiers.backends.device import Device
-from millpond.tiers.backends.threads import ThreadBackend
-from millpond.tiers.device_loader import Arrival, DeviceLoader
+from millpond.tiers.buffers import Slot, aligned_buffer
+from millpond.tiers.devices import Arrival, Device, DeviceLoader
 from millpond.tiers.files import DirectFile
 from millpond.tiers.free_memory import GivingBack
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.loader import Backend, Extent, Loader, Ticket
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 
 #: When packed parts are compared with their checksums.
 Verify = Literal["first", "always"]

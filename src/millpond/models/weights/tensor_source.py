@@ -11,11 +11,10 @@ from torch import Tensor
 from millpond.errors import DataError
 from millpond.models.weights.headers import TensorPlace
 from millpond.models.weights.layout import Layout
-from millpond.tiers.aligned import aligned_buffer, aligned_down, aligned_up
-from millpond.tiers.backends.threads import ThreadBackend
+from millpond.tiers.buffers import Slot, aligned_buffer, aligned_down, aligned_up
 from millpond.tiers.files import DirectFile
 from millpond.tiers.loader import Extent, Loader, Ticket
-from millpond.tiers.slots import Slot
+from millpond.tiers.threads import ThreadBackend
 
 
 class TensorSource:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from millpond.errors import DataError, OptionError
-from millpond.tiers.aligned import aligned_buffer, aligned_up
-from millpond.tiers.slots import Slot
-from millpond.tiers.tier import Tier
+from millpond.tiers.buffers import Slot, aligned_buffer, aligned_up
+from millpond.tiers.ledger import Tier
 
 #: Bytes that are copied to learn how fast the link and the device's memory are, and how often.
 _PROBE_BYTES, _PROBES = 64 << 20, 4

@@ -1,1 +1,0 @@
-"""Backends of a loader: who carries its reads out."""
