@@ -15,7 +15,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from millpond.policy.allocation.gated_heads import GatedHeads
+from millpond.methods.attention_gate import GatedHeads
 from millpond.policy.policy import Policy
 from millpond.policy.retaining.gates import Gates, LayerGate
 from tests.helpers.papers.fixture import layer_cache

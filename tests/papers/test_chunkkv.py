@@ -7,7 +7,7 @@ import torch
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.scores.chunk_mean import ChunkMean
+from millpond.methods.chunkkv import ChunkMean
 from millpond.policy.scores.key_geometry import KeyNorm
 from tests.helpers.papers.keyed import run, sets, text, view
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.scores.leverage import LeverageAndAttention, leverage_scores
+from millpond.methods.compactor import LeverageAndAttention, leverage_scores
 from tests.helpers.papers.keyed import best, run, sets, text, view
 
 compactor = METHODS.get("compactor")

@@ -14,11 +14,11 @@ from millpond.errors import OptionError, UnsupportedModelError
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.signals.output_projection import output_maps
 from millpond.methods import METHODS
+from millpond.methods.criticalkv import CriticalValues, output_norms
 from millpond.policy.allocation.heads import Ada, Uniform
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
-from millpond.policy.scores.critical_values import CriticalValues, output_norms
 from millpond.policy.selection import keep_best
 from millpond.policy.view import View
 from tests.helpers.hf.eager import eager_attention

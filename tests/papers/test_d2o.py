@@ -11,9 +11,8 @@ import torch
 from millpond.errors import OptionError
 from millpond.kernels.merge.reference import follow
 from millpond.methods import METHODS
-from millpond.policy.allocation.attention_density import AttentionDensity
+from millpond.methods.d2o import AttentionDensity, MergeAboveThreshold
 from millpond.policy.allocation.layers import split_budget
-from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
 from millpond.policy.view import View
 from tests.helpers.papers.fixture import COLUMN_SUMS
 from tests.helpers.papers.keyed import run, sets, text, view

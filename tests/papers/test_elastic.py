@@ -11,7 +11,7 @@ import millpond as mp
 from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from millpond.policy.merging.nearest_anchor import nearest_in_text
+from millpond.methods.elastic import nearest_in_text
 from millpond.policy.view import View
 from tests.helpers.hf.families import FAMILIES, shared_model, text
 from tests.helpers.matrix.checks import CHECKS

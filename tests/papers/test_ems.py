@@ -11,7 +11,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.merge.reference import MergeColumns, middle
 from millpond.methods import METHODS
-from millpond.policy.merging.importance_classes import MergeByImportance
+from millpond.methods.ems import MergeByImportance
 from millpond.policy.merging.protocol import Merged
 from millpond.policy.scores.global_local import GlobalAndLocal
 from millpond.policy.view import View

@@ -16,8 +16,8 @@ import millpond as mp
 from millpond.errors import NumericsError, OptionError, UnsupportedModelError
 from millpond.kernels.linear import FEW_ROWS
 from millpond.methods import METHODS
+from millpond.methods.expected_attention import ExpectedAttentionScore
 from millpond.policy.policy import Policy
-from millpond.policy.scores.expected_attention import ExpectedAttentionScore
 from millpond.policy.scores.query_moments import QueryMoments, QueryView, mean_rotation
 from millpond.policy.view import View
 from tests.helpers.hf.families import build, family, one, shared_model

@@ -10,8 +10,8 @@ import torch
 import millpond as mp
 from millpond.errors import NumericsError, OptionError
 from millpond.methods import METHODS
+from millpond.methods.finch import QuestionAttention
 from millpond.policy.policy import Policy
-from millpond.policy.scores.question_attention import QuestionAttention
 from millpond.policy.view import View
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.papers.fixture import ROWS, run

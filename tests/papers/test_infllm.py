@@ -15,7 +15,7 @@ from millpond.cache.selective.block_retrieval import BlockRetrieval
 from millpond.errors import BudgetError, CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from millpond.policy.variants.block_retrieval import AlwaysAttended, BlockRetrievalPolicy
+from millpond.methods.infllm import AlwaysAttended, BlockRetrievalPolicy
 from tests.helpers.hf.families import shared_model, text
 from tests.helpers.matrix.hidden import passes
 from tests.helpers.matrix.models import llama, prompts

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.scores.lag_relative import LagRelative
+from millpond.methods.lagkv import LagRelative
 from tests.helpers.papers.keyed import run, sets, text, view
 
 lagkv = METHODS.get("lagkv")

@@ -10,7 +10,7 @@ import torch
 from millpond.errors import OptionError
 from millpond.kernels.merge.rules import BLOCK, cosines, nearest_in_torch
 from millpond.methods import METHODS
-from millpond.policy.merging.nearest_key import MergeIntoNearest
+from millpond.methods.merge_on_evict import MergeIntoNearest
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention

@@ -19,9 +19,8 @@ from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.hf.offline.head_patterns import find_patterns
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
+from millpond.methods.minference import AShape, BlockSparse, SparsePrefillPolicy, VerticalSlash
 from millpond.policy.needs.prompt_patterns import HeadPrompt, Pattern
-from millpond.policy.variants.minference_patterns import AShape, BlockSparse, VerticalSlash
-from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
 from tests.helpers.hf.families import shared_model, text
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.hidden import passes

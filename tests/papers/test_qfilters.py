@@ -13,7 +13,7 @@ import millpond as mp
 from millpond.errors import CacheMismatchError, NumericsError, OptionError, UnsupportedModelError
 from millpond.hf.offline.query_filters import save_filters
 from millpond.methods import METHODS
-from millpond.policy.scores.query_filters import QueryFilter, query_directions
+from millpond.methods.qfilters import QueryFilter, query_directions
 from millpond.policy.scores.query_moments import QueryMoments, QueryView
 from tests.helpers.hf.families import left_padded, shared_model
 from tests.helpers.matrix.models import llama, prompts

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.scores.redundancy import ImportanceAndRedundancy, mean_similarity
+from millpond.methods.rkv import ImportanceAndRedundancy, mean_similarity
 from tests.helpers.papers.keyed import best, cosine, run, sets, text, view
 
 rkv = METHODS.get("rkv")

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
+from millpond.methods.simlayerkv import LazyLayers
 from millpond.policy.allocation.layers import split_budget
-from millpond.policy.allocation.lazy_layers import LazyLayers
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View

@@ -1,16 +1,68 @@
 """CriticalKV: attention weighted by output effect of values (Feng et al., 2025, arXiv:2502.03805)."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+import torch
+from torch import Tensor
+
 from millpond.errors import OptionError
+from millpond.kernels import ops
+from millpond.kernels.decode_rules import Evict
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import GrowOrEvict
 from millpond.option_ranges import SHARE, Range
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, WindowAttention
-from millpond.policy.scores.critical_values import CriticalValues
+from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.selection import keep_best
+from millpond.policy.view import View, columns_of
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalValues(WrappedScore):
+    """The best `first` of the free budget by attention a_j, the rest by (a_j + eps) * mean_h ||v_j W_h||_1.
+
+    h runs over the query heads of the group, W_h is their part of the output projection. Those of the first stage
+    come before all others and keep their order. A norm is summed over at most `numbers` of the output's numbers, evenly
+    spread; 0 for all.
+    """
+
+    first: float = 0.5
+    eps: float = 1e-4
+    numbers: int = 256
+    evict: Evict | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= 1:
+            raise OptionError(f"first={self.first} must lie in 0..1")
+        if self.eps < 0:
+            raise OptionError(f"eps={self.eps} must not be negative")
+        if self.numbers < 0:
+            raise OptionError(f"numbers={self.numbers} must not be negative; 0 sums over all of them")
+
+    def score(self, view: View, seed: int) -> Tensor:
+        attention = self.base.score(view, seed)
+        room = (view.budget - (view.valid & ~view.free).sum(1)).clamp(min=0)
+        first = torch.tensor([math.floor(self.first * n) for n in room.tolist()], device=room.device)
+        chosen = keep_best(attention, view.free, torch.zeros_like(view.free), first)
+        # only the others need their norms, at the cost of the whole output projection
+        columns = (~chosen).int().topk(int((~chosen).sum(1).max()), dim=1).indices
+        maps = view.output_maps
+        step = -(-maps.shape[2] // self.numbers) if self.numbers else 1
+        norms = output_norms(columns_of(view.stored("values"), columns), maps[..., ::step]).to(attention.dtype) * step
+        value = torch.zeros_like(attention).scatter_(1, columns, (attention.gather(1, columns) + self.eps) * norms)
+        above = torch.where(view.free, value, 0).amax()
+        return torch.where(chosen, 1 + above + attention, value)
+
+
+def output_norms(values: Tensor, maps: Tensor) -> Tensor:
+    """(H, N): mean over the group of ||v_j W_h||_1, values (H, N, D), maps (H * group, D, hidden size)."""
+    return ops.absolute_sums(values, maps.transpose(1, 2)) * len(values) / len(maps)
 
 
 @method("criticalkv", paper="arXiv:2502.03805")

@@ -1,17 +1,92 @@
 """D2O: dynamic discriminative operations (Wan et al., ICLR 2025, arXiv:2406.13035)."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch
+from torch import Tensor
+
 from millpond.errors import OptionError
+from millpond.kernels.merge.rules import MergeRule, Weigh
 from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import Sinks
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
-from millpond.policy.allocation.attention_density import AttentionDensity
-from millpond.policy.merging.adaptive_threshold import MergeAboveThreshold
+from millpond.policy.allocation.layers import LayerAllocation, LayerTable
+from millpond.policy.merging.protocol import Merged, by_rule
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionDensity:
+    """Layer l has softmax_l(-f_l) of the budget, f_l the variance of the attention that its entries received.
+
+    Attributes:
+        scale: "relative": variances over the largest of all layers; "absolute": as they are; "heads": each head's
+            within its layer, 0 for the smallest and 1 for the largest, and f_l is their mean.
+    """
+
+    scale: Literal["relative", "absolute", "heads"] = "relative"
+
+    def check(self, n_layers: int) -> None:
+        """Fits every model."""
+
+    def measure(self, view: View) -> float:
+        """f_l before it is compared with those of other layers: a mean over the heads."""
+        assert view.signal is not None, "the cache provides the signal that a score declares"
+        density = view.signal.double().masked_fill(~view.valid, 0)
+        count = view.counts.double()
+        spread = torch.where(view.valid, density - (density.sum(1) / count)[:, None], 0)
+        variance = spread.square().sum(1) / (count - 1).clamp(min=1)
+        if self.scale == "heads":
+            low, high = variance.min(), variance.max()
+            variance = (variance - low) / (high - low) if high > low else torch.zeros_like(variance)
+        return float(variance.mean())
+
+    def decide(self, measured: Sequence[float]) -> LayerAllocation:
+        """The allocation for layers of which this was measured."""
+        top = max(measured)
+        if self.scale == "relative" and top > 0:
+            measured = [f / top for f in measured]
+        least = min(measured)
+        return LayerTable(tuple(math.exp(least - f) for f in measured))
+
+
+@dataclass(frozen=True, slots=True)
+class MergeAboveThreshold:
+    """An entry e that leaves is merged into c, the most alike, if u_e = max_c cos(k_e, k_c) >= tau, else dropped.
+
+    tau is the mean of u at the first merge of a sequence in a layer; later tau <- rate * mean(u) + (1 - rate) * tau.
+    Keys and values of c become w_c x_c + sum_e w_e x_e with w_e = exp(u_e) / Z, w_c = e / Z, Z = e + sum exp(u_e).
+    An entry that stands for m others counts m times. Accumulators are those of c.
+
+    Attributes:
+        rate: of the moving average. sinks: first positions that take nothing in.
+        shrinking: x_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
+    """
+
+    rate: float = 0.7
+    sinks: int = 0
+    shrinking: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise OptionError(f"rate={self.rate} of the moving average must lie in 0..1, and not be 0")
+
+    @property
+    def rule(self) -> MergeRule:
+        """See `SlotMerge`."""
+        return MergeRule(Weigh.COUNT if self.shrinking else Weigh.EXP, closed=self.sinks, rate=self.rate)
+
+    def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
+        return by_rule(self.rule, view, keep, value, seed)
 
 
 @method("d2o", paper="arXiv:2406.13035")

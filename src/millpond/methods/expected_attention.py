@@ -1,13 +1,86 @@
 """Expected Attention: predicted attention of future queries (Devoto et al., 2025, arXiv:2510.00636)."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch
+from torch import Tensor
+
+from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Evict, Reduce, Signal
+from millpond.kernels.eager.softmax import reduce_group
 from millpond.methods import method
 from millpond.methods._options import GrowInPaper, Recent
 from millpond.option_ranges import POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.scores.expected_attention import ExpectedAttentionScore
+from millpond.policy.scores.attention import Queries
+from millpond.policy.scores.query_moments import mean_rotation, moments_of
+from millpond.policy.view import View
+
+#: Keys that are processed together: few, so that their products stay in the cache.
+BLOCK = 512
+_REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedAttentionScore:
+    """s_j = (a_j + eps) * ||v_j||, a_j = softmax_j(c mu.k_j + c^2 k_j^T Sigma k_j / 2), c the scale of the logits.
+
+    mu and Sigma are mean and covariance of the text's queries before RoPE, turned by the mean rotation of the `future`
+    positions to come: E exp(c q.k_j) of a Gaussian q. The softmax runs over the free entries, once per query head.
+    """
+
+    future: int = 512
+    covariance: bool = True
+    value_norms: bool = True
+    eps: float = 0.0
+    reduce: Literal["mean", "max"] = "mean"
+    queries: Queries = "unrotated"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict | None = None
+
+    def __post_init__(self) -> None:
+        if self.future < 1:
+            raise OptionError(f"future={self.future} must be at least 1, the position of the next query")
+        if self.eps < 0:
+            raise OptionError(f"eps={self.eps} must not be negative")
+
+    def score(self, view: View, seed: int) -> Tensor:
+        attention = self._attention(view)
+        if not self.value_norms:
+            return attention
+        length: Tensor = torch.linalg.vector_norm(view.values, dim=-1)
+        return (attention + self.eps) * length
+
+    def _attention(self, view: View) -> Tensor:
+        """(H, N): the expected attention, the query heads of a group reduced."""
+        keys = view.keys
+        shown, moments = moments_of(view)
+        n_heads, _, dim = keys.shape
+        turn = mean_rotation(shown.rotate, dim, view.seen, self.future, keys.device)
+        mean = (moments.mean @ turn.T).to(keys.dtype).view(n_heads, -1, dim)
+        logits = shown.scale * (mean @ keys.transpose(1, 2))  # (H, group, N)
+        if self.covariance:
+            spread = (turn @ moments.covariance @ turn.T).to(keys.dtype).view(n_heads, -1, dim, dim)
+            logits += shown.scale**2 / 2 * quadratic_forms(keys, spread)
+        free = view.free[:, None]
+        p = torch.softmax(logits.masked_fill(~free, float("-inf")), -1)
+        return reduce_group(torch.where(free, p, 0), _REDUCE[self.reduce], 1)  # without free entries no softmax
+
+
+def quadratic_forms(keys: Tensor, matrices: Tensor) -> Tensor:
+    """(H, group, N): k_j^T M k_j of keys (H, N, D) and the matrices (H, group, D, D) of their head."""
+    n_heads, group, dim, _ = matrices.shape
+    side_by_side = matrices.transpose(1, 2).reshape(n_heads, dim, group * dim)
+    parts = []
+    for rows in torch.split(keys, BLOCK, 1):
+        products = (rows @ side_by_side).view(n_heads, -1, group, dim)
+        parts.append((products * rows[:, :, None]).sum(-1))
+    return torch.cat(parts, 1).transpose(1, 2)
 
 
 @method("expected_attention", paper="arXiv:2510.00636")

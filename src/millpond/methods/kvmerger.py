@@ -1,17 +1,121 @@
 """KVMerger: runs of similar neighbours merged into one entry (Wang et al., 2024, arXiv:2407.08454)."""
 
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Evict
+from millpond.kernels.merge.rules import Links, beside, distances, mean
 from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import SinksAdded
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
 from millpond.policy.allocation.heads import Uniform
 from millpond.policy.allocation.score_threshold import AboveThreshold
-from millpond.policy.merging.key_runs import GaussianRuns, RunPivots
+from millpond.policy.merging.protocol import Merged, joined_masses, joined_scores
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.attention import AccumulatedAttention, Score
+from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.selection import rank_by_value
+from millpond.policy.view import PARTS, View
+
+
+@dataclass(frozen=True, slots=True)
+class RunPivots(WrappedScore):
+    """The pivots of runs come before all other entries, by the attention of `base`; the others are below 0.
+
+    An entry and the one before it in its head join if cos(k_j, k_j-1) > eps. Without an eps the most alike pairs join,
+    as many as the budget asks. What is pinned and the `top` share of the budget by attention stay alone. The pivot of
+    a run is its entry of most attention.
+
+    Attributes:
+        shared: one set of runs for all heads, by the means over them.
+    """
+
+    base: Score = field(default_factory=AccumulatedAttention)
+    eps: float | None = None
+    top: float = 0.24
+    shared: bool = False
+    evict: Evict | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= 1:
+            raise OptionError(f"top={self.top} is a share of the budget, 0 to 1")
+        if self.eps is not None and not math.isfinite(self.eps):
+            raise OptionError(f"eps={self.eps} must be a finite number; a cosine lies in -1..1")
+
+    def score(self, view: View, seed: int) -> Tensor:
+        attention = self.attention(view, seed)
+        pivot = run_pivots(attention, self.runs(view, attention), view.valid)
+        column = torch.arange(attention.shape[1], device=attention.device)
+        below = attention - 1 - attention.masked_fill(~view.valid, 0).amax()
+        return torch.where(pivot == column, attention, below)
+
+    def attention(self, view: View, seed: int) -> Tensor:
+        """(H, N): what pivots are chosen by."""
+        return self._across(self.base.score(view, seed))
+
+    def runs(self, view: View, attention: Tensor) -> Tensor:
+        """(H, N) int64: the number of each entry's run, ascending; columns ascend in position."""
+        free = view.free
+        alone = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
+        free = free & ~alone
+        joinable = free & F.pad(free[:, :-1], (1, 0))
+        alike = self._across(F.pad(beside(view.stored("keys")), (1, 0)))
+        if self.eps is not None:
+            joins = joinable & (alike > self.eps)
+        else:
+            asked = (view.counts - view.budget).clamp(min=0)
+            joins = joinable & (rank_by_value(alike, joinable, torch.zeros_like(free)) < asked[:, None])
+        return (~joins).cumsum(1) - 1
+
+    def _across(self, x: Tensor) -> Tensor:
+        return x.mean(0, keepdim=True).expand_as(x) if self.shared else x
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianRuns:
+    """The entry of a run that stays becomes k* = sum_i w_i k_i, v* = sum_i w_i v_i over the run.
+
+    w_i = g_i / sum g, g_i = exp(-||k_p - k_i||^2 / (2 sigma^2)), p the entry that stays; the one of most attention
+    where several do. An entry that stands for m others counts m times. Accumulators are added up.
+    """
+
+    pivots: RunPivots
+    sigma: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.sigma > 0:
+            raise OptionError(f"sigma={self.sigma} must be above 0")
+
+    def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
+        attention = self.pivots.attention(view, seed)
+        into = run_pivots(attention, self.pivots.runs(view, attention), keep)
+        links = Links(into.clamp(min=0), view.valid & ~keep & (into >= 0))
+        distance = distances(view.stored("keys"), links)
+        weight = view.masses * (-distance / (2 * self.sigma**2)).exp()
+        keys, values = (mean(view.stored(part), weight, view.masses, links) for part in PARTS)
+        return Merged(keys, values, joined_masses(view, links), joined_scores(view, links))
+
+
+def run_pivots(value: Tensor, run: Tensor, may: Tensor) -> Tensor:
+    """(H, N) int64: for each entry the column of highest value in its run among those that `may`, -1 for none.
+
+    Ties go to the newest.
+    """
+    value = value.double().masked_fill(~may, float("-inf"))
+    highest = torch.full_like(value, float("-inf")).scatter_reduce(1, run, value, "amax").gather(1, run)
+    column = torch.arange(value.shape[1], device=value.device).expand_as(run)
+    column = torch.where(may & (value == highest), column, -1)
+    return torch.full_like(run, -1).scatter_reduce(1, run, column, "amax").gather(1, run)
 
 
 @method("kvmerger", paper="arXiv:2407.08454")

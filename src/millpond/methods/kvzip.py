@@ -1,8 +1,14 @@
 """KVzip: entries that the model needs to reconstruct its context (Kim et al., 2025, arXiv:2505.23416)."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+from torch import Tensor
+
 from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.methods._base import MOST_TEXT
 from millpond.methods._options import Sinks
@@ -10,10 +16,62 @@ from millpond.option_ranges import SHARE, SOME_POSITIONS, brief
 from millpond.policy.allocation.across_layers import AcrossLayers
 from millpond.policy.allocation.heads import Ada
 from millpond.policy.allocation.layers import EvenLayers
+from millpond.policy.needs.declared import Needs, PromptRepeat
+from millpond.policy.needs.token_source import TokenSource
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
+from millpond.policy.scores.attention import Queries
 from millpond.policy.token_classes import ID_DIGITS, IDS
-from millpond.policy.variants.reconstruction import Rebuilt, ReconstructionPolicy
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """s_j = max_i max_h A_hij over the queries i that repeat the prompt, and the query heads h of the group."""
+
+    queries: Queries = "none"
+    window: int = 0
+    signal: Signal = Signal.NONE
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        assert view.signal is not None, "the cache provides what the repetition found"
+        return view.signal
+
+
+@dataclass(frozen=True, slots=True)
+class ReconstructionPolicy(Policy):
+    """After each prompt or turn the model repeats it over its cache; then a plan decides by the attention of that pass.
+
+    Attributes:
+        ask: what asks for the repetition, for the tokenizer to spell. ids: the same as token ids; None: not known yet.
+        chunk: tokens that are repeated in one pass.
+    """
+
+    ask: str = ""
+    ids: tuple[int, ...] | None = None
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        Policy.__post_init__(self)
+        if self.chunk < 1:
+            raise OptionError(f"chunk={self.chunk} must be at least 1")
+        even = isinstance(self.layers, AcrossLayers) or not self.needs_all_layers
+        plain = self.prefill == "once" and not self.every_step and even and self.positions == "absolute"
+        if not (plain and isinstance(self.score, Rebuilt)):
+            raise OptionError("a method that lets the model repeat its prompt cannot be the score of another method")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(token_ids=True, prompt_repeat=PromptRepeat(self.ids, self.chunk))
+
+    @property
+    def gathers(self) -> bool:
+        """The scores are stored with the entries."""
+        return True
+
+    def with_tokens(self, source: TokenSource) -> ReconstructionPolicy:
+        return self if self.ids is not None else replace(self, ids=source.spell(self.ask))
 
 
 @method("kvzip", paper="arXiv:2505.23416")

@@ -1,14 +1,49 @@
 """Merge on evict: evicted entries of any other method merged into kept ones (after MergingPress of kvpress)."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+from torch import Tensor
+
 from millpond.errors import OptionError
+from millpond.kernels.merge.rules import MergeRule, Weigh
 from millpond.methods import method
 from millpond.methods._base import based_on, merge_steps
 from millpond.option_ranges import SOME_POSITIONS, Range
-from millpond.policy.merging.nearest_key import MergeIntoNearest
+from millpond.policy.merging.protocol import Merged, by_rule
 from millpond.policy.policy import Policy
+from millpond.policy.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class MergeIntoNearest:
+    """v_c <- (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the entries e for which c is the most alike.
+
+    u_e = max_c cos(k_e, k_c), w_e = u_e ||v_e|| / (||v_e|| + ||v_c||). Entries with u_e below `threshold` are dropped.
+    An entry that stands for m others counts m times. Accumulators are the target's.
+
+    Attributes:
+        sinks: first positions that take nothing in.
+    """
+
+    threshold: float = 0.0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0:
+            raise OptionError(
+                f"threshold={self.threshold} must not be negative, or weights would be; above 1 drops all"
+            )
+
+    @property
+    def rule(self) -> MergeRule:
+        """See `SlotMerge`."""
+        return MergeRule(Weigh.NORMS, closed=self.sinks, threshold=self.threshold)
+
+    def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
+        return by_rule(self.rule, view, keep, value, seed)
 
 
 @method("merge_on_evict")

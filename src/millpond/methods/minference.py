@@ -1,16 +1,211 @@
 """MInference: sparse attention patterns of prompts (Jiang et al., NeurIPS 2024, arXiv:2407.02490)."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from millpond.errors import OptionError
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.errors import CacheMismatchError, OptionError
+from millpond.kernels.eager.softmax import wide
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import SOME_POSITIONS, Range
-from millpond.policy.needs.prompt_patterns import Pattern
+from millpond.policy.needs.declared import Needs
+from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Look, Pattern
 from millpond.policy.policy import Policy
-from millpond.policy.variants.minference_patterns import BlockSparse, make_pattern
-from millpond.policy.variants.sparse_prefill import SparsePrefillPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePrefillPolicy(Policy):
+    """Nothing leaves, and decoding attends to everything; the queries of a prompt attend to patterns of it.
+
+    Attributes:
+        pattern: of every head that the table does not name.
+        table: by layer and query head.
+    """
+
+    pattern: Pattern = field(kw_only=True)
+    table: Mapping[tuple[int, int], Pattern] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(whole_prompt=True, prompt_patterns=self)
+
+    def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
+        """Pattern of each query head of a layer.
+
+        Raises:
+            CacheMismatchError: the table names a head that there is not.
+        """
+        beyond = [head for at, head in self.table if at == layer and head >= n_heads]
+        if beyond:
+            raise CacheMismatchError(
+                f"layer {layer} has {n_heads} query heads; the table of patterns names head {max(beyond)}: take one of "
+                "this model"
+            )
+        return [self.table.get((layer, head), self.pattern) for head in range(n_heads)]
+
+
+def make_pattern(kind: str, first: int, second: int, last: int = 64) -> Pattern:
+    """A pattern by its name and two numbers, as a table of patterns has them; of blocks only the first one counts.
+
+    Raises:
+        OptionError: no such kind, or a number below 1.
+    """
+    match kind:
+        case "vertical_slash" | "vertical_and_slash":
+            return VerticalSlash(first, second, last=last)
+        case "a_shape" | "stream_llm":
+            return AShape(first, second)
+        case "block_sparse":
+            return BlockSparse(first)
+    raise OptionError(f"pattern {kind!r} is none of vertical_slash, a_shape and block_sparse")
+
+
+@dataclass(frozen=True, slots=True)
+class AShape:
+    """The first entries and the newest ones."""
+
+    first: int = 100
+    width: int = 800
+
+    def __post_init__(self) -> None:
+        _check(first=self.first, width=self.width)
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        return self.first, self.width
+
+    def covers(self, n: int) -> bool:
+        return max(self.first, self.width) >= n
+
+    def scaled(self, ratio: float) -> AShape:
+        return AShape(_times(self.first, ratio), _times(self.width, ratio))
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        def columns(begin: int, end: int) -> Tensor:
+            first = min(self.first, end)
+            oldest = max(begin - self.width + 1, first)
+            return torch.cat([torch.arange(a, b, device=prompt.q.device) for a, b in ((0, first), (oldest, end))])
+
+        return columns
+
+
+@dataclass(frozen=True, slots=True)
+class VerticalSlash:
+    """The columns and the diagonals that the last queries attend to most.
+
+    c_j = sum_i A_ij and d_o = sum_i A_i,i-o over the last queries i; the best columns j and distances o are looked at
+    by all. A block of rows attends to every column that a chosen diagonal crosses in it.
+
+    Attributes:
+        vertical, slash: how many columns and diagonals. last: queries that choose.
+        first, nearest: columns and diagonals that are always chosen, as far as they exist.
+    """
+
+    vertical: int = 1000
+    slash: int = 6096
+    last: int = 64
+    first: int = 30
+    nearest: int = 100
+
+    def __post_init__(self) -> None:
+        _check(vertical=self.vertical, slash=self.slash, last=self.last)
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        return None
+
+    def covers(self, n: int) -> bool:
+        return max(self.vertical, self.slash) >= n
+
+    def scaled(self, ratio: float) -> VerticalSlash:
+        return replace(self, vertical=_times(self.vertical, ratio), slash=_times(self.slash, ratio))
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        columns, distances = self.choose(prompt)
+        below = F.pad(distances.cumsum(0), (1, 0))  # chosen distances under each number
+
+        def look(begin: int, end: int) -> Tensor:
+            # position j lies end - j .. begin - j away: some distance between them, both included, is chosen
+            crossed = below[1 : end + 1].flip(0) - F.pad(below[1 : begin + 1].flip(0), (0, end - begin))
+            return (columns[:end] | (crossed > 0)).nonzero()[:, 0]
+
+        return look
+
+    def choose(self, prompt: HeadPrompt) -> tuple[Tensor, Tensor]:
+        """(N,) bool: the chosen columns; (N,) bool: the chosen distances between a query and what it sees."""
+        p = prompt.last_rows(min(self.last, len(prompt.q)))
+        n_rows, n = p.shape
+        padded = F.pad(p.flip(1), (0, n_rows))  # row r: distance o stands in column n_rows - 1 - r + o
+        diagonals = padded.as_strided((n_rows, n), (n + n_rows - 1, 1), n_rows - 1).sum(0)
+        return _best(p.sum(0), self.vertical, self.first), _best(diagonals, self.slash, self.nearest)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse:
+    """Blocks of entries whose mean key is most like the mean query of a block of rows, and the newest block.
+
+    Attributes:
+        blocks: how many blocks of BLOCK entries a block of rows attends to.
+    """
+
+    blocks: int = 100
+
+    def __post_init__(self) -> None:
+        _check(blocks=self.blocks)
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        return None
+
+    def covers(self, n: int) -> bool:
+        return self.blocks * BLOCK >= n
+
+    def scaled(self, ratio: float) -> BlockSparse:
+        return BlockSparse(_times(self.blocks, ratio))
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        kind, n = wide(prompt.q.dtype), len(prompt.k)
+        starts = torch.arange(0, n, BLOCK, device=prompt.k.device)
+        sizes = (n - starts).clamp(max=BLOCK)
+        sums = F.pad(prompt.k.to(kind), (0, 0, 0, -n % BLOCK)).view(len(starts), BLOCK, -1).sum(1)
+        means = sums / sizes[:, None]
+
+        def look(begin: int, end: int) -> Tensor:
+            rows = prompt.q[begin - prompt.first : end - prompt.first].to(kind).mean(0)
+            worth = (means @ rows)[: -(-end // BLOCK)]
+            own = begin // BLOCK  # in a later turn blocks of rows and of entries need not begin together
+            worth[own:] = torch.inf
+            most = max(self.blocks, len(worth) - own)
+            chosen = worth.argsort(descending=True, stable=True)[:most].sort().values
+            places = (starts[chosen, None] + torch.arange(BLOCK, device=starts.device)).flatten()
+            return places[places < end]
+
+        return look
+
+
+def _check(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise OptionError(f"{name}={number} must be at least 1")
+
+
+def _times(number: int, ratio: float) -> int:
+    return max(1, round(number * ratio))
+
+
+def _best(sums: Tensor, n: int, always: int) -> Tensor:
+    """(N,) bool: the n largest, the first `always` before all others; ties to the first."""
+    sums = sums.clone()
+    sums[:always] = torch.inf
+    return torch.zeros_like(sums).bool().index_fill_(0, sums.argsort(descending=True, stable=True)[:n], True)
 
 
 @method("minference", paper="arXiv:2407.02490")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from millpond.hf.cache import MillpondCache
-from millpond.policy.scores.query_filters import query_directions
+from millpond.methods.qfilters import query_directions
 
 
 def save_filters(cache: MillpondCache, path: str | Path) -> None:
