@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from millpond.hf.retaining_heads import heads_of_package
 from millpond.models.load import load_model
-from millpond.policy.retaining.heads import LayerHeads
+from millpond.policy.trained.networks import LayerHeads
 from millpond.train.retain.features import TextReader
 from millpond.train.retain.objective import overlap
 from millpond.train.retain.texts import RecallTexts

@@ -31,9 +31,8 @@ from millpond.bench.generate.candidates import ModelShape, draw_prompts
 from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.cache.layer import layer_cache
 from millpond.hf.compress import compress
-from millpond.policy.retaining.file import save_heads
-from millpond.policy.retaining.gates import Gates
-from millpond.policy.retaining.heads import RetainingHeads
+from millpond.policy.trained.file import save_heads
+from millpond.policy.trained.networks import Gates, RetainingHeads
 
 #: Methods with networks, and what is named after each of them: with scores that are drawn.
 METHODS, DRAWN = {"locret": "heads", "attention_gate": "gate"}, ", scores drawn"

@@ -16,7 +16,7 @@ from millpond.cache.state.token_ids import TokenIds
 from millpond.kernels import native, ops
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
-from millpond.policy.variants.head_rules import HeadRulesPolicy
+from millpond.policy.head_rules import HeadRulesPolicy
 from tests.helpers.examples import examples
 from tests.helpers.kernels.args import write_args
 

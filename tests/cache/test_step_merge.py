@@ -14,8 +14,8 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.errors import NumericsError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from millpond.policy.allocation.heads import Ada
-from millpond.policy.merging.protocol import Merge, Merged
+from millpond.policy.head_allocation import Ada
+from millpond.policy.merging import Merge, Merged
 from millpond.policy.policy import Policy
 from millpond.policy.step_merge import slot_plan
 from millpond.policy.view import View

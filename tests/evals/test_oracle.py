@@ -19,7 +19,7 @@ from millpond.evals.sample import Question, Sample
 from millpond.evals.spec import Spec
 from millpond.hf.compress import compress
 from millpond.methods import METHODS
-from millpond.policy.allocation.layers import EvenLayers
+from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.scores.precomputed import PrecomputedScore
 from millpond.policy.view import View
 from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer, with_stop

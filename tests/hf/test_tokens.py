@@ -11,8 +11,8 @@ import millpond as mp
 from millpond.errors import OptionError
 from millpond.hf.token_classes import fill_classes, token_classes
 from millpond.methods import METHODS
+from millpond.policy.head_rules import HeadRulesPolicy
 from millpond.policy.token_classes import TokenClasses
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 from tests.helpers.matrix.models import llama, prompts
 
 

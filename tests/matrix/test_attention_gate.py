@@ -17,7 +17,7 @@ from millpond.engine.request import Request
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf import retaining_heads
 from millpond.hf.document import read_document, restore_document, save_document
-from millpond.policy.retaining.file import save_heads
+from millpond.policy.trained.file import save_heads
 from tests.helpers.engine.helpers import add, finish, greedy, prompt, tokens
 from tests.helpers.hf.families import left_padded, shared_model
 from tests.helpers.matrix.checks import CHECKS
@@ -164,7 +164,7 @@ def test_bytes_of_what_was_read_are_counted() -> None:
 
 def test_side_cache_of_known_shapes() -> None:
     """At most 15 % of the full cache of pond-recall in 16 bits, and 3 % of that of an 8B model."""
-    from millpond.policy.retaining.gates import default_shape
+    from millpond.policy.trained.networks import default_shape
 
     for hidden, kv_width, share in ((192, 2 * 32, 0.15), (4096, 8 * 128, 0.03)):
         _, width = default_shape(hidden)

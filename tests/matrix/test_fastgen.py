@@ -11,7 +11,7 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.errors import CacheMismatchError
-from millpond.policy.needs.head_rules import HeadRule
+from millpond.policy.needs import HeadRule
 from tests.helpers.hf.families import FAMILIES, shared_model, text
 from tests.helpers.matrix.hidden import equals_a_mask, kept_in_any_chunks
 from tests.helpers.matrix.models import llama, prompts

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.allocation.heads import Ada, Uniform, lowest_scored
+from millpond.policy.head_allocation import Ada, Uniform, lowest_scored
 from millpond.policy.selection import keep_best
 from tests.helpers.examples import examples
 from tests.helpers.papers.fixture import feed, kept, layer_cache

@@ -17,7 +17,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.methods.attention_gate import GatedHeads
 from millpond.policy.policy import Policy
-from millpond.policy.retaining.gates import Gates, LayerGate
+from millpond.policy.trained.networks import Gates, LayerGate
 from tests.helpers.papers.fixture import layer_cache
 
 attention_gate = METHODS.get("attention_gate")

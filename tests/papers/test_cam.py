@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millpond.kernels.merge.reference import chain
 from millpond.methods import METHODS
-from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
+from millpond.policy.merging import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention

@@ -15,7 +15,7 @@ from millpond.hf.model_profile import ModelProfile
 from millpond.hf.signals.output_projection import output_maps
 from millpond.methods import METHODS
 from millpond.methods.criticalkv import CriticalValues, output_norms
-from millpond.policy.allocation.heads import Ada, Uniform
+from millpond.policy.head_allocation import Ada, Uniform
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention

@@ -12,7 +12,7 @@ from millpond.errors import OptionError
 from millpond.kernels.merge.reference import follow
 from millpond.methods import METHODS
 from millpond.methods.d2o import AttentionDensity, MergeAboveThreshold
-from millpond.policy.allocation.layers import split_budget
+from millpond.policy.layer_allocation import split_budget
 from millpond.policy.view import View
 from tests.helpers.papers.fixture import COLUMN_SUMS
 from tests.helpers.papers.keyed import run, sets, text, view

@@ -10,7 +10,7 @@ import torch
 import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
-from millpond.policy.allocation.score_threshold import AboveThreshold
+from millpond.policy.head_allocation import AboveThreshold
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.papers.fixture import COLUMN_SUMS, run
 

@@ -17,7 +17,7 @@ import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.methods import METHODS
 from millpond.methods.duo_attention import DividedHeads, RetrievalHeads, RetrievalLayers, distribute
-from millpond.policy.allocation.layers import split_budget
+from millpond.policy.layer_allocation import split_budget
 from millpond.policy.view import View
 from tests.helpers.examples import examples
 from tests.helpers.hf.eager import eager_attention

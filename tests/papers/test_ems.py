@@ -12,8 +12,8 @@ from millpond.errors import OptionError
 from millpond.kernels.merge.reference import MergeColumns, middle
 from millpond.methods import METHODS
 from millpond.methods.ems import MergeByImportance
-from millpond.policy.merging.protocol import Merged
-from millpond.policy.scores.global_local import GlobalAndLocal
+from millpond.policy.merging import Merged
+from millpond.policy.scores.attention import GlobalAndLocal
 from millpond.policy.view import View
 from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache
 from tests.helpers.papers.keyed import run, sets, text, view

@@ -18,8 +18,8 @@ from millpond.errors import OptionError
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import METHODS
-from millpond.policy.needs.head_rules import HeadRule, Heads
-from millpond.policy.variants.head_rules import HeadRulesPolicy, shorten
+from millpond.policy.head_rules import HeadRulesPolicy, shorten
+from millpond.policy.needs import HeadRule, Heads
 from millpond.policy.view import View
 from tests.helpers.examples import examples
 from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.methods.kvmerger import GaussianRuns, RunPivots
-from millpond.policy.allocation.score_threshold import AboveThreshold
+from millpond.policy.head_allocation import AboveThreshold
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from tests.helpers.papers.keyed import run, sets, text, view

@@ -16,9 +16,9 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads, as_quantiles, quantiles_of
 from millpond.policy.scores.attention import WindowAttention
-from millpond.policy.scores.retained import Retained
+from millpond.policy.scores.trained import Retained
+from millpond.policy.trained.networks import QUANTILE_STEPS, LayerHeads, RetainingHeads, as_quantiles, quantiles_of
 from millpond.train.retain.labels import labels_of
 from millpond.train.retain.objective import retaining_loss
 from tests.helpers.papers.fixture import layer_cache

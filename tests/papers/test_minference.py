@@ -20,7 +20,7 @@ from millpond.hf.offline.head_patterns import find_patterns
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.methods.minference import AShape, BlockSparse, SparsePrefillPolicy, VerticalSlash
-from millpond.policy.needs.prompt_patterns import HeadPrompt, Pattern
+from millpond.policy.needs import HeadPrompt, Pattern
 from tests.helpers.hf.families import shared_model, text
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.hidden import passes

@@ -6,7 +6,7 @@ import torch
 import millpond as mp
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import METHODS
-from millpond.policy.allocation.layers import Pyramid, split_budget
+from millpond.policy.layer_allocation import Pyramid, split_budget
 from tests.helpers.hf.families import family
 from tests.helpers.matrix.models import llama, prompts
 

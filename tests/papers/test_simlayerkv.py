@@ -11,7 +11,7 @@ import millpond as mp
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.methods.simlayerkv import LazyLayers
-from millpond.policy.allocation.layers import split_budget
+from millpond.policy.layer_allocation import split_budget
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View

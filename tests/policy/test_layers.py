@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from millpond.errors import OptionError
-from millpond.policy.allocation.layers import EvenLayers, LayerTable, Pyramid, apportion, split_budget
+from millpond.policy.layer_allocation import EvenLayers, LayerTable, Pyramid, apportion, split_budget
 from tests.helpers.examples import examples
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.7]), min_size=1, max_size=3).filter(any).map(tuple)

@@ -12,7 +12,7 @@ import pytest
 import millpond
 from millpond.codec import Codec, resolve
 from millpond.methods import METHODS
-from millpond.policy.needs.declared import NOTHING, Entropies, PromptRepeat
+from millpond.policy.needs import NOTHING, Entropies, PromptRepeat
 from millpond.policy.token_classes import TokenClasses
 
 PACKAGE = Path(millpond.__file__).parent

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millpond.bench.generate.candidates import TINY
 from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.kernels.linear import has_products
-from millpond.policy.retaining.networks import features_of
+from millpond.policy.trained.networks import features_of
 
 Q, KV, DIM = TINY.heads, TINY.kv_heads, TINY.head_dim
 MODEL = TINY.build()

@@ -14,8 +14,8 @@ from millpond.hf.retaining_heads import gates_of_package
 from millpond.models.load import load_model
 from millpond.models.pond.exam import TASKS, draw_paper
 from millpond.models.pond.words import EOS_ID, FILLER, VOCABULARY
-from millpond.policy.retaining.file import gates_of
-from millpond.policy.retaining.gates import SINKS, WINDOW, Gates, LayerGate
+from millpond.policy.trained.file import gates_of
+from millpond.policy.trained.networks import SINKS, WINDOW, Gates, LayerGate
 from millpond.train.gate.calibrate import CalibratedGates, calibrate_gates, calibration_section
 from millpond.train.gate.kept_share import hidden_of, logits_of, share_of
 from millpond.train.gate.train import CHECK_STREAM, TRAIN_STREAM

@@ -19,9 +19,8 @@ from millpond.hf.calibration.load import model_mark
 from millpond.hf.offline.later_tokens import read_later
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from millpond.policy.retaining.file import gates_of
-from millpond.policy.retaining.gates import LayerGate
-from millpond.policy.retaining.heads import quantiles_of
+from millpond.policy.trained.file import gates_of
+from millpond.policy.trained.networks import LayerGate, quantiles_of
 from millpond.train.duo.spans import SAID_AGAIN, SPAN_TOKENS, RepeatedSpans
 from millpond.train.duo.train import DuoSettings, train_duo
 from millpond.train.gate import train as training

@@ -15,7 +15,7 @@ from millpond.errors import DataError, NumericsError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.kernels.args import AttentionShape
 from millpond.models.load import load_model
-from millpond.policy.retaining.file import heads_of
+from millpond.policy.trained.file import heads_of
 from millpond.train.retain import texts as sources
 from millpond.train.retain import train as training
 from millpond.train.retain.card import write_card

@@ -19,7 +19,7 @@ from millpond.cache.swap.pages import read_pages, write_pages
 from millpond.errors import DataError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, EntryRows
-from millpond.policy.needs.head_rules import HeadRule
+from millpond.policy.needs import HeadRule
 from millpond.policy.scores.query_moments import QueryMoments
 
 #: need(right, rule): refuse what does not follow a rule.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from millpond.cache.pages.page_table import PageTable
 from millpond.errors import OptionError, WouldForgetError
-from millpond.policy.allocation.score_threshold import AboveThreshold
+from millpond.policy.head_allocation import AboveThreshold
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 

@@ -13,8 +13,8 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.errors import BudgetError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
-from millpond.policy.allocation.layers import LayerAllocation, PromptLayers, split_budget
-from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
+from millpond.policy.head_allocation import PromptHeadAllocation
+from millpond.policy.layer_allocation import LayerAllocation, PromptLayers, split_budget
 from millpond.policy.policy import Policy
 from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.scores.attention import Recency

@@ -12,11 +12,9 @@ from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.models.installed import heads_files
 from millpond.option_files import read_file
-from millpond.policy.retaining.file import GATE, RETAIN, NetworkKind, about_file, gates_of, heads_of
-from millpond.policy.retaining.gates import Gates
-from millpond.policy.retaining.heads import RetainingHeads
-from millpond.policy.scores.gated import FindGates
-from millpond.policy.scores.retained import FindHeads
+from millpond.policy.scores.trained import FindGates, FindHeads
+from millpond.policy.trained.file import GATE, RETAIN, NetworkKind, about_file, gates_of, heads_of
+from millpond.policy.trained.networks import Gates, RetainingHeads
 
 N = TypeVar("N", RetainingHeads, Gates)
 

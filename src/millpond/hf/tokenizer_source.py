@@ -10,7 +10,7 @@ from millpond.policy.token_classes import TokenClasses
 
 
 class TokenizerSource:
-    """See `millpond.policy.needs.token_source.TokenSource`.
+    """See `millpond.policy.needs.TokenSource`.
 
     Args:
         tokenizer: None where there is none; then nothing is known.

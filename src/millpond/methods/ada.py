@@ -7,7 +7,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.option_ranges import POSITIONS, SHARE
-from millpond.policy.allocation.heads import Ada
+from millpond.policy.head_allocation import Ada
 from millpond.policy.policy import Policy
 
 

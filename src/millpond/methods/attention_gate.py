@@ -15,14 +15,14 @@ from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
-from millpond.policy.allocation.heads import Ada
-from millpond.policy.allocation.layers import EvenLayers
-from millpond.policy.needs.declared import Needs
+from millpond.policy.head_allocation import Ada
+from millpond.policy.layer_allocation import EvenLayers
+from millpond.policy.needs import Needs
 from millpond.policy.policy import WAY_OUT, EvictionPlan, Policy, with_rest
 from millpond.policy.protect import Protect
-from millpond.policy.retaining.file import gates_of
-from millpond.policy.retaining.gates import SINKS, WINDOW, Gates
-from millpond.policy.scores.gated import FindGates, Gated
+from millpond.policy.scores.trained import FindGates, Gated
+from millpond.policy.trained.file import gates_of
+from millpond.policy.trained.networks import SINKS, WINDOW, Gates
 from millpond.policy.view import View
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from millpond.methods import method
 from millpond.methods._options import Sinks
 from millpond.option_ranges import POSITIONS, SEEDS, SOME_POSITIONS
-from millpond.policy.merging.following_entries import NewestStay, SpreadOverNext
+from millpond.policy.merging import NewestStay, SpreadOverNext
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, Score

@@ -15,7 +15,7 @@ from millpond.methods._base import based_on
 from millpond.methods._options import GrowOrEvict
 from millpond.option_ranges import SOME_POSITIONS
 from millpond.policy.policy import Policy
-from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.scores.attention import WrappedScore
 from millpond.policy.view import View
 
 

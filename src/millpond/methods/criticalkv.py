@@ -17,8 +17,7 @@ from millpond.methods._base import based_on
 from millpond.methods._options import GrowOrEvict
 from millpond.option_ranges import SHARE, Range
 from millpond.policy.policy import Policy
-from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, WindowAttention
-from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, WindowAttention, WrappedScore
 from millpond.policy.selection import keep_best
 from millpond.policy.view import View, columns_of
 

@@ -16,8 +16,8 @@ from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import Sinks
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
-from millpond.policy.allocation.layers import LayerAllocation, LayerTable
-from millpond.policy.merging.protocol import Merged, by_rule
+from millpond.policy.layer_allocation import LayerAllocation, LayerTable
+from millpond.policy.merging import Merged, by_rule
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention

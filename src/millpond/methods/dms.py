@@ -9,8 +9,7 @@ from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import SinksAdded
 from millpond.option_ranges import POSITIONS, Range
-from millpond.policy.allocation.heads import Ada
-from millpond.policy.allocation.score_threshold import AboveThreshold
+from millpond.policy.head_allocation import AboveThreshold, Ada
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 

@@ -16,10 +16,10 @@ from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE
-from millpond.policy.allocation.layers import LayerAllocation, apportion
+from millpond.policy.layer_allocation import LayerAllocation, apportion
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.scores.attention import WrappedScore
 from millpond.policy.view import View
 
 

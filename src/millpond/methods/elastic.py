@@ -13,7 +13,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.merge.rules import Links, mean
 from millpond.methods import method
 from millpond.option_ranges import MOST_POSITIONS, POSITIONS, Range
-from millpond.policy.merging.protocol import Merged, joined_masses, own_scores
+from millpond.policy.merging import Merged, joined_masses, own_scores
 from millpond.policy.policy import EvictionPlan, Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Queries

@@ -14,10 +14,10 @@ from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import Sinks
 from millpond.option_ranges import POOL_WIDTHS, QUERIES, SHARE, SOME_POSITIONS, Range
-from millpond.policy.merging.protocol import Merged, by_rule
+from millpond.policy.merging import Merged, by_rule
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.scores.global_local import GlobalAndLocal
+from millpond.policy.scores.attention import GlobalAndLocal
 from millpond.policy.view import View
 
 

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
+from millpond.policy.head_rules import HeadRulesPolicy
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.token_classes import TokenClasses, parse_ids
-from millpond.policy.variants.head_rules import HeadRulesPolicy
 
 
 @method("fastgen", paper="arXiv:2310.01801")

@@ -10,7 +10,7 @@ from millpond.codec.spec import Codec
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import method
 from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range, check_parts
-from millpond.policy.needs.declared import Needs
+from millpond.policy.needs import Needs
 from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.protect import Protect
 

@@ -17,13 +17,11 @@ from millpond.methods import method
 from millpond.methods._base import merge_steps
 from millpond.methods._options import SinksAdded
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS, Range
-from millpond.policy.allocation.heads import Uniform
-from millpond.policy.allocation.score_threshold import AboveThreshold
-from millpond.policy.merging.protocol import Merged, joined_masses, joined_scores
+from millpond.policy.head_allocation import AboveThreshold, Uniform
+from millpond.policy.merging import Merged, joined_masses, joined_scores
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.scores.attention import AccumulatedAttention, Score
-from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.scores.attention import AccumulatedAttention, Score, WrappedScore
 from millpond.policy.selection import rank_by_value
 from millpond.policy.view import PARTS, View
 

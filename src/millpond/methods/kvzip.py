@@ -13,11 +13,9 @@ from millpond.methods import method
 from millpond.methods._base import MOST_TEXT
 from millpond.methods._options import Sinks
 from millpond.option_ranges import SHARE, SOME_POSITIONS, brief
-from millpond.policy.allocation.across_layers import AcrossLayers
-from millpond.policy.allocation.heads import Ada
-from millpond.policy.allocation.layers import EvenLayers
-from millpond.policy.needs.declared import Needs, PromptRepeat
-from millpond.policy.needs.token_source import TokenSource
+from millpond.policy.head_allocation import Ada
+from millpond.policy.layer_allocation import AcrossLayers, EvenLayers
+from millpond.policy.needs import Needs, PromptRepeat, TokenSource
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Queries

@@ -7,7 +7,7 @@ from millpond.errors import OptionError
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.option_ranges import Range, brief
-from millpond.policy.allocation.layers import LayerTable
+from millpond.policy.layer_allocation import LayerTable
 from millpond.policy.policy import Policy
 
 #: Weights of a table, and how many of them.

@@ -7,14 +7,13 @@ from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE
-from millpond.policy.allocation.across_layers import AcrossLayers
-from millpond.policy.allocation.heads import Ada, Uniform
-from millpond.policy.allocation.layers import EvenLayers
+from millpond.policy.head_allocation import Ada, Uniform
+from millpond.policy.layer_allocation import AcrossLayers, EvenLayers
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.retaining.file import heads_of
-from millpond.policy.retaining.heads import RetainingHeads
-from millpond.policy.scores.retained import Retained
+from millpond.policy.scores.trained import Retained
+from millpond.policy.trained.file import heads_of
+from millpond.policy.trained.networks import RetainingHeads
 
 #: With decode="evict": steps from one competition of the heads to the next, as `ada` has them.
 ROUND = 8

@@ -12,7 +12,7 @@ from millpond.kernels.merge.rules import MergeRule, Weigh
 from millpond.methods import method
 from millpond.methods._base import based_on, merge_steps
 from millpond.option_ranges import SOME_POSITIONS, Range
-from millpond.policy.merging.protocol import Merged, by_rule
+from millpond.policy.merging import Merged, by_rule
 from millpond.policy.policy import Policy
 from millpond.policy.view import View
 

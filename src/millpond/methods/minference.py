@@ -16,8 +16,7 @@ from millpond.kernels.eager.softmax import wide
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import SOME_POSITIONS, Range
-from millpond.policy.needs.declared import Needs
-from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Look, Pattern
+from millpond.policy.needs import BLOCK, HeadPrompt, Look, Needs, Pattern
 from millpond.policy.policy import Policy
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.option_ranges import Range
-from millpond.policy.allocation.layers import Pyramid
+from millpond.policy.layer_allocation import Pyramid
 from millpond.policy.policy import Policy
 
 

@@ -16,8 +16,7 @@ from millpond.methods._options import GroupReduce, SinksAdded
 from millpond.option_ranges import POOL_WIDTHS, QUERIES, SHARE, SOME_POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.scores.attention import Score, WindowAttention
-from millpond.policy.scores.wrapped import WrappedScore
+from millpond.policy.scores.attention import Score, WindowAttention, WrappedScore
 from millpond.policy.view import View
 
 

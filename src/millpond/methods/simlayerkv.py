@@ -11,7 +11,7 @@ from millpond.methods import method
 from millpond.methods._base import based_on
 from millpond.methods._options import Sinks
 from millpond.option_ranges import POSITIONS, SHARE
-from millpond.policy.allocation.layers import LayerAllocation
+from millpond.policy.layer_allocation import LayerAllocation
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.view import View

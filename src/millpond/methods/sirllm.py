@@ -12,7 +12,7 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.methods import method
 from millpond.methods._options import Sinks
 from millpond.option_ranges import POSITIONS, SHARE, Range
-from millpond.policy.needs.declared import Entropies, Needs
+from millpond.policy.needs import Entropies, Needs
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Queries

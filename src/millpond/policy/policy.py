@@ -12,21 +12,16 @@ from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.option_ranges import check_parts
-from millpond.policy.allocation.heads import HeadAllocation, Uniform
-from millpond.policy.allocation.layers import EvenLayers, LayerAllocation, PromptLayers
-from millpond.policy.allocation.prompt_heads import PromptHeadAllocation
-from millpond.policy.merging.protocol import Merge, Merged
-from millpond.policy.needs.declared import NOTHING, Needs
-from millpond.policy.needs.token_source import TokenSource
+from millpond.policy.head_allocation import HeadAllocation, PromptHeadAllocation, Uniform
+from millpond.policy.layer_allocation import EvenLayers, LayerAllocation, PromptLayers
+from millpond.policy.merging import Merge, Merged
+from millpond.policy.needs import NOTHING, Needs, TokenSource
 from millpond.policy.protect import Protect
-from millpond.policy.retaining.gates import Gates
-from millpond.policy.retaining.heads import RetainingHeads
-from millpond.policy.scores.attention import Recency, Score
-from millpond.policy.scores.gated import FindGates
-from millpond.policy.scores.retained import FindHeads, retained, with_heads
+from millpond.policy.scores.attention import Recency, Score, decay_of
 from millpond.policy.scores.strided import Strided
-from millpond.policy.scores.wrapped import decay_of
+from millpond.policy.scores.trained import FindGates, FindHeads, retained, with_heads
 from millpond.policy.selection import keep_best, rank_by_value
+from millpond.policy.trained.networks import Gates, RetainingHeads
 from millpond.policy.view import View
 
 REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX, "sum": Reduce.SUM}

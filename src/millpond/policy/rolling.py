@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millpond.errors import OptionError
-from millpond.policy.needs.declared import NOTHING
+from millpond.policy.needs import NOTHING
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, LeastAttention, Recency
 

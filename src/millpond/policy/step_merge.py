@@ -6,12 +6,17 @@ from dataclasses import dataclass, replace
 
 from millpond.kernels.decode_rules import DecodeRule, Evict
 from millpond.kernels.merge.rules import MergeRule
-from millpond.policy.allocation.heads import Uniform
-from millpond.policy.merging.following_entries import NewestStay
-from millpond.policy.merging.protocol import SlotMerge
+from millpond.policy.head_allocation import Uniform
+from millpond.policy.merging import NewestStay, SlotMerge
 from millpond.policy.policy import Policy
-from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, RandomPriority, Recency, Score
-from millpond.policy.scores.global_local import GlobalAndLocal
+from millpond.policy.scores.attention import (
+    AccumulatedAttention,
+    GlobalAndLocal,
+    LastAttention,
+    RandomPriority,
+    Recency,
+    Score,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from millpond.cache.state.rerotation import places_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError
 from millpond.hf.layer_budgets import LayerBudgets, within
-from millpond.policy.needs.declared import Needs
+from millpond.policy.needs import Needs
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Recency
 from millpond.runner.packed_model import LayerShape

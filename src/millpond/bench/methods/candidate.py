@@ -14,9 +14,8 @@ from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
-from millpond.policy.retaining.gates import Gates
-from millpond.policy.retaining.heads import RetainingHeads
 from millpond.policy.token_classes import TokenClasses
+from millpond.policy.trained.networks import Gates, RetainingHeads
 
 PLAN_BOUND = 0.05  #: most of a prefill that may be planning
 
@@ -151,7 +150,7 @@ def _within(value: float | None, bound: float | None) -> bool | None:
 
 
 class _RandomTokens:
-    """Tokens of a random model (see `millpond.policy.needs.token_source.TokenSource`); `given`: what was requested."""
+    """Tokens of a random model (see `millpond.policy.needs.TokenSource`); `given`: what was requested."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab

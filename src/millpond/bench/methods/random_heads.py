@@ -9,8 +9,15 @@ from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile, named
-from millpond.policy.retaining.gates import Gates, LayerGate, default_shape
-from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads, default_width
+from millpond.policy.trained.networks import (
+    QUANTILE_STEPS,
+    Gates,
+    LayerGate,
+    LayerHeads,
+    RetainingHeads,
+    default_shape,
+    default_width,
+)
 
 
 def random_heads(

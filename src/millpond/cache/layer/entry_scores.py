@@ -12,9 +12,7 @@ from millpond.cache.per_sequence import PerSequence
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.positions import ForwardSpan
-from millpond.policy.retaining.gates import Gates, LayerGate, kept_probability
-from millpond.policy.retaining.heads import RetainingHeads
-from millpond.policy.retaining.networks import features_of
+from millpond.policy.trained.networks import Gates, LayerGate, RetainingHeads, features_of, kept_probability
 
 #: Tokens whose rotation is undone at a time, so that a long prompt takes no copies of its queries and keys.
 BLOCK = 1024

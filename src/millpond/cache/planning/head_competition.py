@@ -13,8 +13,8 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.kept_spans import KeptSpans
 from millpond.errors import PoolFullError
 from millpond.kernels.decode_rules import INF, DecodeRule, eviction_value, in_spans
-from millpond.policy.allocation.heads import HeadAllocation, lowest_scored
 from millpond.policy.fair_shares import best_of_spans
+from millpond.policy.head_allocation import HeadAllocation, lowest_scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, by_position
 from millpond.errors import BudgetError, OptionError
 from millpond.kernels.decode_rules import UNBOUNDED
-from millpond.policy.merging.protocol import Merged
+from millpond.policy.head_rules import NestedPlan
+from millpond.policy.merging import Merged
 from millpond.policy.policy import REDUCE, EvictionPlan, Policy, with_rest
 from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.step_merge import slot_plan
-from millpond.policy.variants.head_rules import NestedPlan
 from millpond.policy.view import View, columns_of
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, EntryRows
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
-from millpond.policy.needs.block_lookup import BlockLookup
+from millpond.policy.needs import BlockLookup
 
 #: Rows of queries whose logits are held at a time.
 BLOCK = 64

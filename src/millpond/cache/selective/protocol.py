@@ -11,7 +11,7 @@ from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.selective.block_retrieval import BlockRetrieval
 from millpond.cache.selective.sparse_prefill import SparsePrefill
 from millpond.kernels.args import AttentionShape
-from millpond.policy.needs.declared import Needs
+from millpond.policy.needs import Needs
 
 
 class SelectiveAttention(Protocol):

@@ -11,7 +11,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, PrefillArgs
-from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern, PromptPatterns
+from millpond.policy.needs import BLOCK, HeadPrompt, Pattern, PromptPatterns
 
 
 class SparsePrefill:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from millpond.policy.retaining.gates import CONTEXT_DTYPE
+from millpond.policy.trained.networks import CONTEXT_DTYPE
 
 #: A full buffer grows by this share of what it holds, and at least by this number of tokens.
 GROWTH, LEAST_GROWTH = 0.125, 16

@@ -20,8 +20,8 @@ from millpond.cache.state.token_ids import TokenIds
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, HeadRuleArgs, WindowSignalArgs
 from millpond.kernels.decode_rules import UNBOUNDED, Reduce
-from millpond.policy.needs.head_rules import HeadRule, HeadRules, Heads
-from millpond.policy.variants.head_rules import NestedPlan
+from millpond.policy.head_rules import NestedPlan
+from millpond.policy.needs import HeadRule, HeadRules, Heads
 
 
 class PromptQueries(NamedTuple):

@@ -17,7 +17,7 @@ from millpond.errors import DataError, OptionError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from millpond.policy.retaining.gates import Gates
+    from millpond.policy.trained.networks import Gates
 
 
 @expand_groups
@@ -69,7 +69,7 @@ def _gates(given: str, model: PreTrainedModel) -> Gates:
     """The gates that --gate names, of this model."""
     from millpond.hf.retaining_heads import gates_finder
     from millpond.option_files import read_file
-    from millpond.policy.retaining.file import gates_of
+    from millpond.policy.trained.file import gates_of
 
     if given == BUNDLED:
         return gates_finder(model)(None)

@@ -17,7 +17,7 @@ from millpond.errors import DataError, OptionError, unknown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from millpond.policy.retaining.heads import RetainingHeads
+    from millpond.policy.trained.networks import RetainingHeads
     from millpond.train.gate.objective import Teacher
 
 #: The value of --start for the heads that come with the package.
@@ -112,7 +112,7 @@ def _heads(start: str, model: PreTrainedModel) -> RetainingHeads | None:
     """The retaining heads that --start names; None for none."""
     from millpond.hf.retaining_heads import heads_finder
     from millpond.option_files import read_file
-    from millpond.policy.retaining.file import heads_of
+    from millpond.policy.trained.file import heads_of
 
     if not start:
         return None

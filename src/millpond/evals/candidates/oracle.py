@@ -16,7 +16,7 @@ from millpond.evals.candidates.lookahead import later_attention, run_ahead
 from millpond.evals.decoding.batch import PromptBatch
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
-from millpond.policy.allocation.heads import Ada, Uniform
+from millpond.policy.head_allocation import Ada, Uniform
 from millpond.policy.policy import Policy
 from millpond.policy.scores.precomputed import PrecomputedScore
 

@@ -15,7 +15,7 @@ from millpond.hf.compress import compress
 from millpond.kernels.args import AttentionShape
 from millpond.methods.minference import make_pattern
 from millpond.models.cache_argument import cache_argument
-from millpond.policy.needs.prompt_patterns import BLOCK, HeadPrompt, Pattern
+from millpond.policy.needs import BLOCK, HeadPrompt, Pattern
 
 #: What the search chooses from: kind and two numbers. A query reads some 800 entries with each.
 CANDIDATES = (

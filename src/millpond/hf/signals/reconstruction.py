@@ -13,7 +13,7 @@ from millpond.errors import OptionError
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
 from millpond.models.cache_argument import cache_argument
-from millpond.policy.needs.declared import PromptRepeat
+from millpond.policy.needs import PromptRepeat
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches

@@ -17,7 +17,7 @@ from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelErr
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.signals.predictions import Predictions
 from millpond.models.cache_argument import cache_among
-from millpond.policy.needs.declared import Entropies
+from millpond.policy.needs import Entropies
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches

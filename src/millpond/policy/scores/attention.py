@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal, hash_priority
+from millpond.kernels.merge.reference import blend
 from millpond.policy.view import View
 
 #: What a score wants of the queries at prefill: nothing; the attention of every one, of the last `window`, or of both
@@ -155,3 +156,52 @@ class RandomPriority:
 
     def score(self, view: View, seed: int) -> Tensor:
         return hash_priority(seed, view.heads, view.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedScore:
+    """A score over `base`, with the same needs as `base`."""
+
+    base: Score
+
+    @property
+    def queries(self) -> Queries:
+        return self.base.queries
+
+    @property
+    def window(self) -> int:
+        return self.base.window
+
+    @property
+    def signal(self) -> Signal:
+        return self.base.signal
+
+
+def decay_of(score: object) -> float:
+    """The factor on all gathered attention at each new token: that of the innermost score; 1 where none forgets."""
+    while isinstance(score, WrappedScore):
+        score = score.base
+    return score.decay if isinstance(score, AccumulatedAttention) else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalAndLocal:
+    """s_j = max(g_j, l_j * mean(g) / mean(l)), pooled by the maximum over `kernel` neighbouring entries.
+
+    g is the attention from all queries, l that of the last `window`. Over a whole prompt of n tokens the factor is
+    n / window exactly.
+    """
+
+    window: int = 32
+    kernel: int = 1
+    queries: Queries = "both"
+    signal: Signal = Signal.SUM
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        assert view.signal is not None, "the cache provides the signal that a score declares"
+        overall, local = (x.masked_fill(~view.valid, 0) for x in (view.signal, view.window_signal))
+        best = blend(overall, local)
+        if self.kernel == 1:
+            return best
+        return F.max_pool1d(best[None], self.kernel, stride=1, padding=self.kernel // 2)[0]

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import DataError, OptionError
-from millpond.policy.retaining.file import save_heads
-from millpond.policy.retaining.gates import SINKS, WINDOW, Gates
+from millpond.policy.trained.file import save_heads
+from millpond.policy.trained.networks import SINKS, WINDOW, Gates
 from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.gate.kept_share import hidden_of, logits_of, share_of, shift_to
 from millpond.train.retain.features import TextReader

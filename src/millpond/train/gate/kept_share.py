@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millpond.policy.retaining.gates import LayerGate
+from millpond.policy.trained.networks import LayerGate
 from millpond.train.gate.objective import pinned_entries
 from millpond.train.retain.features import ReadPrompt
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from millpond.policy.retaining.gates import LayerGate
-from millpond.policy.retaining.heads import LayerHeads
+from millpond.policy.trained.networks import LayerGate, LayerHeads
 
 #: What the model's predictions are held to: self, those of the same model with everything kept; text, the text itself.
 Teacher = Literal["self", "text"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from millpond.policy.retaining.gates import LayerGate
+from millpond.policy.trained.networks import LayerGate
 
 #: Of the flags on held-out texts, the share that may change.
 CHANGED = 0.001

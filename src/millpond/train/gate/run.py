@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from millpond.errors import CacheMismatchError, OptionError
-from millpond.policy.retaining.gates import SINKS, WINDOW
-from millpond.policy.retaining.heads import RetainingHeads
+from millpond.policy.trained.networks import SINKS, WINDOW, RetainingHeads
 from millpond.train.common.network_run import NetworkRun, RunSettings
 from millpond.train.gate.objective import Teacher, TrainedGate
 from millpond.train.retain.features import HeadSizes

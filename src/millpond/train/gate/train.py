@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.offline.later_tokens import read_later
-from millpond.policy.retaining.file import GATE, save_heads
-from millpond.policy.retaining.gates import ATTENTION, Gates, LayerGate, default_shape
-from millpond.policy.retaining.heads import LARGE, RetainingHeads
+from millpond.policy.trained.file import GATE, save_heads
+from millpond.policy.trained.networks import ATTENTION, LARGE, Gates, LayerGate, RetainingHeads, default_shape
 from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.common.network_run import StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress

@@ -20,7 +20,7 @@ from millpond.hf.signals.rotary import ModelRotation, layer_rotations
 from millpond.kernels.args import AttentionShape
 from millpond.models.cache_argument import cache_argument
 from millpond.policy.policy import Policy
-from millpond.policy.retaining.networks import features_of
+from millpond.policy.trained.networks import features_of
 from millpond.train.retain.labels import Label, labels_of
 
 

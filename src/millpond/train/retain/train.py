@@ -18,8 +18,9 @@ from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
-from millpond.policy.retaining.file import save_heads
-from millpond.policy.retaining.heads import (
+from millpond.policy.scores.trained import Retained
+from millpond.policy.trained.file import save_heads
+from millpond.policy.trained.networks import (
     LARGE,
     QUANTILE_STEPS,
     LayerHeads,
@@ -27,7 +28,6 @@ from millpond.policy.retaining.heads import (
     default_width,
     quantiles_of,
 )
-from millpond.policy.scores.retained import Retained
 from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.common.network_run import StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress

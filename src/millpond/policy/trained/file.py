@@ -15,8 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.errors import DataError
-from millpond.policy.retaining.gates import ATTENTION, Gates, LayerGate
-from millpond.policy.retaining.heads import QUANTILE_STEPS, LayerHeads, RetainingHeads
+from millpond.policy.trained.networks import ATTENTION, QUANTILE_STEPS, Gates, LayerGate, LayerHeads, RetainingHeads
 
 FORMAT = "millpond heads 1"
 #: Bytes of a header at most.

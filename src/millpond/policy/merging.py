@@ -1,16 +1,19 @@
-"""Protocol of merging evicted entries into kept ones; a slot with merged entries has a mass."""
+"""Merging of evicted entries into kept ones: the protocol, and values spread over following entries (CaM)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from millpond.errors import OptionError
+from millpond.kernels.decode_rules import Evict
 from millpond.kernels.merge import reference
 from millpond.kernels.merge.reference import MergeColumns
-from millpond.kernels.merge.rules import Links, MergeRule, sums
+from millpond.kernels.merge.rules import Links, MergeRule, Over, Weigh, sums
+from millpond.policy.scores.attention import AccumulatedAttention, LastAttention, Score, WrappedScore
 from millpond.policy.view import View
 
 
@@ -79,3 +82,62 @@ def joined_scores(view: View, links: Links) -> Tensor:
 def own_scores(view: View) -> Tensor:
     """(H, N) float32: the accumulators as they are."""
     return torch.zeros(view.positions.shape, device=view.positions.device) if view.signal is None else view.signal
+
+
+@dataclass(frozen=True, slots=True)
+class NewestStay(WrappedScore):
+    """s_j = position of j; the attention of `base` is gathered for what merges by it."""
+
+    base: Score = field(default_factory=AccumulatedAttention)
+    evict: Evict | None = None
+
+    def score(self, view: View, seed: int) -> Tensor:
+        return view.positions.float()
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadOverNext:
+    """V_j += p_i V_i / n for each j of the n entries right behind entry i, at most `targets`; keys stay.
+
+    Entries are evicted one after another, the oldest first; a later one passes on what it received.
+    p_i = clamp(a_i / A, 0, 1), a the attention of `base` and A over what `over` says: the mean of the targets'
+    attention, the mean of the kept entries after the sinks, or the largest of all kept entries. With `draw` a value
+    is merged whole with probability p_i, or not at all: the draw is a hash of seed, layer, head and position. With
+    `bias` n masses of p_i / n go with the values, and V_j is the mean by mass.
+
+    Attributes:
+        targets: 0 for as many as stay.
+    """
+
+    base: Score
+    targets: int = 16
+    over: Literal["targets", "recent", "max"] = "targets"
+    draw: bool = False
+    bias: bool = False
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.targets < 0:
+            raise OptionError(f"targets={self.targets} must not be negative; 0 takes all kept entries behind")
+
+    @property
+    def rule(self) -> MergeRule | None:
+        """See `SlotMerge`: where the accumulators are the attention of `base`."""
+        return self._rule if type(self.base) in (AccumulatedAttention, LastAttention) else None
+
+    @property
+    def _rule(self) -> MergeRule:
+        average = isinstance(self.base, AccumulatedAttention) and self.base.average
+        return MergeRule(
+            Weigh.CHANCE,
+            closed=self.sinks,
+            targets=self.targets,
+            over=Over[self.over.upper()],
+            average=average,
+            draw=self.draw,
+            bias=self.bias,
+            masses=self.bias,
+        )
+
+    def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
+        return by_rule(self._rule, view, keep, self.base.score(view, seed), seed)

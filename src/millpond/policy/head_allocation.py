@@ -1,16 +1,18 @@
-"""Head budgets of one layer: entries kept per KV head. Totals are exact, and no head is emptied."""
+"""Head budgets of one layer: entries kept per KV head, by fixed shares, by the prompt, or by a score threshold."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.policy.allocation.layers import apportion
+from millpond.policy.layer_allocation import apportion
 from millpond.policy.selection import keep_best, priority
+from millpond.policy.view import View
 
 
 class HeadAllocation(Protocol):
@@ -135,3 +137,58 @@ def lowest_scored(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor,
     first = low.flatten(1).argsort(dim=1, stable=True)[:, :n]
     chosen = torch.zeros_like(low, dtype=torch.bool).flatten(1).scatter_(1, first, True).view_as(low)
     return torch.zeros_like(free).scatter_(-1, column, chosen & (low < _LAST))
+
+
+class DecidedHeads(HeadAllocation, Protocol):
+    """An allocation for the heads of one view."""
+
+    @property
+    def grows(self) -> Tensor:
+        """(H,) bool: the heads that keep all that comes while decoding, until the next plan."""
+        ...
+
+
+@runtime_checkable
+class PromptHeadAllocation(Protocol):
+    """An allocation that depends on the layer or on the prompt; its heads never compete while decoding."""
+
+    @property
+    def grows(self) -> bool:
+        """Some heads keep all that comes while decoding, until the next plan."""
+        ...
+
+    def check(self, n_layers: int) -> None:
+        """
+        Raises:
+            OptionError: it does not fit a model of this many layers.
+        """
+        ...
+
+    def decide(self, view: View) -> DecidedHeads:
+        """The allocation for the heads of `view`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AboveThreshold:
+    """Each head keeps its entries whose value is at least the threshold, those that are protected, and never none.
+
+    Where that is more than the budget, the highest values of all heads together stay, and the total is the budget.
+    """
+
+    threshold: float
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.threshold):
+            raise OptionError(f"threshold={self.threshold} must be a finite number")
+
+    def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
+        return protected.clamp(min=1)
+
+    def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
+        above = valid & (pinned | (value >= self.threshold))
+        counts = torch.minimum(above.sum(1).clamp(min=1), valid.sum(1))
+        if int(counts.sum()) <= len(value) * budget:
+            return counts
+        return Ada(alpha=0.0).keep_counts(value, valid, pinned, budget)

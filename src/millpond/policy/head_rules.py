@@ -12,11 +12,9 @@ from torch import Tensor
 from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict
-from millpond.policy.allocation.heads import Uniform, lowest_scored
-from millpond.policy.allocation.layers import EvenLayers
-from millpond.policy.needs.declared import Needs
-from millpond.policy.needs.head_rules import HeadRule, Heads
-from millpond.policy.needs.token_source import TokenSource
+from millpond.policy.head_allocation import Uniform, lowest_scored
+from millpond.policy.layer_allocation import EvenLayers
+from millpond.policy.needs import HeadRule, Heads, Needs, TokenSource
 from millpond.policy.policy import WAY_OUT, EvictionPlan, Policy
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.token_classes import PUNCTUATION, SPECIAL, TokenClasses

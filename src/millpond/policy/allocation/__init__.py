@@ -1,1 +1,0 @@
-"""Budgets of heads and layers: how a budget is shared out."""

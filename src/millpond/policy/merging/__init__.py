@@ -1,1 +1,0 @@
-"""Merging of evicted entries into kept ones."""

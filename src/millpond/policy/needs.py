@@ -1,0 +1,257 @@
+"""Needs of policies besides keys, values and attention, and the protocols of the signals that meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
+from millpond.policy.protect import Protect
+from millpond.policy.token_classes import TokenClasses
+
+
+class AlwaysSeen(Protocol):
+    """What a query sees whatever is looked up: the sinks, the newest entries, and those that fill no block yet."""
+
+    @property
+    def sinks(self) -> int:
+        """The first positions of the text."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """Entries that are looked up together."""
+        ...
+
+    def local(self, budget: int) -> int:
+        """The newest positions that a query sees, its own among them."""
+        ...
+
+    def blocks(self, budget: int) -> int:
+        """The blocks that fit besides what is always attended."""
+        ...
+
+
+class BlockLookup(Protocol):
+    """How blocks are made, compared and looked up."""
+
+    @property
+    def protect(self) -> AlwaysSeen:
+        """What is always attended."""
+        ...
+
+    @property
+    def representatives(self) -> int:
+        """Entries of a block whose mean key stands for it."""
+        ...
+
+    @property
+    def together(self) -> int:
+        """Queries of a prompt that look up one set of blocks."""
+        ...
+
+    @property
+    def far(self) -> Literal["one_distance", "true"]:
+        """Where a looked-up entry stands: all at one distance after the local ones, or where the text put them."""
+        ...
+
+
+class HeadRule(IntEnum):
+    """What a head keeps; each kind keeps all that the one before it does."""
+
+    SPECIAL = 0  #: special tokens
+    PUNCTUATION = 1  #: and punctuation
+    FREQUENT = 2  #: and the entries of most accumulated attention
+    LOCAL = 3  #: and the newest
+    FULL = 4  #: everything
+
+
+class Heads(NamedTuple):
+    """The heads of some sequences at one moment."""
+
+    value: Tensor  #: (S, H, N) float32, accumulated attention
+    positions: Tensor  #: (S, H, N) int32, -1 for none
+    classes: Tensor  #: (S, H, N) int8, see `TokenClasses.of`
+    kinds: Tensor  #: (S, H) int
+    seen: Tensor  #: (S,) int, tokens so far
+    local: Tensor  #: (S,) int, newest positions that `HeadRule.LOCAL` keeps
+    most: Tensor  #: (S,) int64, entries that all heads of a sequence may hold together
+
+
+class HeadRules(Protocol):
+    """What heads of each kind keep while decoding."""
+
+    @property
+    def threshold(self) -> float:
+        """Share of its attention that a head's kind must recover; 1 keeps everything."""
+        ...
+
+    @property
+    def queries(self) -> int:
+        """Recovery is measured on at most this many of the prompt's queries; 0 for all."""
+        ...
+
+    @property
+    def classes(self) -> TokenClasses:
+        """Classes of token ids."""
+        ...
+
+    @property
+    def protect(self) -> Protect:
+        """What no rule evicts."""
+        ...
+
+    def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The class of each entry; the first positions count as special tokens."""
+        ...
+
+    def quota(self, seen: Tensor) -> Tensor:
+        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        ...
+
+    def leaving(self, heads: Heads) -> Tensor:
+        """(S, H, N) bool: the entries that their head does not keep."""
+        ...
+
+
+#: Rows of queries that attend to one set of entries.
+BLOCK = 64
+
+
+class HeadPrompt(NamedTuple):
+    """The queries of one head, at positions N - Q .. N - 1, and all keys of its KV head."""
+
+    q: Tensor  #: (Q, D)
+    k: Tensor  #: (N, D)
+    scale: float
+    softcap: float = 0.0
+    sink_logit: Tensor | None = None  #: a logit that only enters the denominator, of one number
+
+    @property
+    def first(self) -> int:
+        """The position of the first query."""
+        return len(self.k) - len(self.q)
+
+    def last_rows(self, n: int) -> Tensor:
+        """(n, N): the attention of the last n queries."""
+        kind = wide(self.q.dtype)
+        logits = soft_cap(self.q[-n:].to(kind) @ self.k.to(kind).T * self.scale, self.softcap)
+        column = torch.arange(len(self.k), device=self.q.device)
+        sink = None if self.sink_logit is None else self.sink_logit.to(kind).view(1, 1)
+        return softmax_with_sink(logits, column <= column[-n:, None], sink)[0]
+
+
+#: Of the queries at positions begin .. end - 1, one block: positions (n,) that they attend to, ascending. Each query
+#: sees those that are not after it and that `Pattern.near` does not hide from it.
+Look = Callable[[int, int], Tensor]
+
+
+class Pattern(Protocol):
+    """The attention pattern of a head on a prompt."""
+
+    @property
+    def near(self) -> tuple[int, int] | None:
+        """(first, width): entries from `first` on are seen by queries less than `width` behind; None: by all."""
+        ...
+
+    def covers(self, n: int) -> bool:
+        """Whether every query of a text of `n` tokens sees everything."""
+        ...
+
+    def scaled(self, ratio: float) -> Pattern:
+        """The pattern with `ratio` times as many entries."""
+        ...
+
+    def look(self, prompt: HeadPrompt) -> Look:
+        """The entries that the queries of a prompt attend to, in blocks of BLOCK rows from the first query on."""
+        ...
+
+
+class PromptPatterns(Protocol):
+    """The attention patterns of each layer's heads on a prompt."""
+
+    def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
+        """Pattern of each query head of a layer.
+
+        Raises:
+            CacheMismatchError: a head is named that there is not.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRepeat:
+    """The model says each prompt or turn again before there is a plan.
+
+    Attributes:
+        ids: what asks for the repetition, as token ids; None until a tokenizer has spelled it.
+        chunk: tokens that are repeated in one pass.
+    """
+
+    ids: tuple[int, ...] | None
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entropies:
+    """Scores are -log P of each token in the model's own predictions.
+
+    Attributes:
+        decay: factor on every stored score when another round of a dialogue begins.
+    """
+
+    decay: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a policy needs that the keys, values and attention of one layer do not give. The default: nothing.
+
+    Attributes:
+        whole_prompt: a prompt is read in one pass, because where it is cut would change the result.
+        uncut: a caller may not cut a prompt either; `whole_prompt` goes with it.
+        token_ids: the ids of all tokens that were read.
+        entropies: the model's predictions for all tokens.
+        prompt_repeat: a second reading of each prompt.
+        head_rules: a rule of its own for each KV head, and the queries of the prompt.
+        block_lookup: everything is stored, and queries look blocks of it up.
+        prompt_patterns: everything is stored, and the queries of a prompt attend to patterns of it.
+    """
+
+    whole_prompt: bool = False
+    uncut: bool = False
+    token_ids: bool = False
+    entropies: Entropies | None = None
+    prompt_repeat: PromptRepeat | None = None
+    head_rules: HeadRules | None = None
+    block_lookup: BlockLookup | None = None
+    prompt_patterns: PromptPatterns | None = None
+
+
+#: What most policies need.
+NOTHING = Needs()
+
+
+class TokenSource(Protocol):
+    """What tokens are, and how a text is spelled."""
+
+    def classes(self, given: TokenClasses) -> TokenClasses:
+        """The classes, with those that are not given.
+
+        Raises:
+            OptionError: a class is not given and not known.
+        """
+        ...
+
+    def spell(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text.
+
+        Raises:
+            OptionError: they are not known.
+        """
+        ...

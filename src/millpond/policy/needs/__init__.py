@@ -1,1 +1,0 @@
-"""Protocols of signals that policies need besides keys, values and attention."""

@@ -1,1 +1,0 @@
-"""Retaining heads (Locret): small trained networks that score an entry when it is written."""

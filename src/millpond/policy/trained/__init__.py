@@ -1,0 +1,1 @@
+"""Trained networks of policies (Attention-Gate, Locret) and their files."""

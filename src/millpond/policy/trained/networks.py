@@ -1,0 +1,331 @@
+"""Trained networks of a model, one per attention layer: gates (Attention-Gate) and retaining heads (Locret)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millpond.errors import CacheMismatchError, OptionError
+from millpond.kernels.linear import has_products, linear
+
+#: Binary digits of a score behind the point. Rounding moves a float32 product by its last few digits, and how many
+#: tokens were multiplied at once would decide between entries that are equal but for that.
+SCORE_DIGITS = 14
+
+
+class LayerNetwork(Protocol):
+    """The network of one layer, as tensors under the names of its parts."""
+
+    #: Names of its tensors, in the order in which it is made of them.
+    PARTS: ClassVar[tuple[str, ...]]
+
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Self:
+        """The same on a device: what is multiplied with features in `dtype`, the rest in float32."""
+        ...
+
+    def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
+        """
+        Raises:
+            CacheMismatchError: `layer` gives other numbers of a token than it takes, or has other KV heads.
+        """
+        ...
+
+
+L = TypeVar("L", bound=LayerNetwork)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedNetworks(Generic[L]):
+    """The networks of a model that score its entries.
+
+    Attributes:
+        layers: one per attention layer. model: the mark of the model. name: its class, for people.
+        facts: how they were trained: data, steps, seed ...
+        digest: of all numbers; equal where the scores are.
+    """
+
+    layers: Sequence[L]
+    model: str
+    name: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    digest: str = field(init=False, default="")
+    _placed: dict[tuple[int, torch.device, torch.dtype], L] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(digest_size=16)
+        for layer in self.layers:
+            for part in layer.PARTS:
+                digest.update(getattr(layer, part).detach().float().cpu().contiguous().numpy().tobytes())
+        object.__setattr__(self, "digest", digest.hexdigest())
+
+    def at(self, layer: int, features: Tensor, n_kv_heads: int) -> L:
+        """The network of a layer where its features (..., inputs) are.
+
+        Its large products are in bfloat16 where features are, on a CPU that has instructions for it; else in float32.
+
+        Raises:
+            CacheMismatchError: they are of a model of another shape.
+        """
+        if layer >= len(self.layers):
+            raise CacheMismatchError(
+                f"the model has a layer {layer}, and these networks are of {len(self.layers)} layers: take those of "
+                "this model"
+            )
+        small = features.dtype is torch.bfloat16 and features.is_cpu and has_products(features)
+        place = layer, features.device, torch.bfloat16 if small else torch.float32
+        if place not in self._placed:
+            self._placed[place] = self.layers[layer].to(*place[1:])
+        found = self._placed[place]
+        found.check(layer, features.shape[-1], n_kv_heads)
+        return found
+
+
+def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, n, inputs): query, key and value of each token, all heads side by side; bfloat16 as they are, else float32.
+
+    Shapes: q (B, query heads, n, key_dim), k (B, KV heads, n, key_dim), v (B, KV heads, n, value_dim).
+    """
+    dtype = torch.bfloat16 if q.dtype is k.dtype is v.dtype is torch.bfloat16 else torch.float32
+    return torch.cat([part.to(dtype).transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
+
+
+def rounded(score: Tensor) -> Tensor:
+    """`score` in SCORE_DIGITS binary digits behind the point."""
+    found: Tensor = (score * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
+    return found
+
+
+#: Newest positions that stay whatever the gate says, and first ones: in training and by default.
+WINDOW, SINKS = 16, 4
+#: The fact of a file that says how its gates look at a prompt: causal, or global.
+ATTENTION = "attention"
+#: What a gate remembers of the text is stored in this type.
+CONTEXT_DTYPE = torch.bfloat16
+
+
+class GateInput(NamedTuple):
+    """What the narrow attention of a gate makes of tokens: queries (heads, n, width), a key and a value (n, width)."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGate:
+    """The network of one layer: p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2), u = attention of narrow heads over x.
+
+    x = [q; k; v] of a token before RoPE. u_i = softmax_{j <= i}(Wq x_i . Wk x_j / sqrt(width)) Wv x_j for each of the
+    gate's heads, which share their keys and values. Where the gate is not causal, the j of a prompt are all its tokens.
+
+    Attributes:
+        wq: (heads * width, inputs). wk, wv: (width, inputs). w1: (hidden, inputs + heads * width). b1: (hidden,).
+        w2: (KV heads, hidden). b2: (KV heads,).
+        causal: a token looks at those before it alone, also while its prompt is read.
+    """
+
+    PARTS: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "w1", "b1", "w2", "b2")
+
+    wq: Tensor
+    wk: Tensor
+    wv: Tensor
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    causal: bool = True
+
+    @property
+    def width(self) -> int:
+        """Numbers of a key, and of a value, that the gate remembers of each token."""
+        return len(self.wk)
+
+    def take(self, features: Tensor) -> GateInput:
+        """Queries, keys and values of features (n, inputs)."""
+        x = features.to(self.wq)
+        queries = linear(x, self.wq).view(len(x), -1, self.width).transpose(0, 1)
+        return GateInput(queries, linear(x, self.wk), linear(x, self.wv))
+
+    def logits(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """(KV heads, n): how surely each KV head keeps the tokens; arguments as of `hidden`."""
+        return F.linear(self.hidden(features, queries, keys, values), self.w2, self.b2).T
+
+    def hidden(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """(n, hidden) in the dtype of `w2`: SiLU(W1 [x; u] + b1) of tokens.
+
+        Args:
+            features: (n, inputs), of the newest n of N tokens. queries: (heads, n, width), theirs. keys, values:
+                (N, width), of all tokens so far. Tokens that nothing stands before (n = N) are a prompt.
+        """
+        (n_heads, n, _), total = queries.shape, len(keys)
+        k, v = (part.to(queries.dtype).expand(n_heads, -1, -1) for part in (keys, values))
+        mask = None
+        if 1 < n < total:
+            places = torch.arange(total, device=queries.device)
+            mask = places <= places[total - n :, None]
+        # of four dimensions: of three, torch makes the whole (heads, n, N) matrix on a CPU
+        q, k, v = queries[None], k[None], v[None]
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and n == total)[0]
+        both = torch.cat([features.to(self.w1), seen.transpose(0, 1).flatten(1)], -1)
+        return F.silu(linear(both, self.w1, self.b1).to(self.w2))
+
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> LayerGate:
+        """See `LayerNetwork.to`."""
+        dtypes = {"w2": torch.float32, "b2": torch.float32}
+        parts = {part: getattr(self, part).to(device, dtypes.get(part, dtype)) for part in self.PARTS}
+        return LayerGate(**parts, causal=self.causal)
+
+    def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
+        """See `LayerNetwork.check`."""
+        if inputs != self.wk.shape[1] or n_kv_heads != len(self.b2):
+            raise CacheMismatchError(
+                f"layer {layer} gives {inputs} numbers of a token and has {n_kv_heads} KV heads; this gate takes "
+                f"{self.wk.shape[1]} and decides for {len(self.b2)}: take that of this model"
+            )
+
+
+class Gates(TrainedNetworks[LayerGate]):
+    """The gates of a model; facts: data, steps, seed, target, attention (causal or global)."""
+
+    __slots__ = ()
+
+    @property
+    def causal(self) -> bool:
+        """Whether a flag depends on the text before it alone, so that it does not matter where a prompt is cut."""
+        return all(layer.causal for layer in self.layers)
+
+
+def kept_probability(logits: Tensor) -> Tensor:
+    """The p of logits of any shape, in `SCORE_DIGITS` digits: the score that is stored with an entry."""
+    return rounded(logits.float().sigmoid())
+
+
+def default_shape(hidden: int) -> tuple[int, int]:
+    """Narrow heads of a gate and their width, for a model of this hidden size."""
+    return 4, 8 if hidden < 512 else 16
+
+
+#: Steps between the quantiles of a head's raw scores.
+QUANTILE_STEPS = 256
+#: Labels of training, log-probabilities, lie between these; see `RetainingHeads.expecting`.
+LABELS_FROM, LABELS_TO = -12.0, 0.0
+#: Hidden sizes from which a model counts as large.
+LARGE = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerHeads:
+    """The network of one layer: s = W2 SiLU(W1 [q; k; v] + b1) + b2.
+
+    Attributes:
+        w1: (width, inputs). b1: (width,). w2: (KV heads, width). b2: (KV heads,).
+        quantiles: (KV heads, QUANTILE_STEPS + 1) float32, ascending: of the raw scores on texts of training.
+    """
+
+    PARTS: ClassVar[tuple[str, ...]] = ("w1", "b1", "w2", "b2", "quantiles")
+
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    quantiles: Tensor
+
+    def raw(self, features: Tensor) -> Tensor:
+        """(n, KV heads) in the dtype of `w2`: raw scores of features (n, inputs), see `features_of`."""
+        return F.linear(F.silu(linear(features.to(self.w1), self.w1, self.b1).to(self.w2)), self.w2, self.b2)
+
+    def scores(self, features: Tensor) -> Tensor:
+        """(KV heads, n) float32: where each raw score lies among those of its head, 0 to 1 on texts as in training.
+
+        Raw scores of different heads do not compare; these do. Values outside the quantiles go on below 0 and above 1.
+        """
+        return as_quantiles(self.raw(features).T, self.quantiles)
+
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> LayerHeads:
+        """See `LayerNetwork.to`."""
+        return LayerHeads(
+            self.w1.to(device, dtype),
+            self.b1.to(device, dtype),
+            *(getattr(self, part).to(device, torch.float32) for part in self.PARTS[2:]),
+        )
+
+    def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
+        """See `LayerNetwork.check`."""
+        if inputs != self.w1.shape[1] or n_kv_heads != len(self.b2):
+            raise CacheMismatchError(
+                f"layer {layer} gives {inputs} numbers of a token and has {n_kv_heads} KV heads; these retaining heads "
+                f"take {self.w1.shape[1]} and score {len(self.b2)}: take those of this model"
+            )
+
+
+class RetainingHeads(TrainedNetworks[LayerHeads]):
+    """The retaining heads of a model; facts: data, steps, seed, label, chunks."""
+
+    __slots__ = ()
+
+    def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, KV heads, n) float32: the scores of new tokens.
+
+        Args:
+            q: (B, query heads, n, key_dim). k: (B, KV heads, n, key_dim). v: (B, KV heads, n, value_dim); queries and
+                keys before RoPE.
+
+        Raises:
+            CacheMismatchError: the heads are of a model of another shape.
+        """
+        features = features_of(q, k, v)
+        heads = self.at(layer, features, k.shape[1])
+        batch, n = features.shape[:2]
+        return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
+
+    def expecting(self) -> RetainingHeads:
+        """The same networks, whose scores are the labels that they expect, one unit for all heads and layers.
+
+        A score is then (label + 12) / 12, so that heads compare by the attention that is expected for an entry.
+
+        Raises:
+            OptionError: they were trained on logits, which differ in scale from head to head.
+        """
+        if self.facts.get("label", "log_prob") != "log_prob":
+            raise OptionError(
+                f"these heads were trained with --label {self.facts['label']}, whose numbers do not compare between "
+                "heads; let heads not compete (compete='no'), or train with --label log_prob"
+            )
+        steps = torch.linspace(LABELS_FROM, LABELS_TO, QUANTILE_STEPS + 1)
+        layers = [replace(heads, quantiles=steps.repeat(len(heads.b2), 1)) for heads in self.layers]
+        return RetainingHeads(layers, self.model, self.name, self.facts)
+
+
+def default_width(hidden: int) -> int:
+    """Width of the networks for a model of this hidden size; of large ones the paper's.
+
+    1,024 adds 2.9 % to the weights of a layer of Llama 3.1 8B.
+    """
+    return 2 * hidden if hidden < LARGE else 1024
+
+
+def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
+    """(H, n): where raw scores (H, n) lie among quantiles (H, steps + 1), linear between them, in SCORE_DIGITS digits.
+
+    Outside of them a score goes on in units of their whole range.
+    """
+    steps = quantiles.shape[1] - 1
+    above = torch.searchsorted(quantiles, raw.contiguous(), right=True).clamp(1, steps)
+    low, high = quantiles.gather(1, above - 1), quantiles.gather(1, above)
+    inside = ((raw - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+    least, most = quantiles[:, :1], quantiles[:, -1:]
+    outside = ((raw - most).clamp(min=0) - (least - raw).clamp(min=0)) / (most - least).clamp(min=1e-6)
+    return rounded((above - 1 + inside) / steps + outside)
+
+
+def quantiles_of(raw: Tensor) -> Tensor:
+    """(H, QUANTILE_STEPS + 1) float32, ascending: the quantiles of raw scores (H, n)."""
+    ordered = raw.float().sort(1).values
+    places = torch.linspace(0, raw.shape[1] - 1, QUANTILE_STEPS + 1, device=raw.device).round().long()
+    return ordered[:, places].contiguous()

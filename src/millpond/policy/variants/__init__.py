@@ -1,1 +1,0 @@
-"""Policies that need more than a score, an allocation and a merge rule."""
