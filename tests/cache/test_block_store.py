@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.swap.pages import read_pages
+from millpond.cache.swap import read_pages
 from millpond.cache.tiered.block_store import SLOT_BYTES, BlockStore, unpack
 
 

@@ -17,11 +17,9 @@ import pytest
 import torch
 
 from millpond.cache.chunks import files
-from millpond.cache.chunks.inspect import list_files
-from millpond.cache.chunks.key import ids_key
-from millpond.cache.chunks.shape import StoredShape
+from millpond.cache.chunks.files import list_files
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, VariantFacts
+from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, ids_key
 from millpond.errors import OptionError
 
 SHAPE = StoredShape("m" * 8, torch.float32, ((1, 2, 2),))

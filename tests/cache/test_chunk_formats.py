@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache.chunks.key import ids_key
-from millpond.cache.chunks.rest_format import GROUP, RestName
-from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.variant import ChunkVariant, VariantFacts
+from millpond.cache.chunks.variant import GROUP, ChunkVariant, RestName, StoredShape, VariantFacts, ids_key
 from millpond.errors import OptionError
 
 LAYERS = ((2, 64, 64), (1, 20, 7))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.per_sequence import PerSequence
+from millpond.cache.types import PerSequence
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.papers.fixture import layer_cache

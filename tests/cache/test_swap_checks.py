@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from millpond.cache.swap.files import SwapFiles
+from millpond.cache.swap import SwapFiles
 from millpond.errors import DataError
 
 CONTENT = [

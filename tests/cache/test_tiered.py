@@ -13,10 +13,9 @@ import torch
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.tiered.away_pages import AwayPages
+from millpond.cache.tiered.away_pages import AwayPages, Patches
 from millpond.cache.tiered.departure import MOST_PATCHES, depart
 from millpond.cache.tiered.extents import LayerExtents, Transit
-from millpond.cache.tiered.patches import Patches
 from millpond.cache.tiered.visit import PageVisit
 from millpond.kernels import ops, page_rows
 from millpond.kernels.args import EntryRows

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import millpond as mp
+from millpond.cache import swap
 from millpond.cache.entries.quantize import quantize_due
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.swap import pages as swap
 from millpond.codec import Codec, LayerCodecs, codec_named, resolve
 from millpond.codec.groups import Coder
 from millpond.engine.engine import Engine

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.serialization import from_tensors, to_tensors
-from millpond.cache.swap.pages import copy_out, release_all, restore
+from millpond.cache.swap import copy_out, release_all, restore
 from tests.helpers.codec.elsewhere import ELSEWHERE, Far, elsewhere, to_far
 from tests.helpers.codec.layers import check, feed, make, parts, positions, tokens
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.prefix_sharing import PrefixSharing

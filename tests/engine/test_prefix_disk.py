@@ -21,7 +21,7 @@ import millpond as mp
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree
-from millpond.cache.swap.pages import read_pages, write_pages
+from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.block_store import STORE_BYTES, BlockStore
 from millpond.engine.engine import Engine
 from millpond.engine.offload.planner import EXAMPLE

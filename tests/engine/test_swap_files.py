@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import millpond as mp
-from millpond.cache.swap import files as swap_files
+from millpond.cache import swap as swap_files
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request

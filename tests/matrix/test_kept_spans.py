@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.cache.state.kept_spans import KeptSpans
+from millpond.cache.state.span_marks import KeptSpans
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.methods import METHODS
 from tests.helpers.hf.families import family

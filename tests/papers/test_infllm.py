@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.cache.selective.block_retrieval import BlockRetrieval
+from millpond.cache.selective import BlockRetrieval
 from millpond.errors import BudgetError, CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS

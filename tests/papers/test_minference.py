@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import millpond as mp
-from millpond.cache.selective.sparse_prefill import SparsePrefill
+from millpond.cache.selective import SparsePrefill
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
 from millpond.hf.offline.head_patterns import find_patterns
 from millpond.kernels.args import AttentionShape

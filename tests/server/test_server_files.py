@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import millpond
-from millpond.cache.swap import files
+from millpond.cache import swap
 from millpond.codec import list_codecs
 from millpond.engine.async_llm import AsyncLLM
 from millpond.errors import DataError, MillpondError
@@ -98,7 +98,7 @@ def test_a_full_disk_ends_a_request_and_names_no_file(
             tiny_model(), tokenizer=tiny_tokenizer(), method="full", kv_memory="40kB", overcommit=4, swap_to=tmp_path
         )
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(swap, "save_file", full)
     with live(engine) as server, server.client() as client, ThreadPoolExecutor(6) as threads:
 
         def ask(number: int) -> Any:

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millpond.cache.tiered.extents import FreeList
 from millpond.errors import DataError
 from millpond.tiers import files
 from millpond.tiers.buffers import ALIGNMENT, Slot, SlotState, aligned_buffer
 from millpond.tiers.devices import DeviceLoader, SimulatedDevice
 from millpond.tiers.files import DirectFile, ScratchFile
-from millpond.tiers.free_list import FreeList
 from millpond.tiers.loader import Extent, Loader
 from millpond.tiers.threads import ThreadBackend
 

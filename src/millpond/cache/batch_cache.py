@@ -13,16 +13,15 @@ from torch import Tensor
 
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
+from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
-from millpond.cache.swap.files import SwapFile, SwapFiles
-from millpond.cache.swap.pages import Content, SwappedPages, copy_out, release_all, restore
+from millpond.cache.swap import Content, SwapFile, SwapFiles, SwappedPages, copy_out, release_all, restore
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.cache.types import RotaryEmbedding
 from millpond.errors import DataError
 
 #: How many pages of each pool; of `StateSlots`, how many sequences.

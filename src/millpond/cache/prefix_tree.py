@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from millpond.cache.pages.memory_limit import SumMemory
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PageIds, PagePool
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
-from millpond.cache.pages.sum_memory import SumMemory
+from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.cache.state.prompt_sums import PromptSums, SumKind

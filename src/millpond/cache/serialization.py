@@ -15,7 +15,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.gate_context import GateContext
-from millpond.cache.swap.pages import read_pages, write_pages
+from millpond.cache.swap import read_pages, write_pages
 from millpond.errors import DataError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, EntryRows

@@ -1,9 +1,9 @@
-"""Values passed between the parts of a layer step: attention settings, new tokens, candidates of a plan."""
+"""Values passed between the parts of a layer step: attention settings, new tokens, values per sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,3 +33,34 @@ class PromptChunk(NamedTuple):
 def by_position(positions: Tensor) -> Tensor:
     """(H, N) column order: ascending positions, -1 last."""
     return torch.where(positions < 0, torch.iinfo(torch.int32).max, positions).argsort(dim=1, stable=True)
+
+
+T = TypeVar("T")
+
+
+class PerSequence(dict[int, T]):
+    """Values by sequence: replaced, never written to, so that a copy shares them."""
+
+    def copy(self, sequences: list[int] | None = None) -> PerSequence[T]:
+        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        if sequences is None:
+            return PerSequence(self)
+        return PerSequence({new: self[old] for new, old in enumerate(sequences) if old in self})
+
+    def join(self, other: PerSequence[T], n_seq: int) -> None:
+        """Take over the values of the sequences of `other`, which come after the `n_seq` of this batch."""
+        self.update({n_seq + sequence: value for sequence, value in other.items()})
+
+
+class RotaryEmbedding(Protocol):
+    """The rotary embedding of a model.
+
+    Attributes:
+        reach: positions that the model was trained on.
+    """
+
+    reach: int
+
+    def rotate(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        """Keys or queries (B, H, n, D), rotated to (or back from) positions (B, n), in float32 or wider."""
+        ...

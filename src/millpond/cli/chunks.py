@@ -14,7 +14,7 @@ from millpond.cli.options import ChunkDtype, DtypeName, ModelName, Threads, Trus
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from millpond.cache.chunks.inspect import StoredFile
+    from millpond.cache.chunks.files import StoredFile
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the chunk store.", show_default=False)]
 
@@ -124,7 +124,7 @@ def rm(
 
 
 def _listed(folder: Path, *, verify: bool = False) -> list[StoredFile]:
-    from millpond.cache.chunks.inspect import list_files
+    from millpond.cache.chunks.files import list_files
 
     return list_files(folder, verify=verify)
 

@@ -7,7 +7,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Self
 
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.ledger import check_movable

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
-from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.types import RotaryEmbedding
 from millpond.engine.loaded_chunks import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.entries.side_numbers import gather
+from millpond.cache.entries.read_write import gather
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.page_table import PageTable
 from millpond.engine.decode_group import figures_of

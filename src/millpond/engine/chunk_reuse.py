@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.chunks.key import ids_key, salted
-from millpond.cache.chunks.shape import StoredShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.tier_rule import ChunkUse
-from millpond.cache.chunks.variant import StoredVariant
-from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.chunks.tiers import ChunkUse
+from millpond.cache.chunks.variant import StoredShape, StoredVariant, ids_key, salted
+from millpond.cache.types import RotaryEmbedding
 from millpond.engine.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
 from millpond.engine.chunked_prompt import PromptSpan
 from millpond.engine.loaded_chunks import ChunkSource, LoadedChunks, LoadingSource, StoreSource

@@ -18,7 +18,7 @@ import torch
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.paging.choose import rule_named
-from millpond.cache.swap.files import SwapFiles
+from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.block_store import BlockStore
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import codecs_of, resolve

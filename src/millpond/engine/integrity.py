@@ -11,7 +11,7 @@ from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.recurrent_states import StateSlots
-from millpond.cache.swap.pages import Holder
+from millpond.cache.swap import Holder
 from millpond.cache.tiered.away_pages import AwayPages
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.state.fair_shares import FairShare, fair_refusal, in_order
-from millpond.cache.state.kept_spans import kept_spans
+from millpond.cache.state.span_marks import FairShare, fair_refusal, in_order, kept_spans
 from millpond.cache.state.spans import Span, tokens_in
 from millpond.errors import OptionError
 from millpond.runner.cache_factory import CacheFactory

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack, get_args
 
 import torch
 
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
 from millpond.engine.batch.plan import BatchPlan
 from millpond.engine.chunked_prompt import Chunk, Prompt

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.tier_rule import ChunkUse, Place
+from millpond.cache.chunks.tiers import ChunkUse, Place
 from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 
 

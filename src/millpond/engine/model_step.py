@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.layer.partial_span import PartialSpan
+from millpond.cache.layer.prompt_pass import PartialSpan
 from millpond.engine.decode_group import DecodeGroup
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from millpond.cache.batch_cache import Pages
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.swap.files import SwapFiles
+from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import held_while_reading, one_at_a_time

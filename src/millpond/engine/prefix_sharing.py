@@ -12,9 +12,8 @@ from itertools import islice
 import torch
 
 from millpond.cache.batch_cache import BatchCache, Pages
-from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.pages.sum_memory import SumMemory
+from millpond.cache.pages.memory_limit import MemoryLimit, SumMemory
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
 from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.request import CacheOptions, OnPressure, Request

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
 from millpond.engine.blend import PromptBlend
 from millpond.engine.chunked_prompt import Prompt, PromptSpan

@@ -16,16 +16,14 @@ from transformers import Cache, PreTrainedModel
 from millpond.budget import Budget
 from millpond.cache.layer.draft_rollback import DraftRollback
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.page_table import PageTable
+from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
-from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.cache.state.fair_shares import FairShare, fair_refusal, fair_shares
-from millpond.cache.state.kept_spans import kept_spans
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.state.spans import Span
-from millpond.cache.state.text_marks import TextMarks
+from millpond.cache.state.span_marks import FairShare, fair_refusal, fair_shares, kept_spans
+from millpond.cache.state.spans import Span, TextMarks
 from millpond.cache.state.token_ids import TokenIds
+from millpond.cache.types import RotaryEmbedding
 from millpond.errors import CacheMismatchError, NotPicklableError, OptionError, UnsupportedModelError
 from millpond.hf.forget import check_forgets, check_not_kept, spans_in
 from millpond.hf.fork import check_pages, share

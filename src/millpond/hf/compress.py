@@ -9,10 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import DEFAULT, Budget, parse_bytes
-from millpond.cache.pages.layer_pools import LayerPools, pools_by_layer
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
-from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.pool_set import LayerPools, PoolSet, pools_by_layer
 from millpond.codec import CodecSpec, Format, LayerCodecs, codec_text, codecs_of, resolve
 from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.hf.attention import switch_attention

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millpond.budget import Budget
 from millpond.cache.serialization import from_tensors, to_tensors
-from millpond.cache.state.fair_shares import shares_of_tensors
+from millpond.cache.state.span_marks import shares_of_tensors
 from millpond.cache.state.spans import spans_of_tensor
 from millpond.codec.presets import before_means
 from millpond.errors import CacheMismatchError, DataError, OptionError

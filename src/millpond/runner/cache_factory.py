@@ -14,9 +14,8 @@ from millpond.budget import Budget
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.shared_entries import SharedEntries
-from millpond.cache.pages.layer_pools import pools_by_layer
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.pool_set import PoolSet, pools_by_layer
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from millpond.budget import Budget
-from millpond.cache.pages.layer_pools import LayerPools
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool import PagePool
-from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.cache.pages.pool import PagePool, QuantizedPool
+from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.state.rerotation import places_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError

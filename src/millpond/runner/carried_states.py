@@ -10,7 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
 from millpond.cache.state.recurrent_states import StateSlots
-from millpond.cache.swap.pages import Content
+from millpond.cache.swap import Content
 from millpond.hf.empty_layer import EmptyLayer
 from millpond.hf.state_layers import States
 

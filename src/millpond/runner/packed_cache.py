@@ -15,8 +15,8 @@ from transformers import Cache
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.layer.decode_step import PendingStep
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.layer.partial_span import PartialSpan
-from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.layer.prompt_pass import PartialSpan
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.attention import tag

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millpond.cache.state.fair_shares import MOST_SHARES, FairShare
+from millpond.cache.state.span_marks import MOST_SHARES, FairShare
 from millpond.server.errors import ApiError
 from millpond.server.message_spans import Span
 from millpond.server.schemas import CacheFields

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.budget import Budget
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.span_marks import FairShare
 from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams

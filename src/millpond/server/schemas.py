@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
-from millpond.cache.state.fair_shares import MOST_SHARES
-from millpond.cache.state.kept_spans import MOST_KEPT
+from millpond.cache.state.span_marks import MOST_KEPT, MOST_SHARES
 from millpond.engine.request import MOST_BREAKPOINTS, MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.server.markdown import MOST_CHARACTERS

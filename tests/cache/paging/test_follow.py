@@ -7,8 +7,8 @@ import random
 import pytest
 
 from millpond.cache.paging import PAGING
-from millpond.cache.paging.follow import FollowTheBetter
-from millpond.cache.paging.predicted_bits import PredictedBits
+from millpond.cache.paging.learned import FollowTheBetter
+from millpond.cache.paging.predictor import PredictedBits
 from millpond.cache.paging.replay import belady_bits, next_uses_of, replay
 from tests.cache.paging.traces import Requests, chains, loop, some
 

@@ -6,7 +6,7 @@ import pytest
 
 from millpond.cache.paging.mark0 import Mark0
 from millpond.cache.paging.marker import WITHIN_PHASE
-from millpond.cache.paging.predicted_bits import PredictedBits
+from millpond.cache.paging.predictor import PredictedBits
 from millpond.cache.paging.rule import PageFacts
 
 

@@ -9,14 +9,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from millpond.cache.paging.access_history import AccessHistory, Past
-from millpond.cache.paging.directory import BitDirectory
-from millpond.cache.paging.discard_labels import DiscardLabels
-from millpond.cache.paging.features import FIRST, MOST_ACCESSES, N_FEATURES, N_WEIGHTS, STEPS, gap_step, steps_of
-from millpond.cache.paging.key_table import KeyTable
-from millpond.cache.paging.linked_lists import LinkedLists
-from millpond.cache.paging.predicted_bits import shipped_weights
-from millpond.cache.paging.predictor import DiscardPredictor, load_weights, save_weights
+from millpond.cache.paging.page_directory import BitDirectory, KeyTable, LinkedLists
+from millpond.cache.paging.predictor import (
+    FIRST,
+    MOST_ACCESSES,
+    N_FEATURES,
+    N_WEIGHTS,
+    STEPS,
+    AccessHistory,
+    DiscardLabels,
+    DiscardPredictor,
+    Past,
+    gap_step,
+    load_weights,
+    save_weights,
+    shipped_weights,
+    steps_of,
+)
 from millpond.cache.paging.rule import PageFacts
 from millpond.errors import DataError
 

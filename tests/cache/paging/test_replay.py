@@ -10,7 +10,7 @@ import pytest
 from millpond.cache.paging import PAGING
 from millpond.cache.paging.mark0 import Mark0
 from millpond.cache.paging.mark_predict import MarkAndPredict
-from millpond.cache.paging.predicted_bits import PredictedBits
+from millpond.cache.paging.predictor import PredictedBits
 from millpond.cache.paging.replay import ReplayResult, belady_bits, next_uses_of, replay
 from millpond.errors import DataError, OptionError
 from tests.cache.paging.traces import Requests, chains, pages_at_random, some

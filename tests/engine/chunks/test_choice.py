@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.tier_rule import ChunkUse
+from millpond.cache.chunks.tiers import ChunkUse
 from millpond.cache.chunks.variant import VariantFacts
 from millpond.engine.chunk_reuse import ChunkReuse
 

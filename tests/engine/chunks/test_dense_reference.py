@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.cache.chunks.key import ids_key
 from millpond.cache.chunks.store import ChunkStore
+from millpond.cache.chunks.variant import ids_key
 from millpond.engine.chunk_reuse import ChunkReuse, model_mark
 from millpond.engine.chunked_prompt import PromptSpan
 from millpond.engine.engine import Engine

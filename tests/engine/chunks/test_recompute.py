@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millpond.cache.chunks.key import ids_key
 from millpond.cache.chunks.store import ChunkStore
+from millpond.cache.chunks.variant import ids_key
 from tests.helpers.engine.chunked import LEAD, PROMPTS, QUESTION, A, B, ask, engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::millpond.hf.layer_budgets.BudgetFloorWarning")

@@ -17,7 +17,7 @@ import pytest
 
 import millpond as mp
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.cache.tiered.run_table import RunTable
+from millpond.cache.tiered.extents import RunTable
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import Opened, open_in_memory

@@ -1,8 +1,4 @@
-"""Disk tier of a chunk store: one file per variant, verified whenever it is read.
-
-A file is written under another name and renamed, so that it is either whole or absent, and it never changes. Files that
-fail are removed and counted; nothing here raises because of what lies in the folder.
-"""
+"""Disk tier of a chunk store: one file per variant, verified at reading, and listed without the model."""
 
 from __future__ import annotations
 
@@ -11,17 +7,17 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import TypeVar
 
 from millpond.cache.atomic_files import PART, publish, remove_file, write_part
 from millpond.cache.chunks.file_format import FORMAT, ForeignFileError, TornFileError, content, header, serialized
-from millpond.cache.chunks.shape import StoredShape
-from millpond.cache.chunks.tier_rule import ChunkUse, Place, TierRule
-from millpond.cache.chunks.variant import StoredVariant, VariantFacts
+from millpond.cache.chunks.tiers import ChunkUse, Place, TierRule
+from millpond.cache.chunks.variant import StoredShape, StoredVariant, VariantFacts
 from millpond.cache.paging.rule import PagingRule
-from millpond.errors import OptionError
+from millpond.errors import DataError, OptionError
 
 T = TypeVar("T")
 
@@ -271,3 +267,39 @@ def _claim(folder: Path, mark: str) -> None:
         f"{str(folder)!r} holds chunks of another model, dtype or format of weights; name another folder, or empty it "
         "with `millpond chunks rm`"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a store.
+
+    Attributes:
+        size: in bytes. facts: what its header says; None for a file that is bad, and `why`.
+    """
+
+    path: Path
+    size: int
+    facts: VariantFacts | None
+    why: str = ""
+
+
+def list_files(folder: Path, *, verify: bool = False) -> list[StoredFile]:
+    """The files of a store, by chunk; with `verify` every tensor is compared with its checksum.
+
+    Raises:
+        OptionError: the folder is no chunk store.
+    """
+    mark = mark_of(folder)
+    if mark is None:
+        raise OptionError(f"{str(folder)!r} is no chunk store: it has no store.json that names its model")
+    return [_look(path, mark, verify) for path in sorted(variant_files(folder))]
+
+
+def _look(path: Path, mark: str, verify: bool) -> StoredFile:
+    chunk, size = path.parent.name, 0
+    try:
+        size = path.stat().st_size
+        facts = content(path, mark, chunk)[0] if verify else header(path, mark, chunk)
+    except (DataError, OSError) as error:
+        return StoredFile(path, size, None, str(error))
+    return StoredFile(path, size, facts)

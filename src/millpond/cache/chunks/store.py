@@ -10,11 +10,8 @@ from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
-from millpond.cache.chunks.memory_tier import MemoryTier
-from millpond.cache.chunks.rest_format import check_rest
-from millpond.cache.chunks.shape import StoredShape
-from millpond.cache.chunks.tier_rule import ChunkUse, Place
-from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, VariantFacts
+from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, Place
+from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, check_rest
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.paging.rule import PagingRule
 from millpond.errors import NumericsError, OptionError

@@ -1,13 +1,170 @@
-"""One computation of a chunk: its keys and values per layer, and the context that it was computed after."""
+"""One computation of a chunk: its key, shape and number format, its keys and values, and the context before it."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from millpond.cache.chunks.shape import StoredShape
+from millpond.errors import unknown
+from millpond.kernels.packed.groups import Groups, decode_affine, encode_affine
 from millpond.policy.reuse import contextual_impact, prefix_overlap, recompute_share
+
+#: Formats by name; "auto": that of the model.
+RestName = Literal["auto", "float32", "bf16", "int8", "int4"]
+#: Numbers that share a scale.
+GROUP = 32
+_FLOATS = {"float32": torch.float32, "bf16": torch.bfloat16}
+_BITS = {"int8": 8, "int4": 4}
+
+#: Suffix of a tensor's name, its shape and its dtype.
+Part = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def check_rest(name: str) -> RestName:
+    """The name of a format.
+
+    Raises:
+        OptionError: there is no such format.
+    """
+    for known in get_args(RestName):
+        if name == known:
+            return known  # type: ignore[no-any-return]
+    raise unknown("dtype of a chunk store", str(name), get_args(RestName))
+
+
+@dataclass(frozen=True, slots=True)
+class RestFormat:
+    """How keys (Hkv, n, key_dim) and values (Hkv, n, value_dim) of one layer are kept.
+
+    Attributes:
+        name: see `RestName`. model: dtype of the model's own keys and values.
+    """
+
+    name: RestName
+    model: torch.dtype
+
+    @property
+    def bits(self) -> int | None:
+        """Of a code; None: numbers are kept as floats."""
+        return _BITS.get(self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers, where they are no codes."""
+        return _FLOATS.get(self.name, self.model)
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is kept is what was given, bit for bit."""
+        return self.bits is None and torch.promote_types(self.dtype, self.model) == self.dtype
+
+    def parts(self, heads: int, n: int, dim: int, is_key: bool) -> list[Part]:
+        """The tensors that keep keys or values (heads, n, dim)."""
+        if self.bits is None:
+            return [("", (heads, n, dim), self.dtype)]
+        runs = (heads, -(-n // GROUP), dim) if is_key else (heads, n, dim // _group(dim))
+        codes = (heads, n, dim if self.bits == 8 else -(-dim // 2))
+        return [("", codes, torch.uint8), (".scales", runs, torch.float16), (".zeros", runs, torch.float16)]
+
+    def nbytes(self, heads: int, n: int, dim: int, is_key: bool) -> int:
+        """Bytes of these tensors."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self.parts(heads, n, dim, is_key))
+
+    def encode(self, x: Tensor, is_key: bool) -> dict[str, Tensor]:
+        """Keys or values x (heads, n, dim), n > 0, as tensors on the CPU by the suffixes of `parts`.
+
+        Raises:
+            NumericsError: NaN, infinity, or a number that no scale can hold.
+        """
+        if self.bits is None:
+            return {"": x.to("cpu", self.dtype)}
+        n, dim = x.shape[1:]
+        groups = encode_affine(_by_channel(x) if is_key else x.reshape(*x.shape[:2], -1, _group(dim)), self.bits)
+        codes = (groups.codes.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else groups.codes.flatten(2)).byte()
+        if self.bits == 4:
+            codes = torch.nn.functional.pad(codes, (0, dim % 2))
+            codes = codes[..., ::2] | codes[..., 1::2] << 4
+        assert groups.zeros is not None, "not symmetric"
+        return {"": codes.cpu(), ".scales": groups.scales.cpu(), ".zeros": groups.zeros.cpu()}
+
+    def decode(self, parts: dict[str, Tensor], dim: int, is_key: bool) -> Tensor:
+        """The numbers (heads, n, dim) that these tensors stand for: float32, or floats as they are kept."""
+        codes = parts[""]
+        if self.bits is None:
+            return codes
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(2)[..., :dim]
+        n = codes.shape[1]
+        grouped = _by_channel(codes) if is_key else codes.reshape(*codes.shape[:2], -1, _group(dim))
+        found = decode_affine(Groups(grouped, parts[".scales"], parts[".zeros"]), self.bits)
+        return found.transpose(2, 3).flatten(1, 2)[:, :n] if is_key else found.flatten(2)
+
+
+def _group(dim: int) -> int:
+    return GROUP if dim % GROUP == 0 else dim
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    """X (heads, n, dim) as (heads, runs, dim, GROUP); the last run is filled up with its last token, which widens no
+    range."""
+    missing = -x.shape[1] % GROUP
+    if missing:
+        x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], 1)
+    return x.reshape(len(x), -1, GROUP, x.shape[2]).transpose(2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShape:
+    """What the variants of one model have in common.
+
+    Attributes:
+        model: tells the model, its weights and its dtype from others. dtype: of its keys and values.
+        layers: (n_kv_heads, key_dim, value_dim) of each layer. rest: the format in which a store keeps them.
+    """
+
+    model: str
+    dtype: torch.dtype
+    layers: tuple[tuple[int, int, int], ...]
+    rest: RestName = "auto"
+
+    @property
+    def format(self) -> RestFormat:
+        """In which keys and values are kept."""
+        return RestFormat(self.rest, self.dtype)
+
+    @property
+    def mark(self) -> str:
+        """Tells files of this model in this format from others."""
+        return self.model if self.rest == "auto" else f"{self.model}-{self.rest}"
+
+    def nbytes(self, n_tokens: int) -> int:
+        """Bytes of a variant of so long a chunk."""
+        tensors = self._tensors(n_tokens)
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
+
+    def fits(self, n_tokens: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are the tensors of a variant, all of the right shapes and dtypes."""
+        return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == self._tensors(n_tokens)
+
+    def sides(self) -> Iterator[tuple[str, int, int, bool]]:
+        """Name, heads, dim and whether they are keys, of the keys and the values of each layer."""
+        for layer, (heads, key_dim, value_dim) in enumerate(self.layers):
+            yield f"keys.{layer}", heads, key_dim, True
+            yield f"values.{layer}", heads, value_dim, False
+
+    def _tensors(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"scores": ((n,), torch.float32)}
+        for name, heads, dim, is_key in self.sides():
+            tensors |= {
+                name + suffix: (shape, dtype) for suffix, shape, dtype in self.format.parts(heads, n, dim, is_key)
+            }
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +275,13 @@ def variant_of(
     impact = contextual_impact(received[:parts], list(before.values()), received[parts], n)
     facts = VariantFacts(chunk, n, prefix, tuple(before), tuple(received[:parts]), impact, exact)
     return ChunkVariant(facts, sums[:, :parts].sum(1), tuple(keys), tuple(values))
+
+
+def ids_key(ids: Sequence[int] | np.ndarray) -> str:
+    """SHA-256 of token ids, in hex: equal for equal ids alone."""
+    return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()
+
+
+def salted(key: str, salt: str) -> str:
+    """The key of a chunk for requests of one salt, which cannot be read from it."""
+    return hashlib.sha256(f"{key} ".encode() + salt.encode("utf-8", "surrogatepass")).hexdigest()

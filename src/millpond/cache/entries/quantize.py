@@ -1,10 +1,4 @@
-"""Quantization of entries: which entries of a region become codes, and when.
-
-The first tokens of a text (`codec.sinks`) and its newest entries (`codec.residual`) stay in plain pages. What lies
-between them is sealed a page at a time, oldest first, so that how a text was split into passes changes no code. While
-decoding, new entries gather in plain pages until another page is full. In a format with tiers by age (`codec.ages`)
-entries are sealed into the first of them, and pass from there into the next, see `pass_down`.
-"""
+"""Quantization of entries: which entries of a region become codes, when, and how they pass through age bands."""
 
 from __future__ import annotations
 
@@ -14,18 +8,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.entries.fresh_pages import write_fresh_pages
-from millpond.cache.entries.pass_down import due, newest, pass_down
 from millpond.cache.pages.aged_store import PackedPart
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool_protocol import Pool
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
-from millpond.cache.state.kept_spans import KeptSpans
+from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.state.span_marks import KeptSpans
 from millpond.cache.types import Entries, by_position
+from millpond.codec.spec import WHOLE, Codec
 from millpond.errors import PoolFullError
 from millpond.kernels import ops
-from millpond.kernels.args import PaddedEntries
+from millpond.kernels.args import EntryRows, PaddedEntries, joined
 from millpond.kernels.decode_rules import DecodeRule, eviction_value
+
+#: Beyond all positions: what lies in the next tier already goes before what comes from above.
+FAR = 2**30
+
+
+def newest(codec: Codec, held: Ints) -> Ints:
+    """How many of the newest of `held` entries, of any shape, stay in the tiers before `codec`, see `Codec.newest`."""
+    found: Ints = (codec.residual + held.astype(np.int64) * codec.share // WHOLE).astype(np.int32)
+    return found
+
+
+def due(table: PageTable, upper: QuantizedStore, lower: QuantizedStore, more: Ints | int = 0) -> Ints:
+    """(n_seq, n_kv_heads) entries of `upper` that should lie in `lower`, the tier behind it.
+
+    more: entries that may come into `upper` before.
+    """
+    held, parts = table.entries(), table.packed_parts
+    below = sum((part.live for part in parts[parts.index(lower) :]), np.zeros_like(held))
+    found: Ints = np.minimum(held - newest(lower.codec, held) - below, upper.live + more)
+    return found
+
+
+def pass_down(table: PageTable, active: np.ndarray) -> None:
+    """Let entries of the sequences that are `active` (S,) bool pass into the tiers that they are old enough for.
+
+    Raises:
+        PoolFullError: the pool is full; what has not passed stays in the tier where it was.
+    """
+    for upper, lower in pairwise(table.packed_parts):
+        over = due(table, upper, lower)
+        for sequence in np.flatnonzero(active & (over >= lower.slots).any(1)).tolist():
+            _pass(upper, lower, sequence, over[sequence].clip(min=0))
+
+
+def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Ints) -> None:
+    """Encode as many of the oldest `over` (H,) entries of one tier as fill pages of the next.
+
+    With them goes what survives in pages of the next tier that are at least half dead, where both together fill pages.
+    """
+    rows, slots = upper.rows(sequence), lower.slots
+    sparse = lower.sparse(rows)
+    again = lower.pages_of(rows, sparse)
+    stays = (again.positions >= 0).sum(1).cpu().numpy()
+    cut = (over + stays) // slots * slots < stays  # what survives there would not all find a place
+    if cut.any():
+        sparse[cut] = False
+        again = lower.pages_of(rows, sparse)
+        stays = (again.positions >= 0).sum(1).cpu().numpy()
+    count = torch.from_numpy((over + stays) // slots * slots).to(again.positions.device)
+    found = joined([again, upper.read(sequence)])
+    n_again = again.positions.shape[1]
+    age = found.positions.clone()
+    age[:, n_again:] += torch.where(age[:, n_again:] >= 0, FAR, 0)
+    order = by_position(age)
+    lower.write(sequence, count, order[:, : int(count.max())], found)
+    chosen = torch.arange(order.shape[1], device=order.device) < count[:, None]
+    moved = torch.zeros_like(chosen).scatter_(1, order, chosen)
+    lower.drop_pages(rows, sparse)
+    upper.mark_evicted(rows, moved[:, n_again:])
+    upper.drop_pages(rows, upper.sparse(rows, whole=True))
+
+
+def write_fresh_pages(table: PageTable, sequence: int, found: Entries, index: Tensor, counts: Tensor) -> None:
+    """Hold the first counts (H,) candidates that index (H, n) names, and nothing else, in fresh neighbouring pages.
+
+    Raises:
+        PoolFullError: the pool is full; nothing was changed.
+    """
+    lens = counts.cpu().numpy().astype(np.int32)
+    rows = table.rows(sequence)
+    table.renew(sequence, lens)
+    start = torch.zeros_like(counts).int()
+    ops.write(table.regions_of(rows), EntryRows(start, counts.int(), index.int().contiguous(), *found[:5]))
+    table.set_lengths(sequence, lens)
 
 
 def before(sealed: PackedPart, sequence: int, plain: Entries) -> Entries:

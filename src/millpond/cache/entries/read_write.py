@@ -1,17 +1,20 @@
-"""Reading and writing of all entries of one sequence, in order and with new ones."""
+"""Reading and writing of all entries of one sequence, with the positions and scores stored beside them."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from millpond.cache.entries import quantize
-from millpond.cache.entries.fresh_pages import write_fresh_pages
+from millpond.cache.entries.compaction import SlotView
+from millpond.cache.entries.quantize import write_fresh_pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import Entries, by_position
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
+from millpond.kernels.pages import Arenas
 from millpond.policy.view import columns_of
 
 
@@ -101,3 +104,35 @@ def drop(table: PageTable, sequence: int, found: Entries, gone: Tensor, *, last:
         quantize.drop(table, sequence, found, gone)
     else:
         replace(table, sequence, found, (found.positions >= 0) & ~gone, last=last)
+
+
+def set_scores(table: PageTable, before: Tensor, values: Tensor, factors: Tensor | None = None) -> None:
+    """Give stored tokens of every sequence new scores, the same in all KV heads.
+
+    Args:
+        before: (S,) position of the first of these tokens. values: (S, n) float32, the scores of the tokens at
+            positions before, before + 1, ...; tokens that are not stored are passed over.
+        factors: (S,) on the scores of all earlier tokens; None: these stay as they are.
+    """
+    table.copy_on_write(whole=True)
+    slots, n = SlotView.of(table, np.arange(table.n_regions)), values.shape[1]
+    if not slots.positions.numel():
+        return
+    place = slots.positions - before.repeat_interleave(table.n_kv_heads)[:, None]
+    told = slots.valid & (place >= 0) & (place < n)
+    found = values.repeat_interleave(table.n_kv_heads, 0).gather(1, place.clamp(0, n - 1).long())
+    if factors is not None:
+        aged = slots.scores * factors.repeat_interleave(table.n_kv_heads)[:, None]
+        found, told = torch.where(told, found, aged), told | (slots.valid & (place < 0))
+    slots.rescore(found, told)
+
+
+def gather(arrays: Arenas, pages: Tensor, numbers: list[Tensor]) -> Tensor:
+    """(H, n * slots): `numbers`, positions or scores by arena, of pages (H, n), which exist."""
+    pages = pages.long()
+    arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena
+    found = torch.empty(*pages.shape, arrays.slots, dtype=numbers[0].dtype, device=pages.device)
+    for number, memory in enumerate(numbers):
+        chosen = arena == number
+        found[chosen] = memory[row[chosen]]
+    return found.flatten(1)

@@ -1,7 +1,8 @@
-"""One decoding step of a layer: room for the new entry, attention, and what follows eviction."""
+"""One decoding step of a layer: room for the new entry, attention, eviction, and ratio budgets that grow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,20 +12,131 @@ from torch import Tensor
 
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import quantize
-from millpond.cache.entries.eviction import evict_due
-from millpond.cache.entries.newest_scores import score_newest
-from millpond.cache.nan_check import NanCheck
+from millpond.cache.entries.compaction import SlotView, rows_at, slots_of
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.planning.budget_growth import grow
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.planning.head_competition import HeadCompetition
 from millpond.cache.planning.planner import Planner
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
 from millpond.cache.state.sequence_state import SequenceState
+from millpond.errors import NumericsError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeRowsArgs, StepRegions
-from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal
+from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal, choose_evicted
+from millpond.kernels.eager.pages import scatter
 from millpond.policy.policy import Policy, on_sliding_layer
+
+
+def evict_due(table: PageTable, rule: DecodeRule, q_pos: Tensor, active: np.ndarray, window: int) -> None:
+    """Let the entry leave that `rule` names, of each head that a step has put beyond its budget.
+
+    Args:
+        q_pos: (S,) int32, positions of the new tokens. active: (S,) bool, which sequences had one.
+        window: 0, or what the layer sees.
+    """
+    over = (table.entries() > table.budgets()) & active[:, None]
+    sequences = np.flatnonzero(over.any(1))
+    if not len(sequences):
+        return
+    heads = table.n_kv_heads
+    slots = SlotView.of(table, (sequences[:, None] * heads + np.arange(heads)).ravel())
+    device = slots.positions.device
+    rows = torch.from_numpy(slots.rows).to(device)
+    query = q_pos[torch.from_numpy(sequences).to(device)].repeat_interleave(heads)[:, None]
+    victim = choose_evicted(rule, slots.scores, slots.positions, query, table.recent[rows], window, heads)
+    leave = torch.zeros_like(slots.valid).scatter_(1, victim[:, None], True)
+    leave &= torch.from_numpy(over[sequences].ravel()).to(device)[:, None]
+    table.shrink(sequences, slots.evict(leave).reshape(-1, heads))
+
+
+def score_newest(table: PageTable, q_pos: Tensor, scores: Tensor, *, appended: bool) -> None:
+    """Give the newest entry of each KV head its score; an entry that was not stored is passed over.
+
+    Args:
+        q_pos: (S,) int32 position of each sequence's new token, -1 where there is none.
+        scores: (S, KV heads) float32.
+        appended: each new entry lies in the last plain slot of its region; else it may lie anywhere.
+    """
+    width = int(table.lengths().max(initial=0))
+    if not width:
+        return
+    ids, used = _last_slots(table) if appended else slots_of(table, table.pages, table.lens, width)
+    positions = rows_at(table.pool.arrays.positions, ids)
+    newest = q_pos.repeat_interleave(table.n_kv_heads)[:, None]
+    here = used & (positions == newest) & (newest >= 0)
+    given = scores.reshape(-1, 1).expand_as(ids)
+    scatter(table.pool.arrays.scores, ids[here], given[here])
+
+
+def _last_slots(table: PageTable) -> tuple[Tensor, Tensor]:
+    """Flat id (R, 1) of the last slot of each region that holds an entry, and whether there is one; else 0."""
+    used, slots = table.lens[:, None] > 0, table.pool.slots
+    last = (table.lens.long()[:, None] - 1).clamp(min=0)
+    ids = table.pages.gather(1, last // slots).long() * slots + last % slots
+    return torch.where(used, ids, 0), used
+
+
+def grow(table: PageTable, positions: np.ndarray, budget: Callable[[PageTable, int, int], int]) -> None:
+    """Before a step with tokens at `positions` (S,), -1 for none: give their sequences the budget of what is seen.
+
+    budget: `budget(table, sequence, seen)` -> entries per KV head.
+    """
+    before = table.budgets()
+    caps = before.copy()
+    for sequence in np.flatnonzero(positions >= 0).tolist():
+        caps[sequence] = budget(table, sequence, int(positions[sequence]) + 1)
+    if (caps != before).any():
+        table.set_budgets(caps)
+
+
+#: On a GPU, columns between two looks at whether attention became NaN.
+NAN_CHECK_COLUMNS = 64
+
+
+class NanCheck:
+    """What one layer has noticed of its attention since the last look."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self._nan: Tensor | None = None
+
+    def check(self, lse: Tensor, columns: int) -> None:
+        """Refuse NaN at once on the CPU; elsewhere once in a while, so that no step waits for the device.
+
+        Args:
+            lse: the log-sum-exp of a step's attention. columns: that the layer had seen before.
+
+        Raises:
+            NumericsError: attention is NaN.
+        """
+        if lse.device.type == "cpu":
+            total = lse.sum().item()  # in fewer calls than isnan().any(); -inf of those who saw nothing stays -inf
+            self._refuse(total != total)
+            return
+        self._nan = lse.isnan().any() if self._nan is None else self._nan | lse.isnan().any()
+        if columns % NAN_CHECK_COLUMNS:
+            return
+        nan, self._nan = bool(self._nan.any()), None
+        self._refuse(nan)
+
+    def check_layers(self, lse: Tensor, columns: int) -> None:
+        """The same for this layer and those after it, whose steps ran together on a device: lse (layers, S, Hq).
+
+        Raises:
+            NumericsError: attention of one of them is NaN.
+        """
+        found = lse.isnan().flatten(1).any(1)
+        self._nan = found if self._nan is None else self._nan | found
+        if columns % NAN_CHECK_COLUMNS:
+            return
+        nan, self._nan = self._nan.tolist(), None
+        if any(nan):
+            self._refuse(True, nan.index(True))
+
+    def _refuse(self, nan: bool, behind: int = 0) -> None:
+        if nan:
+            raise NumericsError(f"layer {self._layer + behind}: attention is NaN; check the model's weights and inputs")
+
 
 #: Tokens of a sequence that a pass decodes together: more are read as a prompt is.
 FEW_ROWS = 32

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from millpond.cache.per_sequence import PerSequence
-from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.positions import ForwardSpan
+from millpond.cache.types import PerSequence, RotaryEmbedding
 from millpond.policy.trained.networks import Gates, LayerGate, RetainingHeads, features_of, kept_probability
 
 #: Tokens whose rotation is undone at a time, so that a long prompt takes no copies of its queries and keys.

@@ -1,21 +1,183 @@
-"""Cache of a layer whose model stores one latent per token and expands it to keys and values (MLA).
-
-A page holds latents: "key" and "value" are the two parts that the model hands in, one KV head for all query heads.
-The model expands kept and new latents itself and returns per-head keys and values. Each is found by the
-position of its token, so plans, drafts and rewinds work as for every other layer; only attention reads elsewhere.
-"""
+"""Cache of a layer whose model stores one latent per token and expands it to keys and values (MLA)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from millpond.cache.attention.mla import LatentExpansion, MLAAttention
+from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.layer.layer_cache import LayerCache
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.positions import ForwardSpan
+from millpond.cache.types import Entries, PromptChunk
+from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
-from millpond.kernels.args import AttentionShape
+from millpond.kernels.args import AttentionShape, EntryRows, PaddedEntries, WindowSignalArgs
+from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, choose_evicted
+from millpond.kernels.eager import softmax
+
+
+class LatentExpansion:
+    """Per-head keys and values of one pass: of the kept tokens, then of the new ones.
+
+    Args:
+        keys: (S, H, N, key_dim). values: (S, H, N, value_dim). kept: (S, n) int32, positions of the first n columns.
+        start: columns that the layer had seen before this pass.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, kept: Tensor, start: int) -> None:
+        self.keys, self.values, self.start = keys, values, start
+        self._n_kept = kept.shape[1]
+        self._positions = torch.full((keys.shape[0], keys.shape[2]), -1, dtype=torch.int32, device=keys.device)
+        self._positions[:, : self._n_kept] = kept
+        self._order = self._sorted = self._positions
+
+    @property
+    def n_heads(self) -> int:
+        return self.keys.shape[1]
+
+    def place(self, span: ForwardSpan) -> None:
+        """Learn the positions of the new tokens of (a part of) this pass."""
+        first = self._n_kept + span.start - self.start
+        self._positions[:, first : first + span.length] = span.grid()
+        self._sorted, self._order = self._positions.sort(1)
+
+    def of(self, sequence: slice, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (S, H, n, D) of the tokens at `positions` (S, n) of some sequences; anything where -1."""
+        found = torch.searchsorted(self._sorted[sequence].contiguous(), positions.contiguous())
+        columns = self._order[sequence].gather(1, found.clamp(max=self._order.shape[1] - 1))
+        index = columns[:, None, :, None]
+        keys, values = self.keys[sequence], self.values[sequence]
+        return (
+            keys.gather(2, index.expand(-1, self.n_heads, -1, keys.shape[-1])),
+            values.gather(2, index.expand(-1, self.n_heads, -1, values.shape[-1])),
+        )
+
+
+class MLAAttention(PagedAttention):
+    """Attention to the expansion of a pass while there is one; without it, to what is stored.
+
+    Attributes:
+        expansion: of the running pass, set by `LatentCache`.
+    """
+
+    expansion: LatentExpansion | None = None
+
+    def value_dim(self, v: Tensor) -> int:
+        return super().value_dim(v) if self.expansion is None else self.expansion.values.shape[-1]
+
+    def chunk(
+        self, chunk: PromptChunk, reduce: Reduce | None, decay: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.expansion is None:
+            return super().chunk(chunk, reduce, decay)
+        found = self._expanded(chunk.sequence, chunk.found)
+        out, lse, sums = super().chunk(chunk._replace(found=found), None if reduce is None else Reduce.SUM, decay)
+        if reduce is Reduce.MAX:  # the largest of all heads, query by query: column sums per head do not tell it
+            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, found, reduce, decay)
+        if sums is not None and reduce is Reduce.MEAN:
+            sums = sums / chunk.q.shape[0]
+        return out, lse, None if sums is None else sums.sum(0, keepdim=True)
+
+    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce) -> Tensor:
+        if self.expansion is None:
+            return super().look_back(sequence, q, q_pos, found, reduce)
+        return self._window_by_query(q, q_pos, self._expanded(sequence, found), reduce)
+
+    def keys(self, sequence: int, found: Entries) -> Tensor:
+        return self._expanded(sequence, found).keys
+
+    def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
+        """
+        Raises:
+            UnsupportedModelError: what is stored are latents.
+        """
+        if self.expansion is None:
+            return super().contents(table, found, part)
+        raise UnsupportedModelError(
+            f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
+            "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
+        )
+
+    def _expanded(self, sequence: int, found: Entries) -> Entries:
+        """Entries with the keys and values that each head attends to, (H, N, D), at the positions of all."""
+        if self.expansion is None:
+            return found
+        (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), found.positions)
+        return Entries(keys, values, found.positions.expand(len(keys), -1), found.scores)
+
+    def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce, decay: float = 1.0) -> Tensor:
+        """(1, N): sum_i decay**(w - 1 - i) reduce_h A[h, i, j] over queries q (Hq, w, D) that share their entries."""
+        total = torch.zeros(1, found.positions.shape[1], device=q.device)
+        for i in range(q.shape[1]):
+            one = q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions
+            by_head = ops.window_signal(WindowSignalArgs(*one, self.shape, reduce))
+            total = decay * total + softmax.reduce_group(by_head, reduce, 0)
+        return total
+
+    def step(
+        self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`ops.decode` for entries whose keys lie in the expansion: the same scores, ties and protection."""
+        if self.expansion is None:
+            return super().step(table, rule, q, k, v, q_pos)
+        stored = int(table.lengths().max(initial=0))
+        dense = ops.read(table.regions, stored)
+        positions = torch.cat([dense.positions, q_pos[:, None]], 1)
+        out, lse, p = self._attention(q, positions, q_pos[:, None])
+        received = softmax.reduce_group(p, rule.reduce, 1).float()
+        self._store(table, rule, k, v, q_pos[:, None], positions, dense, received)
+        return out, lse
+
+    def _attention(self, q: Tensor, positions: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Out (S, Hq, value_dim), log-sum-exp (S, Hq) and probabilities (S, Hq, n) over the tokens at `positions`."""
+        assert self.expansion is not None, "the model's attention came back before its update"
+        shape, n_seq, n_heads = self.shape, q.shape[0], self.expansion.n_heads
+        wide = softmax.wide(q.dtype)
+        keys, values = (t.to(wide) for t in self.expansion.of(slice(None), positions))
+        visible = (positions >= 0) & (q_pos >= 0)
+        if shape.window:
+            visible &= q_pos - positions < shape.window
+        rows = q.to(wide).view(n_seq, n_heads, -1, q.shape[-1])
+        logits = softmax.soft_cap(rows @ keys.transpose(-1, -2) * shape.scale, shape.softcap)
+        sink = None if shape.sink_logits is None else shape.sink_logits.to(wide).view(1, n_heads, -1, 1)
+        p, lse = softmax.softmax_with_sink(logits, visible[:, None, None], sink)
+        out = (p @ values).flatten(1, 2)
+        return out.to(q.dtype), lse.flatten(1, 2).float(), p.flatten(1, 2)
+
+    def _store(
+        self,
+        table: PageTable,
+        rule: DecodeRule,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        positions: Tensor,
+        dense: PaddedEntries,
+        received: Tensor,
+    ) -> None:
+        """Gather scores and put the new entry (the last column) after the stored ones, or instead of one."""
+        lens, stored = table.lens, positions.shape[1] - 1
+        active = q_pos[:, 0] >= 0
+        old = torch.nn.functional.pad(dense.scores, (0, 1))
+        new = {Signal.NONE: old, Signal.SUM: rule.decay * old + received, Signal.LAST: received}[rule.signal]
+        scores = torch.where(active[:, None], new, old)
+        grows = active & ((lens < table.capacities) | (rule.evict is Evict.NEVER))
+        victim = choose_evicted(rule, scores, positions, q_pos, table.recent, self.shape.window, 1)
+        stores = grows | (active & (victim < stored))
+        slot = torch.where(grows, lens.long(), victim)
+        if rule.signal is Signal.NONE:  # nothing but the new entry changes
+            start, count = slot.int(), stores.int()
+            index = torch.full((len(lens), 1), stored, dtype=torch.int32, device=lens.device)
+        else:
+            start, count = torch.zeros_like(lens), lens + grows.int()
+            index = torch.arange(stored + 1, dtype=torch.int32, device=lens.device).repeat(len(lens), 1)
+            index[stores, slot[stores]] = stored
+        keys, values = (torch.cat([a, b.to(a.dtype)], 1) for a, b in ((dense.keys, k), (dense.values, v)))
+        ops.write(table.regions, EntryRows(start, count, index, keys, values, positions, scores))
+        lens += grows.int()
 
 
 class LatentCache(LayerCache):

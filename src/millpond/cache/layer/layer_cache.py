@@ -14,18 +14,17 @@ from millpond.cache.entries import quantize
 from millpond.cache.layer.decode_step import DecodeStep, PendingStep
 from millpond.cache.layer.entry_scores import entry_scores, gate_scores
 from millpond.cache.layer.layer_storage import LayerStorage
-from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
-from millpond.cache.layer.prompt_pass import PromptPass
+from millpond.cache.layer.prompt_pass import PartialSpan, PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.cache.pages.aged_store import PackedPart
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.planning.planner import Planner
-from millpond.cache.rope_protocol import RotaryEmbedding
 from millpond.cache.state.positions import ForwardSpan, PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
+from millpond.cache.types import RotaryEmbedding
 from millpond.kernels.args import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.scores.query_moments import QueryMoments

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.entries import read_write
-from millpond.cache.entries.fresh_pages import write_fresh_pages
+from millpond.cache.entries.quantize import write_fresh_pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.types import Entries

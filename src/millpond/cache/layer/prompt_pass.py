@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,15 +13,43 @@ from torch import Tensor
 from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.decode_step import DecodeStep
-from millpond.cache.layer.partial_span import PartialSpan
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.planning.planner import Planner
 from millpond.cache.state.positions import ForwardSpan
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import PromptChunk
+from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attend_scattered
 from millpond.policy.policy import REDUCE, Policy
+
+
+class PartialSpan(Protocol):
+    """The next `length` tokens of one sequence."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the run."""
+        ...
+
+    @property
+    def rows(self) -> Tensor:
+        """(R,) int64 on the host, ascending: which of them are computed."""
+        ...
+
+    def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (Hkv, length, key_dim) and values (Hkv, length, value_dim) of all tokens, keys after RoPE.
+
+        k, v: (Hkv, R, dim), those of the computed tokens.
+        """
+        ...
+
+    def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> None:
+        """See the attention of a layer: queries q (Hq, R, key_dim) over keys (Hkv, N, key_dim) at positions (Hkv, N).
+
+        They come as they are stored: rotated by a Hadamard matrix where the codec does so.
+        """
+        ...
 
 
 class NewTokens(NamedTuple):

@@ -1,30 +1,99 @@
-"""Page ids and lengths of every region (KV head of a sequence) of one layer."""
+"""Page ids, lengths and budgets of every region (KV head of a sequence) of one layer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.pages import page_demand
+from millpond.cache.pages import page_lists
 from millpond.cache.pages.aged_store import AgedStore, PackedPart
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
-from millpond.cache.pages.region_budgets import RegionBudgets
-from millpond.cache.pages.region_lengths import RegionLengths
 from millpond.cache.pages.shared_prefix import SharedPrefixRuns
 from millpond.codec.basis import Basis
 from millpond.errors import PoolFullError
 from millpond.kernels.args import AttentionShape, PageRegions, StepRegions
-from millpond.kernels.decode_rules import DecodeRule
+from millpond.kernels.decode_rules import UNBOUNDED, DecodeRule
 from millpond.kernels.eager.pages import gather, occupied
 
 Ints = npt.NDArray[np.int32]
+
+
+class RegionLengths:
+    """(R,) int32 lengths: the host's, and their copy on a device (on the CPU the two are one memory).
+
+    Attributes:
+        behind: the device's lengths are newer than the host's, which are read from it when next needed.
+    """
+
+    def __init__(self, lens: Ints) -> None:
+        self._host = lens
+        self._there = torch.from_numpy(lens)
+        self.behind = False
+
+    @property
+    def host(self) -> Ints:
+        """(R,) the lengths on the host, to read and to write in place; the device has them after `publish`."""
+        if self.behind:
+            self._host[:], self.behind = self._there.cpu().numpy(), False
+        return self._host
+
+    def publish(self, device: torch.device) -> Tensor:
+        """(R,) the host's lengths on the device, which a kernel may write to."""
+        self._there = torch.from_numpy(self.host).to(device)
+        return self._there
+
+    def select(self, regions: npt.NDArray[np.int64]) -> None:
+        """Become the lengths of the given regions, in this order."""
+        self._host = self.host[regions]
+
+    def join(self, other: RegionLengths) -> None:
+        """Take over the lengths of another table's regions, after these."""
+        self._host = np.concatenate([self.host, other.host])
+
+    def copy(self) -> RegionLengths:
+        """The same lengths, not yet published."""
+        return RegionLengths(self.host.copy())
+
+
+class RegionBudgets(NamedTuple):
+    """The host's numbers, written in place; the device has them after `publish`."""
+
+    capacities: Ints  #: (R,) int32 most entries a region may hold
+    recent: Ints  #: (R,) int32 how many newest positions are protected
+    head_rules: npt.NDArray[np.int64]  #: (R,) the rule of each region, 0 where heads have no rules of their own
+
+    @classmethod
+    def unbounded(cls, n: int) -> RegionBudgets:
+        """Of `n` regions that may hold any number of entries."""
+        return cls(np.full(n, UNBOUNDED, dtype=np.int32), np.zeros(n, dtype=np.int32), np.zeros(n, dtype=np.int64))
+
+    def publish(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Capacities, recent and head rules (R,) on the device: new tensors, by which a change can be seen."""
+        capacities, recent, head_rules = (torch.from_numpy(numbers).to(device) for numbers in self)
+        return capacities, recent, head_rules
+
+    def select(self, regions: npt.NDArray[np.int64]) -> RegionBudgets:
+        """Those of the given regions, in this order."""
+        return RegionBudgets(self.capacities[regions], self.recent[regions], self.head_rules[regions])
+
+    def join(self, other: RegionBudgets) -> RegionBudgets:
+        """Those of another table's regions after these."""
+        return RegionBudgets(
+            np.concatenate([self.capacities, other.capacities]),
+            np.concatenate([self.recent, other.recent]),
+            np.concatenate([self.head_rules, other.head_rules]),
+        )
+
+    def copy(self) -> RegionBudgets:
+        """The same numbers in arrays of their own."""
+        return RegionBudgets(self.capacities.copy(), self.recent.copy(), self.head_rules.copy())
 
 
 class PageTable:
@@ -228,7 +297,7 @@ class PageTable:
             PoolFullError: the pool is full; nothing was changed.
         """
         rows = self.rows(sequence)
-        self._rows.grow(np.arange(rows.start, rows.stop), page_demand.lacking(self._rows, rows, lens))
+        self._rows.grow(np.arange(rows.start, rows.stop), page_lists.lacking(self._rows, rows, lens))
         self._publish(lens=False)
 
     def make_room(self, grows_always: bool, n: int = 1) -> None:
@@ -260,18 +329,18 @@ class PageTable:
             return 0
         lens = self._lengths.host
         growing = None if grows_always else lens < self._budgets.capacities
-        return page_demand.pages_for_step(self._rows, lens, growing, whole)
+        return page_lists.pages_for_step(self._rows, lens, growing, whole)
 
     def pages_for(self, n_tokens: int, whole: bool) -> int:
         """Pages that `n_tokens` more entries of every head of every sequence take, copies of shared pages included.
 
         whole: all entries are rewritten, not only the new ones.
         """
-        return page_demand.pages_for(self._rows, self._lengths.host, n_tokens, whole)
+        return page_lists.pages_for(self._rows, self._lengths.host, n_tokens, whole)
 
     def pages_to_renew(self, most: int) -> int:
         """Pages that it takes to rewrite all entries, at most `most` pages of them: those held alone go before."""
-        return page_demand.pages_to_renew(self._rows, most)
+        return page_lists.pages_to_renew(self._rows, most)
 
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_], n: int = 1) -> None:
         """After a decoding step, or on the CPU `n` of them: follow on the host what the kernel did to the lengths."""
@@ -402,7 +471,7 @@ class PageTable:
         if whole and self.sealed is not None:
             self.sealed.copy_on_write()
         if self._rows.may_share:
-            written = page_demand.written(self._rows, self._lengths.host, whole)
+            written = page_lists.written(self._rows, self._lengths.host, whole)
             if self._rows.copy_on_write(written):
                 self._publish(lens=False)
 

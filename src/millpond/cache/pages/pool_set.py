@@ -1,21 +1,20 @@
-"""The page pools of caches of one kind, one per shape and format of entry."""
+"""The page pools of caches of one kind, and those of all layers, each with its own number format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from millpond.cache.pages.aged_store import AgedStore, PackedPart
+from millpond.cache.pages.channel_statistics import kept_dim
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.pages.pool import PagePool
-from millpond.cache.pages.prompt_statistics import kept_dim
-from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.cache.pages.pool import PagePool, QuantizedPool
 from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.pages.rope_tables import RopeTables
-from millpond.codec import Codec
+from millpond.codec import Codec, Format, LayerCodecs
 from millpond.codec.channels import MULTIPLE
 from millpond.errors import OptionError
 
@@ -150,3 +149,53 @@ class PoolSet:
             layout = codec.layout(kept, value_dim, tables=tables)
             self._packed[own] = QuantizedPool(layout, device, masses=self._masses, account=self._account)
         return self._packed[own]
+
+
+class LayerPools:
+    """The pools of each layer; layers of one format share theirs.
+
+    Args:
+        sets: one of each layer, or a single one for all.
+    """
+
+    def __init__(self, sets: Sequence[PoolSet]) -> None:
+        self._sets = list(sets)
+        self._distinct = list(dict.fromkeys(sets))
+
+    def of(self, layer: int) -> PoolSet:
+        """The pools of a layer."""
+        return self._sets[layer if len(self._sets) > 1 else 0]
+
+    def by_layer(self, n_layers: int) -> list[PoolSet]:
+        """The pools of each of `n_layers` layers."""
+        return [self.of(layer) for layer in range(n_layers)]
+
+    @property
+    def format(self) -> Hashable:
+        """How entries are stored, see `PoolSet.format`; of each layer, where they differ."""
+        return self._sets[0].format if len(self._distinct) == 1 else tuple(one.format for one in self._sets)
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """The codecs of all layers, each once."""
+        return [one.codec for one in self._distinct if one.codec is not None]
+
+    @property
+    def limited(self) -> bool:
+        """Whether all pools together have a limit of bytes."""
+        return self._sets[0].limited
+
+    def __iter__(self) -> Iterator[RefCountedPool[Any]]:
+        return (pool for one in self._distinct for pool in one)
+
+    def __len__(self) -> int:
+        return sum(len(one) for one in self._distinct)
+
+
+def pools_by_layer(stored: LayerCodecs | Format, n_layers: int, make: Callable[[Format], PoolSet]) -> LayerPools:
+    """The pools of `n_layers` layers, of which those of one format share what `make` returns for it."""
+    if not isinstance(stored, LayerCodecs):
+        return LayerPools([make(stored)])
+    formats = [stored.of(layer) for layer in range(n_layers)]
+    made = {one: make(one) for one in dict.fromkeys(formats)}
+    return LayerPools([made[one] for one in formats])

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.pages.key_channels import KeyChannels
+from millpond.cache.pages.channel_statistics import KeyChannels
 from millpond.cache.pages.page_lists import PageLists, Rows
-from millpond.cache.pages.quantized_pool import QuantizedPool
+from millpond.cache.pages.pool import QuantizedPool
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.pages.rope_tables import GrowingRope
 from millpond.codec.basis import Basis

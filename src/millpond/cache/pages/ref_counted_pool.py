@@ -1,8 +1,4 @@
-"""Pages of one shape with reference counts and a hard limit.
-
-A page with more than one holder is never written. The pool knows nothing of sequences, heads or policies, nor of what
-lies in its pages.
-"""
+"""Pages of one shape with reference counts and a hard limit, and the protocol of what shares that limit."""
 
 from __future__ import annotations
 
@@ -14,9 +10,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millpond.cache.pages.pool_protocol import Pool
 from millpond.errors import OptionError, PoolFullError
 from millpond.kernels.pages import Arenas
+
+
+class Pool(Protocol):
+    """Memory in pieces of one size.
+
+    Attributes:
+        page_bytes: of one piece.
+    """
+
+    page_bytes: int
+
+    @property
+    def n_live(self) -> int:
+        """Pieces in use."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory held, free pieces included."""
+
+    def bytes_to_grow(self, n: int, *, exact: bool = False) -> int:
+        """Bytes that `n` more pieces take after the free ones are used; exact: as few as it can take."""
+
+    def trim(self, keep: int = 0) -> int:
+        """Give memory back in which nothing is in use, but for `keep` free pieces; returns its bytes."""
+
 
 PageIds = npt.NDArray[np.int32]
 

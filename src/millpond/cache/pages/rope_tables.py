@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.types import RotaryEmbedding
 from millpond.kernels.packed.regions import Rope
 
 #: Positions of the first tables.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from millpond.cache.paging import paging_rule
 from millpond.cache.paging.marker import WITHIN_PHASE, Marker
-from millpond.cache.paging.predicted_bits import PredictedBits
+from millpond.cache.paging.predictor import PredictedBits
 from millpond.cache.paging.rule import PageFacts, PagingRule
 from millpond.option_files import FILE
 from millpond.option_ranges import SEEDS

@@ -1,17 +1,118 @@
-"""Predictor of discard bits: a logistic function of the features of an access, refitted a little at each request."""
+"""Discard bits: features of an access, labels of past accesses, and the predictor refitted at each request."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from millpond.cache.paging.discard_labels import DiscardLabels
-from millpond.cache.paging.features import N_FEATURES, N_WEIGHTS, STEPS
+from millpond.cache.paging.page_directory import KeyTable
+from millpond.cache.paging.rule import PageFacts
 from millpond.errors import DataError
+
+#: Accesses that share one count of the pages that the best rule holds.
+_QUANTUM_BITS = 4
+
+
+class DiscardLabels:
+    """Counts how many pages the best rule holds at each time, as OPTgen does (Jain and Lin, 2016).
+
+    A page that is used again is a hit of the best rule if from its last use until now a place was free at every time;
+    then it takes that place. Costs one look at the counts in between, at most `window` / 16 numbers of 4 bytes.
+
+    Args:
+        window: accesses that are looked back at, a multiple of 16.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window >> _QUANTUM_BITS
+        self._held = np.zeros(2 * self._window, np.int32)
+        self._begin = 0  # of the counts, in quanta
+
+    def discards(self, last: int, now: int, pages: int | None) -> bool:
+        """Whether the best rule of a cache of `pages` pages (None: any number) evicts a page used at `last` and `now`.
+
+        last, now: numbers of accesses, less than `window` apart; `now` never goes back.
+        """
+        first, end = (last >> _QUANTUM_BITS), (now >> _QUANTUM_BITS)
+        if end - self._begin > len(self._held):
+            self._forget(end)
+        held = self._held[max(first - self._begin, 0) : end - self._begin]
+        if pages is not None and held.size and held.max() >= pages:
+            return True
+        held += 1
+        return False
+
+    def _forget(self, now: int) -> None:
+        """Move the counts so that the last `window` accesses before `now` stay."""
+        shift = min(now - self._window - self._begin, len(self._held))
+        self._held[: len(self._held) - shift] = self._held[shift:].copy()
+        self._held[len(self._held) - shift :] = 0
+        self._begin = now - self._window
+
+
+#: Each number and its steps; a weight belongs to each step.
+STEPS = {
+    "depth": 12,
+    "length": 12,
+    "rest": 12,
+    "accesses": 10,
+    "gap": 13,
+    "gap_before": 13,
+    "known": 12,
+    "new": 12,
+    "is_known": 2,
+    "beyond_known": 12,
+    "within_known": 12,
+}
+N_FEATURES, N_WEIGHTS = len(STEPS), sum(STEPS.values())
+#: The first weight of each number.
+FIRST = tuple(sum(list(STEPS.values())[:at]) for at in range(N_FEATURES))
+_DEPTH, _LENGTH, _REST, _ACCESSES, _GAP, _GAP_BEFORE, _KNOWN, _NEW, _IS_KNOWN, _BEYOND, _WITHIN = FIRST
+#: Steps from this number of accesses on are one.
+MOST_ACCESSES = STEPS["accesses"] - 1
+#: Steps of a gap, the first for none.
+_GAP_STEPS = STEPS["gap"]
+
+
+def gap_step(gap: int) -> int:
+    """Step of a gap between two accesses of a page, counted in accesses of all pages: 1 up to 127, 2 up to 255, ..."""
+    return min(max(gap.bit_length() - 6, 1), _GAP_STEPS - 1)
+
+
+def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tuple[int, ...]:
+    """Which weight each number of an access takes: N_FEATURES places in N_WEIGHTS weights.
+
+    Args:
+        accesses: of this page before, at most MOST_ACCESSES. gap: step of the time since the last one, 0 for none.
+        gap_before: of the one before.
+    """
+    _, _, _, depth, length, known, _, _ = facts
+    beyond = depth - known
+    return (
+        _DEPTH + _log(depth),
+        _LENGTH + _log(length),
+        _REST + _log(length - depth),
+        _ACCESSES + accesses,
+        _GAP + gap,
+        _GAP_BEFORE + gap_before,
+        _KNOWN + _log(known),
+        _NEW + _log(length - known),
+        _IS_KNOWN + (beyond < 0),
+        _BEYOND + (_log(beyond) if beyond > 0 else 0),
+        _WITHIN + (_log(-beyond) if beyond < 0 else 0),
+    )
+
+
+def _log(number: int) -> int:
+    """0 for 0, 1 for 1, 2 for 2 and 3, ..., 11 from 1,024 on."""
+    return min(number.bit_length(), 11)
+
 
 #: Accesses whose features are kept: 1.6 MB.
 WINDOW = 1 << 17
@@ -140,3 +241,101 @@ def load_weights(file: Path) -> Weights:
 
 
 _FORMAT = "millpond pager 1: " + " ".join(f"{name}={steps}" for name, steps in STEPS.items())
+
+
+class Past(NamedTuple):
+    """A page before an access.
+
+    Attributes:
+        accesses: before, 9 for more. last: number of the last one, None: there was none. gap: step of the time since.
+        gap_before: step of the one before.
+    """
+
+    accesses: int
+    last: int | None
+    gap: int
+    gap_before: int
+
+
+class AccessHistory:
+    """Pages of the last `window` accesses, held by the cache or not: at most 22 bytes for each access of the window.
+
+    Accesses have slots in turn, and a page is filed under that of its last access.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._slots = KeyTable()
+        self._gaps, self._accesses = bytearray(), bytearray()  # by slot; no accesses: the page has a later one
+        self.clock = 0
+
+    def access(self, key: int) -> Past:
+        """Note an access, the `clock`-th, and return what was known before."""
+        now, slot = self.clock, self.clock % self._window
+        self.clock += 1
+        earlier = self._slots.get(key)
+        if slot == len(self._gaps):
+            self._gaps.append(0)
+            self._accesses.append(0)
+        elif self._accesses[slot]:  # the last access of its page leaves the window
+            self._slots.remove(slot)
+            if earlier == slot:
+                earlier = None
+        if earlier is None:
+            past = Past(0, None, 0, 0)
+            self._slots.add(key, slot)
+        else:
+            last = now - (slot - earlier) % self._window
+            past = Past(self._accesses[earlier], last, gap_step(now - last), self._gaps[earlier])
+            self._slots.move(earlier, slot)
+            self._accesses[earlier] = 0
+        self._gaps[slot] = past.gap
+        self._accesses[slot] = min(past.accesses + 1, MOST_ACCESSES)
+        return past
+
+
+#: Log odds above which a page counts as safe to discard, a probability of 0.75: see docs/how-to/prefix-cache.md.
+THRESHOLD = 1.0986
+_SHIPPED = Path(__file__).parent / "pager.safetensors"
+
+
+class PredictedBits:
+    """Bits of accesses: those that come with the facts, otherwise those of the predictor.
+
+    Attributes:
+        pages: of the cache, for labels; None: not known yet.
+    """
+
+    def __init__(self, predictor: DiscardPredictor) -> None:
+        self._predictor = predictor
+        self._history = AccessHistory(WINDOW)
+        self._request = -1
+        self.pages: int | None = None
+
+    @classmethod
+    def of_file(cls, file: str) -> PredictedBits:
+        """With the weights of a file, or with those of the package.
+
+        Raises:
+            DataError: the file cannot be read, or holds other weights.
+        """
+        return cls(DiscardPredictor(load_weights(Path(file)) if file else shipped_weights()))
+
+    def bit(self, facts: PageFacts) -> bool:
+        """Whether a page that is used now is safe to discard afterwards."""
+        if facts.bit is not None:
+            return facts.bit
+        if facts.request != self._request:
+            self._request = facts.request
+            self._predictor.fit()
+        now = self._history.clock
+        past = self._history.access(facts.key)
+        steps = steps_of(facts, past.accesses, past.gap, past.gap_before)
+        self._predictor.seen(now, steps, past.last, self.pages)
+        return self._predictor.log_odds(steps) > THRESHOLD
+
+
+@cache
+def shipped_weights() -> Weights:
+    """The weights that come with the package."""
+    return load_weights(_SHIPPED)

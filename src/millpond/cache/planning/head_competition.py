@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.entries.slot_view import SlotView
+from millpond.cache.entries.compaction import SlotView
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.state.kept_spans import KeptSpans
+from millpond.cache.state.span_marks import KeptSpans
 from millpond.errors import PoolFullError
 from millpond.kernels.decode_rules import INF, DecodeRule, eviction_value, in_spans
 from millpond.policy.fair_shares import best_of_spans

@@ -1,4 +1,4 @@
-"""Plans of one layer: when to plan, under which budget, and how a plan changes the pages."""
+"""Plans of one layer: when to plan, under which budget, and how a plan or a merge changes the pages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,71 @@ from millpond.cache.attention.paged import PagedAttention
 from millpond.cache.entries import read_write
 from millpond.cache.layer.prompt_pages import PromptPages
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.planning.step_merge import StepMerger
 from millpond.cache.planning.views import ViewBuilder
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.reconstruction import ReconstructionProbe
 from millpond.cache.state.sequence_state import SequenceState
 from millpond.cache.types import Entries, PromptChunk, by_position
 from millpond.errors import BudgetError, OptionError
-from millpond.kernels.decode_rules import UNBOUNDED
+from millpond.kernels import ops
+from millpond.kernels.args import MergeArgs
+from millpond.kernels.decode_rules import UNBOUNDED, Reduce
 from millpond.policy.head_rules import NestedPlan
 from millpond.policy.merging import Merged
 from millpond.policy.policy import REDUCE, EvictionPlan, Policy, with_rest
 from millpond.policy.protect import kept_beyond_budget
-from millpond.policy.step_merge import slot_plan
+from millpond.policy.step_merge import StepMergePlan, slot_plan
 from millpond.policy.view import View, columns_of
+
+
+class StepMerger:
+    """Carries out the `StepMergePlan` of one layer.
+
+    Attributes:
+        looks_back: whether the last queries must be kept.
+    """
+
+    def __init__(
+        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, companions: SequenceState
+    ) -> None:
+        self.looks_back = plan.looks_back
+        self._plan = plan
+        self._reduce = reduce
+        self._attention = attention
+        self._companions = companions
+
+    def merge(self, table: PageTable, q_pos: Tensor, due: np.ndarray) -> None:
+        """Bring the sequences that are `due` (S,) bool back to their budgets. q_pos (S,): of their newest tokens."""
+        table.copy_on_write(whole=True)
+        if not due.all():
+            q_pos = torch.where(torch.from_numpy(due).to(q_pos.device), q_pos, -1)
+        local = self._local(table, due) if self.looks_back else None
+        memory, before = self._memory(table), table.lengths().ravel()
+        plan, budgets = self._plan, (table.capacities, table.recent)
+        ops.merge_slots(MergeArgs(table.regions, *budgets, q_pos, memory, plan.leave, plan.rule, local))
+        table.merged(due, before)
+        if self._plan.rule.moves:
+            for sequence in np.flatnonzero(due).tolist():
+                self._companions.memories[sequence] = memory[sequence]
+
+    def _memory(self, table: PageTable) -> Tensor:
+        """(S,) float64: what the last merge of each sequence left, NaN for nothing."""
+        memory = torch.full((table.n_seq,), torch.nan, dtype=torch.float64, device=table.lens.device)
+        for sequence, before in self._companions.memories.items():
+            memory[sequence] = before
+        return memory
+
+    def _local(self, table: PageTable, due: np.ndarray) -> Tensor:
+        """(R, n) float32, by slot: the attention of the last queries of each sequence that is due."""
+        width = int(table.lengths().max(initial=0))
+        local = torch.zeros(table.n_regions, width, device=table.lens.device)
+        for sequence in np.flatnonzero(due).tolist():
+            found = read_write.read(table, sequence)
+            q, at = self._companions.queries.last(sequence)
+            signal = self._attention.look_back(sequence, q, at, found, self._reduce)
+            local[table.rows(sequence), : signal.shape[1]] = signal
+        return local
+
 
 T = TypeVar("T")
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.per_sequence import PerSequence
-from millpond.cache.rope_protocol import RotaryEmbedding
-from millpond.cache.state.frames import frame_prompt, frame_step, stored, turn
+from millpond.cache.state.rerotation import frame_prompt, frame_step, stored, turn
+from millpond.cache.types import PerSequence, RotaryEmbedding
 
 #: Places between two closings at least, where the budget is near the positions that the model knows, or above.
 LEAST = 256

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.entries.slot_view import SlotView
+from millpond.cache.entries.compaction import SlotView
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.per_sequence import PerSequence
-from millpond.cache.state.kept_spans import KeptSpans
+from millpond.cache.state.span_marks import KeptSpans
 from millpond.cache.state.token_ids import TokenIds
+from millpond.cache.types import PerSequence
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, HeadRuleArgs, WindowSignalArgs
 from millpond.kernels.decode_rules import UNBOUNDED, Reduce

@@ -9,9 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.state.dropped_spans import DroppedSpans
-from millpond.cache.state.fair_shares import FairShares
-from millpond.cache.state.kept_spans import KeptSpans
+from millpond.cache.state.span_marks import FairShares, KeptSpans
+from millpond.cache.state.spans import DroppedSpans
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError
 

@@ -6,7 +6,7 @@ import weakref
 from typing import Any, Protocol
 
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.cache.swap.pages import Content
+from millpond.cache.swap import Content
 
 
 class StateSlots:

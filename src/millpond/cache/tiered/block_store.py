@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
-from millpond.cache.swap.pages import read_pages, write_pages
+from millpond.cache.swap import read_pages, write_pages
 from millpond.cache.tiered.extents import GRAIN, GrowingFile, LayerExtents, Transit
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer

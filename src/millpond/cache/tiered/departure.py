@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
-from millpond.cache.swap.pages import Holder, read_pages, write_pages
+from millpond.cache.swap import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import NOTHING, AwayPages
 from millpond.cache.tiered.visit import PageVisit, lists_with, once
 from millpond.errors import DataError

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from millpond.cache.layer.layer_cache import LayerCache
-from millpond.cache.pages.pool_protocol import Pool
-from millpond.cache.pages.ref_counted_pool import RefCountedPool
-from millpond.cache.swap.pages import parts_of
+from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
+from millpond.cache.swap import parts_of
 from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.departure import depart
 from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit

@@ -1,22 +1,124 @@
-"""Extents of one layer on a disk: runs of pages that are written once, and read whole."""
+"""Extents of one layer on a disk: runs of pages written once and read whole, and the free space between."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from millpond.cache.tiered.run_table import Numbers, RunTable
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer
 from millpond.kernels.checksum import crc32
 from millpond.tiers.buffers import Slot, aligned_up
 from millpond.tiers.files import WritableFile
-from millpond.tiers.free_list import FreeList
 from millpond.tiers.loader import Errand, Extent, Loader
+
+Numbers = npt.NDArray[np.int64]
+#: Rows by which the table grows, beyond an eighth of those that there are.
+_SPARE = 16
+
+
+class RunTable:
+    """Runs of pages of one sequence each, which were written together, array after array.
+
+    The number of a run that is gone becomes that of a later one.
+
+    Attributes:
+        columns: (7, n) int64, of which the others are rows. offset, nbytes: in the file, multiples of `ALIGNMENT`.
+        needed: bytes of the pages. n_pages: how many were written. generation: what the checksum begins with, so that
+            pages of an earlier run at the same place are not taken for these. checksum: CRC-32 of the pages.
+            live: pages that are still held; 0 of a number that no run has.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._set(np.zeros((7, 0), dtype=np.int64))
+
+    def _set(self, columns: Numbers) -> None:
+        self.columns: Numbers = columns
+        rows: list[Numbers] = [*columns]
+        self.offset, self.nbytes, self.needed, self.n_pages, self.generation, self.checksum, self.live = rows
+
+    @property
+    def numbers(self) -> Numbers:
+        """Numbers of all runs."""
+        return np.flatnonzero(self.live)
+
+    def add(self, offset: int, nbytes: int, needed: int, n_pages: int, generation: int) -> int:
+        """The number of one more run, whose checksum is not known yet."""
+        if not self._free:
+            n = self.columns.shape[1]
+            more = n // 8 + _SPARE
+            self._set(np.concatenate([self.columns, np.zeros((7, more), dtype=np.int64)], axis=1))
+            self._free = [*range(n + more - 1, n - 1, -1)]
+        number = self._free.pop()
+        self.columns[:, number] = offset, nbytes, needed, n_pages, generation, 0, n_pages
+        return number
+
+    def remove(self, number: int) -> None:
+        """A run is gone."""
+        self.columns[:, number] = 0
+        self._free.append(number)
+
+
+class FreeList:
+    """Which bytes of `size` are taken; the first gap that is large enough is taken first.
+
+    Attributes:
+        size: bytes of the space. used: of these, those that are taken.
+
+    Example:
+        >>> space = FreeList()
+        >>> space.grow(100)
+        >>> first, second = space.take(40), space.take(60)
+        >>> space.give_back(first, 40)
+        >>> space.take(30), space.take(20)
+        (0, None)
+    """
+
+    def __init__(self) -> None:
+        self.size = self.used = 0
+        self._gaps: list[tuple[int, int]] = []  # begin and end, ascending, none next to another
+
+    def take(self, nbytes: int) -> int | None:
+        """Where `nbytes` begin that were free; None where there is no such gap."""
+        for place, (begin, end) in enumerate(self._gaps):
+            if end - begin >= nbytes:
+                self._gaps[place : place + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                self.used += nbytes
+                return begin
+        return None
+
+    def give_back(self, begin: int, nbytes: int) -> None:
+        """Bytes that were taken are free again."""
+        self.used -= nbytes
+        self._add(begin, begin + nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Let `nbytes` more at the end be free."""
+        self._add(self.size, self.size + nbytes)
+        self.size += nbytes
+
+    def lacking(self, nbytes: int) -> int:
+        """Bytes by which the space must grow before `take(nbytes)` finds a gap."""
+        if any(end - begin >= nbytes for begin, end in self._gaps):
+            return 0
+        at_end = self._gaps[-1] if self._gaps and self._gaps[-1][1] == self.size else (0, 0)
+        return nbytes - (at_end[1] - at_end[0])
+
+    def _add(self, begin: int, end: int) -> None:
+        place = bisect_left(self._gaps, (begin, end))
+        if place < len(self._gaps) and self._gaps[place][0] == end:
+            end = self._gaps.pop(place)[1]
+        if place and self._gaps[place - 1][1] == begin:
+            begin = self._gaps.pop(place - 1)[0]
+        insort(self._gaps, (begin, end))
+
 
 #: Bytes by which a file grows at least.
 GRAIN = 256 << 10

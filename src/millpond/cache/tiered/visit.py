@@ -11,9 +11,9 @@ from torch import Tensor
 
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
-from millpond.cache.swap.pages import Holder, read_pages, write_pages
+from millpond.cache.swap import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import AwayPages
-from millpond.cache.tiered.run_table import Numbers
+from millpond.cache.tiered.extents import Numbers
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer, WantedPages
 from millpond.kernels.page_rows import PagePart, RowArrays, move_rows, unpack_runs

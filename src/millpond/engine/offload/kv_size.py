@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from millpond.budget import Budget
-from millpond.cache.pages.layer_pools import pools_by_layer
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import DEFAULT_SLOTS
-from millpond.cache.pages.pool_set import PoolSet
+from millpond.cache.pages.pool_set import PoolSet, pools_by_layer
 from millpond.codec import CodecSpec, LayerCodecs, codecs_of, resolve
 from millpond.engine.config import EngineConfig
 from millpond.engine.memory_estimate import entries_of, estimate, held_while_reading, keeps_pages, unquantized

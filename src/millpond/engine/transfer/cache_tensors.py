@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache, Pages
-from millpond.cache.pages.pool_protocol import Pool
+from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.serialization import ENTRIES, from_tensors, part_prefix, to_tensors
 from millpond.errors import DataError
 from millpond.hf.state_layers import States

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.swap.files import SwapFiles
-from millpond.cache.swap.pages import parts_of
+from millpond.cache.swap import SwapFiles, parts_of
 from millpond.engine.completion import with_texts
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import PrefixSharing

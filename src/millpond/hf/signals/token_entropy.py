@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from millpond.cache.entries.set_scores import set_scores
+from millpond.cache.entries.read_write import set_scores
 from millpond.cache.state.positions import ForwardSpan
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
 from millpond.hf.grad_mode import no_autograd

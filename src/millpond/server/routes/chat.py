@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from millpond.cache.state.fair_shares import FairShare
+from millpond.cache.state.span_marks import FairShare
 from millpond.engine.chunked_prompt import Prompt
 from millpond.engine.request import Request
 from millpond.server.body_parsing import ParsedRoute

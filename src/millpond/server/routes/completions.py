@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from millpond.cache.state.fair_shares import FairShare, in_order
+from millpond.cache.state.span_marks import FairShare, in_order
 from millpond.engine.chunked_prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob

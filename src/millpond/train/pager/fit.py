@@ -8,11 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from millpond.cache.paging.access_history import AccessHistory
 from millpond.cache.paging.belady import Belady
-from millpond.cache.paging.directory import LRUDirectory
-from millpond.cache.paging.features import N_FEATURES, N_WEIGHTS, steps_of
-from millpond.cache.paging.predictor import WINDOW, Weights, log_odds_of, slope
+from millpond.cache.paging.page_directory import LRUDirectory
+from millpond.cache.paging.predictor import (
+    N_FEATURES,
+    N_WEIGHTS,
+    WINDOW,
+    AccessHistory,
+    Weights,
+    log_odds_of,
+    slope,
+    steps_of,
+)
 from millpond.cache.paging.replay import Path, belady_bits, next_uses_of, replay
 from millpond.cache.paging.rule import PageFacts
 from millpond.errors import DataError

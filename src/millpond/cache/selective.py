@@ -1,9 +1,10 @@
-"""Attention to sinks, the newest entries and retrieved blocks, over a cache that stores everything (InfLLM)."""
+"""Selective attention: everything is stored, and each query reads part of it (InfLLM, MInference)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,15 +12,14 @@ from torch import Tensor
 
 from millpond.cache.entries.compaction import rows_at
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.per_sequence import PerSequence
-from millpond.cache.rope_protocol import RotaryEmbedding
+from millpond.cache.types import PerSequence, RotaryEmbedding
 from millpond.kernels import ops
-from millpond.kernels.args import AttentionShape, EntryRows
+from millpond.kernels.args import AttentionShape, EntryRows, PrefillArgs
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
-from millpond.policy.needs import BlockLookup
+from millpond.policy.needs import BLOCK, BlockLookup, HeadPrompt, Needs, Pattern, PromptPatterns
 
 #: Rows of queries whose logits are held at a time.
-BLOCK = 64
+MEMORY_BLOCK = 64
 
 #: Reads keys (H, n, key_dim) and values (H, n, value_dim) at positions (n,).
 Fetch = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -153,8 +153,8 @@ class BlockRetrieval:
         begin = self._lookup.protect.sinks + len(blocks.means) * self._lookup.protect.block
         scores = torch.nn.functional.pad(blocks.scores, (0, max(last + 1 - begin, 0) - blocks.scores.shape[1]))
         outs, norms = [], []
-        for start in range(0, last + 1 - first, BLOCK):
-            rows = slice(start, start + BLOCK)
+        for start in range(0, last + 1 - first, MEMORY_BLOCK):
+            rows = slice(start, start + MEMORY_BLOCK)
             out, lse, near, received = self._rows(now, q[:, rows], far_q[:, rows], q_pos[rows], far, far_k, far_v)
             outs.append(out)
             norms.append(lse)
@@ -214,3 +214,160 @@ class BlockRetrieval:
         wider = raw[:, None].expand(-1, scores.shape[1], -1, -1, -1)
         means = wider.gather(3, best.expand(*best.shape[:-1], raw.shape[-1])).mean(3).flatten(0, 1)  # (Hq, n, D)
         return Blocks(blocks.budget, torch.cat([blocks.means, means.transpose(0, 1)]), blocks.scores[:, n * size :])
+
+
+class SparsePrefill:
+    """The patterns of one layer; nothing of a sequence is remembered. See `Focus`."""
+
+    truncatable = True
+
+    def __init__(self, patterns: PromptPatterns, layer: int) -> None:
+        self._patterns = patterns
+        self._layer = layer
+
+    def attend(
+        self,
+        sequence: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        budget: int,
+        shape: AttentionShape,
+        rope: RotaryEmbedding | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Focus.attend`: head by head, in blocks of rows."""
+        patterns = self._patterns.patterns(self._layer, len(q))
+        if all(pattern.covers(k.shape[1]) for pattern in patterns):
+            past = torch.arange(k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)[None]
+            out, lse, _ = ops.prefill(PrefillArgs(q, k, v, q_pos, shape, past if past.shape[1] else None))
+            return out, lse
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        lse = torch.empty(q.shape[:2], device=q.device)
+        for head, pattern in enumerate(patterns):
+            sink = None if shape.sink_logits is None else shape.sink_logits[head : head + 1]
+            one, own = replace(shape, sink_logits=sink), head * len(k) // len(q)
+            _attend_head(q[head], k[own], v[own], pattern, one, out[head], lse[head])
+        return out, lse
+
+    def decode(
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        shape: AttentionShape,
+        rope: RotaryEmbedding | None,
+    ) -> None:
+        """See `Focus.decode`: everything is attended to."""
+
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """See `Focus.tensors`: there are none."""
+        return {}
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """See `Focus.adopt`: there is nothing to hold."""
+
+    def copy(self, sequences: list[int] | None = None) -> SparsePrefill:
+        """See `Focus.copy`: there is nothing to copy."""
+        return self
+
+    def join(self, other: SparsePrefill, n_seq: int) -> None:
+        """See `Focus.join`: there is nothing to take over."""
+
+
+def _attend_head(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, shape: AttentionShape, out: Tensor, lse: Tensor
+) -> None:
+    """Write out (Q, value_dim) and lse (Q,) of one head from q (Q, D), k (N, D) and v (N, value_dim).
+
+    Each block of rows attends to the entries that it reads as if no others were stored; its own are always among
+    them. Blocks of patterns with a width are no higher than that, so that no row hides one of its own block.
+    """
+    look, n = pattern.look(HeadPrompt(q, k, shape.scale, shape.softcap, shape.sink_logits)), len(k)
+    first, width = pattern.near or (0, 0)
+    for begin in range(n - len(q), n, step := min(BLOCK, width or BLOCK)):
+        end = min(begin + step, n)
+        rows = slice(begin - n + len(q), end - n + len(q))
+        columns = look(begin, end)
+        past = columns[: len(columns) - (end - begin)].int()
+        places = torch.where(past < first, begin, past)  # the first ones count as near
+        q_pos = torch.arange(begin, end, dtype=torch.int32, device=q.device)
+        some = q[None, rows], k[None, columns], v[None, columns], q_pos
+        found = ops.prefill(PrefillArgs(*some, replace(shape, window=width), places[None] if len(past) else None))
+        out[rows], lse[rows] = found.out[0], found.lse[0]
+
+
+class SelectiveAttention(Protocol):
+    """The attention of one full layer, and what it remembers of each sequence.
+
+    The layer stores everything: the entry at position p of a sequence lies in slot p of every head.
+    """
+
+    @property
+    def truncatable(self) -> bool:
+        """Whether the newest entries can be cut off without going back to a copy."""
+        ...
+
+    def attend(
+        self,
+        sequence: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        budget: int,
+        shape: AttentionShape,
+        rope: RotaryEmbedding | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of new queries over stored and new entries, of all positions in order.
+
+        Args:
+            q: (Hq, Q, key_dim). k: (H, N, key_dim). v: (H, N, value_dim). q_pos: (Q,) int32, the last Q of 0 .. N - 1.
+            budget: entries per head that a query may attend to. rope: how q and k are rotated; None: not at all.
+
+        Returns:
+            out (Hq, Q, value_dim); lse (Hq, Q) float32.
+        """
+        ...
+
+    def decode(
+        self,
+        table: PageTable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_pos: Tensor,
+        shape: AttentionShape,
+        rope: RotaryEmbedding | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Store the new entries and attend, as `LayerCache` does in a step; None: let it attend to everything."""
+        ...
+
+    def tensors(self, sequence: int) -> dict[str, Tensor]:
+        """All that is remembered of one sequence, for `adopt`."""
+        ...
+
+    def adopt(self, stored: dict[str, Tensor]) -> None:
+        """Hold one sequence, of which `tensors` gave this elsewhere.
+
+        Raises:
+            KeyError: a tensor is missing.
+        """
+        ...
+
+    def copy(self, sequences: list[int] | None = None) -> SelectiveAttention:
+        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        ...
+
+    def join(self, other: Any, n_seq: int) -> None:
+        """Take over the sequences of `other`, of the same layer, after the `n_seq` of this batch."""
+        ...
+
+
+def focus_of(needs: Needs, layer: int) -> SelectiveAttention | None:
+    """How a full layer attends for a policy with these needs; None: to everything that it stores."""
+    if needs.block_lookup is not None:
+        return BlockRetrieval(needs.block_lookup)
+    return None if needs.prompt_patterns is None else SparsePrefill(needs.prompt_patterns, layer)

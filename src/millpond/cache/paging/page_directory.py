@@ -1,4 +1,4 @@
-"""Directories of what a cache would hold under one rule or another: numbers of pages only, no contents."""
+"""Directories of page numbers that a cache would hold under a rule, in flat arrays, without contents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,56 @@ from array import array
 from collections.abc import Iterator
 from itertools import chain
 
-from millpond.cache.paging.linked_lists import LinkedLists
+
+class LinkedLists:
+    """`n_lists` lists of numbers from 0, each from its oldest to its newest; all steps cost the same."""
+
+    def __init__(self, n_lists: int) -> None:
+        self._n_lists = n_lists
+        self._newer = array("i", range(n_lists))  # the ends of list `l` are at place `l`, number `n` at n + n_lists
+        self._older = array("i", range(n_lists))
+
+    def grow(self) -> None:
+        """One more number, in no list."""
+        self._newer.append(-1)
+        self._older.append(-1)
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a number is in a list."""
+        return self._newer[number + self._n_lists] >= 0
+
+    def append(self, which: int, number: int) -> None:
+        """Put a number that is in no list behind the newest of one."""
+        self._put(number + self._n_lists, which)
+
+    def insert_before(self, other: int, number: int) -> None:
+        """Put a number that is in no list right before another one, as a little older."""
+        self._put(number + self._n_lists, other + self._n_lists)
+
+    def remove(self, number: int) -> None:
+        """Take a number out of its list."""
+        place = number + self._n_lists
+        older, newer = self._older[place], self._newer[place]
+        self._newer[older], self._older[newer] = newer, older
+        self._newer[place] = self._older[place] = -1
+
+    def oldest(self, which: int) -> int | None:
+        """The oldest number of a list; None if it is empty."""
+        place = self._newer[which]
+        return None if place == which else place - self._n_lists
+
+    def walk(self, which: int) -> Iterator[int]:
+        """The numbers of a list, the oldest first."""
+        place = self._newer[which]
+        while place != which:
+            yield place - self._n_lists
+            place = self._newer[place]
+
+    def _put(self, place: int, newer: int) -> None:
+        older = self._older[newer]
+        self._older[place], self._newer[place] = older, newer
+        self._newer[older] = self._older[newer] = place
+
 
 _NOTHING = -1
 _KEEP, _DISCARD = 0, 1
@@ -156,3 +205,82 @@ class BitDirectory(PageDirectory):
             self._lists.remove(number)
             self._discard[number] = 0
             self._put(_KEEP, number, self._parents[number])
+
+
+_EMPTY = -1
+#: Odd number that spreads neighbouring keys: 2**64 over the golden ratio.
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+class KeyTable:
+    """Numbers from 0 by their keys. Places are tried one by one from that of the key's hash on."""
+
+    def __init__(self) -> None:
+        self._keys = array("Q")  # by number
+        self._places = array("i", [_EMPTY] * 64)
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def get(self, key: int) -> int | None:
+        """The number with this key; None if there is none."""
+        number = self._places[self._place(key)]
+        return None if number == _EMPTY else number
+
+    def add(self, key: int, number: int) -> None:
+        """File a number, at most one more than the highest so far, under a key that is not there."""
+        self.note(key, number)
+        self.file(number)
+
+    def note(self, key: int, number: int) -> None:
+        """Remember the key of a number, at most one more than the highest so far, that is not filed."""
+        if number == len(self._keys):
+            self._keys.append(key)
+        self._keys[number] = key
+
+    def file(self, number: int) -> None:
+        """File a number under the key that was noted; the number that was filed under it before is not any more."""
+        if 3 * self._n >= 2 * len(self._places):
+            self._resize()
+        place = self._place(self._keys[number])
+        self._n += self._places[place] == _EMPTY
+        self._places[place] = number
+
+    def move(self, old: int, new: int) -> None:
+        """File what a number stands for under another one, at most one more than the highest so far."""
+        self.note(self._keys[old], new)
+        self.file(new)
+
+    def remove(self, number: int) -> None:
+        """File a number no longer, if it is; those whose place it was in the way of move up."""
+        if self._places[self._place(self._keys[number])] != number:
+            return
+        places, keys, mask = self._places, self._keys, len(self._places) - 1
+        hole = at = self._place(keys[number])
+        while True:
+            at = at + 1 & mask
+            other = places[at]
+            if other == _EMPTY:
+                break
+            if (at - self._first(keys[other]) & mask) >= (at - hole & mask):  # it would be found in the hole
+                places[hole], hole = other, at
+        places[hole] = _EMPTY
+        self._n -= 1
+
+    def _first(self, key: int) -> int:
+        return (key * _SPREAD & 0xFFFFFFFFFFFFFFFF) >> 32 & len(self._places) - 1
+
+    def _place(self, key: int) -> int:
+        """Where a key lies, or would lie."""
+        places, keys, mask = self._places, self._keys, len(self._places) - 1
+        at = self._first(key)
+        while (number := places[at]) != _EMPTY and keys[number] != key:
+            at = at + 1 & mask
+        return at
+
+    def _resize(self) -> None:
+        numbers = [number for number in self._places if number != _EMPTY]
+        self._places = array("i", [_EMPTY]) * (2 * len(self._places))
+        for number in numbers:
+            self._places[self._place(self._keys[number])] = number

@@ -1,1 +1,0 @@
-"""Selective attention: everything is stored, and each query reads part of it (InfLLM, MInference)."""
