@@ -12,9 +12,8 @@ from millpond.engine.engine import Engine
 from millpond.errors import NumericsError
 from millpond.kernels import ops
 from millpond.models.lean.decoder import Decoder
-from millpond.runner import decode_graph
-from millpond.runner.decode_graph import DecodeGraph
-from millpond.runner.native_forward import NativeForward
+from millpond.runner import native_forward
+from millpond.runner.native_forward import DecodeGraph, NativeForward
 from tests.engine import test_codecs
 from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
 
@@ -117,7 +116,7 @@ def test_nan_ends_a_request(graphs: list[DecodeGraph], monkeypatch: pytest.Monke
         engine.step()
     real = ops.decode
     monkeypatch.setattr(
-        decode_graph.ops, "decode", lambda args: (found := real(args))._replace(lse=found.lse * torch.nan)
+        native_forward.ops, "decode", lambda args: (found := real(args))._replace(lse=found.lse * torch.nan)
     )
     output = finish(engine)["40"]
     assert isinstance(output.error, NumericsError)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import millpond as mp
 from millpond.errors import OptionError
-from millpond.hf.token_classes import fill_classes, token_classes
+from millpond.hf.tokenizer_source import fill_classes, token_classes
 from millpond.methods import METHODS
 from millpond.policy.head_rules import HeadRulesPolicy
 from millpond.policy.token_classes import TokenClasses

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import millpond as mp
 from millpond.cache.selective import SparsePrefill
 from millpond.errors import BudgetError, CacheMismatchError, OptionError
-from millpond.hf.offline.head_patterns import find_patterns
+from millpond.hf.offline import find_patterns
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.methods.minference import AShape, BlockSparse, SparsePrefillPolicy, VerticalSlash

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, NumericsError, OptionError, UnsupportedModelError
-from millpond.hf.offline.query_filters import save_filters
+from millpond.hf.offline import save_filters
 from millpond.methods import METHODS
 from millpond.methods.qfilters import QueryFilter, query_directions
 from millpond.policy.scores.query_moments import QueryMoments, QueryView

@@ -11,7 +11,7 @@ from transformers import LlamaModel
 
 import millpond as mp
 from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelError
-from millpond.hf.signals.predictions import surprise
+from millpond.hf.signals.token_entropy import surprise
 from millpond.methods import METHODS
 from tests.helpers.hf.families import FAMILIES, shared_model, text
 from tests.helpers.matrix.checks import CHECKS

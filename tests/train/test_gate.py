@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 import millpond as mp
 from millpond.errors import CacheMismatchError, NumericsError, OptionError
 from millpond.hf.calibration.load import model_mark
-from millpond.hf.offline.later_tokens import read_later
+from millpond.hf.offline import read_later
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.trained.file import gates_of

@@ -1,4 +1,4 @@
-"""The attention function and the mask function that are registered with transformers under the name "millpond"."""
+"""The attention and mask functions registered with transformers as "millpond", and the switch to them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,41 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from millpond.errors import UnsupportedModelError
 from millpond.hf import stock_attention
-from millpond.hf.attention_switch import before, switch
 from millpond.hf.grad_mode import refuse_gradients
 from millpond.kernels.args import AttentionShape
+
+#: Configurations whose attention is switched: id -> (users, the implementation before the first).
+_switched: dict[int, tuple[int, str | None]] = {}
+# taken by finalizers too, which may run in a thread that holds it
+_lock = threading.RLock()
+
+
+def switch(config: PreTrainedConfig, name: str) -> Callable[[], None]:
+    """Let models of this configuration attend through the implementation called `name`.
+
+    Returns:
+        What undoes it, once no other caller needs it. It keeps the configuration alive.
+    """
+    with _lock:
+        users, before = _switched.get(id(config), (0, config._attn_implementation))
+        _switched[id(config)] = (users + 1, before)
+        config._attn_implementation = name
+
+    def undo() -> None:
+        with _lock:
+            users, before = _switched.pop(id(config))
+            if users > 1:
+                _switched[id(config)] = (users - 1, before)
+            else:
+                config._attn_implementation = before
+
+    return undo
+
+
+def before(config: PreTrainedConfig | None) -> str | None:
+    """The implementation that a configuration had before it was switched; None where it is not."""
+    return _switched.get(id(config), (0, None))[1]
+
 
 NAME = "millpond"
 _TAG = "_millpond_layer"

@@ -1,4 +1,4 @@
-"""`generate` inside a cache's `with` block, which rejects prompts that do not continue the cached text."""
+"""`generate` inside a cache's `with` block: checks that a prompt continues the text, and drafts behind it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
-from millpond.hf.drafts import begin_behind_prompt
 from millpond.hf.prompt_parts import check_uncut, part_of_generate
 from millpond.models.cache_argument import cache_among, with_cache
 
 if TYPE_CHECKING:
     from millpond.hf.protocol import LayerCaches
+
+
+def begin_behind_prompt(generator: Any) -> Any:
+    """The same candidate generator of transformers, whose first draft is dropped; it is made, as its state needs it.
+
+    One that needs what the first pass of the model gives stays as it is.
+    """
+    if getattr(generator, "requires_model_outputs", False):
+        return generator
+    own = generator.get_candidates
+
+    def prompt_alone(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        own(input_ids, *args, **kwargs)
+        del generator.get_candidates
+        return input_ids, None
+
+    generator.get_candidates = prompt_alone
+    return generator
 
 
 class UnusedCacheWarning(UserWarning):

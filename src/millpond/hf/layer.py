@@ -1,7 +1,4 @@
-"""One cache layer in the interface of transformers, over `cache.layer.LayerCache`.
-
-Whatever moves the whole batch (beams, selection, crop) goes through `MillpondCache`, which keeps all layers in step.
-"""
+"""Cache layers in the interface of transformers: over `cache.layer.LayerCache`, empty, or for a single pass."""
 
 from __future__ import annotations
 
@@ -133,3 +130,59 @@ def layer_cache(latent: LatentShape | None) -> Callable[..., LayerCache]:
     if latent is None:
         return LayerCache
     return partial(LatentCache, latent_dim=latent.latent_dim, rope_dim=latent.rope_dim)
+
+
+class PassLayer(CacheLayerMixin):
+    """A layer that reports an empty past to masks and positions; subclasses define `update`."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: nothing is kept beyond the pass."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class EmptyLayer(PassLayer):  # type: ignore[no-untyped-call]
+    """Stands in a cache for a layer of the model that stores nothing there."""
+
+    supports_early_init = False
+    is_compileable = True
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """
+        Raises:
+            NotImplementedError: always; the layer has no attention of its own.
+        """
+        raise NotImplementedError("this layer stores nothing, so there is nothing to append to")
+
+    def offload(self) -> None:
+        """Nothing to move."""
+
+    def prefetch(self) -> None:
+        """Nothing to move."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to remove."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Nothing to reorder."""

@@ -1,12 +1,64 @@
-"""Token properties that policies need, from a tokenizer of transformers."""
+"""Token properties that policies need, from a tokenizer of transformers: special tokens and punctuation."""
 
 from __future__ import annotations
+
+import unicodedata
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
 from millpond.errors import OptionError
-from millpond.hf.token_classes import fill_classes
 from millpond.policy.token_classes import TokenClasses
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, TokenClasses]] = WeakKeyDictionary()
+
+
+def fill_classes(classes: TokenClasses, tokenizer: PreTrainedTokenizerBase | None) -> TokenClasses:
+    """The classes, with those that are not given from the tokenizer.
+
+    Raises:
+        OptionError: a class is not given, and there is no tokenizer.
+    """
+    if classes.known:
+        return classes
+    if tokenizer is None:
+        raise OptionError(
+            "this method keeps special tokens and punctuation, and knows them from a tokenizer: pass tokenizer= to "
+            "compress, or the ids as its options, special='0;1' and punctuation='5;6'"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise OptionError(f"tokenizer={tokenizer!r} is not a transformers tokenizer")
+    found = token_classes(tokenizer)
+    return TokenClasses(
+        found.special if classes.special is None else classes.special,
+        found.punctuation if classes.punctuation is None else classes.punctuation,
+    )
+
+
+def token_classes(tokenizer: PreTrainedTokenizerBase) -> TokenClasses:
+    """The special tokens of a tokenizer (its chat marks among them), and the tokens that spell punctuation alone."""
+    size = len(tokenizer)
+    if tokenizer not in _known or _known[tokenizer][0] != size:
+        special = {int(i) for i in tokenizer.all_special_ids}
+        special |= {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        marks = {
+            int(i)
+            for token, i in tokenizer.get_vocab().items()
+            if not any(c.isascii() and c.isalnum() for c in token)  # most of a vocabulary, without decoding it
+            and is_punctuation(str(tokenizer.decode([i])))
+        }
+        _known[tokenizer] = (size, TokenClasses(frozenset(special), frozenset(marks - special)))
+    return _known[tokenizer][1]
+
+
+def is_punctuation(text: str) -> bool:
+    """Whether a text is made of punctuation marks, blanks around them aside.
+
+    Example:
+        >>> is_punctuation(" ?"), is_punctuation("a."), is_punctuation(" ")
+        (True, False, False)
+    """
+    return bool(text.strip()) and all(unicodedata.category(c).startswith("P") for c in text.strip())
 
 
 class TokenizerSource:

@@ -223,8 +223,7 @@ def minference(
     ratio: Annotated[float, "factor on all these numbers of entries", Range(0.0, 1000.0, above=True)] = 1.0,
     patterns: Annotated[
         str,
-        "a JSON file, per layer a map from query head to [kind, vertical, slash]; "
-        "`millpond.hf.offline.head_patterns` finds one",
+        "a JSON file, per layer a map from query head to [kind, vertical, slash]; `millpond.hf.offline` finds one",
         FILE,
     ] = "",
 ) -> Policy:

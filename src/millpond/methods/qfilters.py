@@ -93,7 +93,7 @@ def qfilters(
     attention is observed; queries and keys are compared after RoPE.
 
     Departs from the paper: it finds the filters once per model, from queries of calibration texts. Here they are the
-    prompt's own, unless a file names others; `millpond.hf.offline.query_filters` writes such a file from any prompts.
+    prompt's own, unless a file names others; `millpond.hf.offline` writes such a file from any prompts.
     With decode="evict" filters of the prompt follow the queries; each step ends with a plan, and is slow.
     """
     return Policy(

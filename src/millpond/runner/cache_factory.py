@@ -1,9 +1,9 @@
-"""Factory of caches for requests with one method, budget and number format."""
+"""Factory of caches for requests with one method, budget and number format, and rules of rolling contexts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,14 @@ from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.codec import Codec, CodecSpec, LayerCodecs, codecs_of, resolve
-from millpond.errors import OptionError
+from millpond.codec import Codec, CodecSpec, Format, LayerCodecs, before_rope, codecs_of, resolve
+from millpond.errors import BudgetError, OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, check_bytes_by_layer, policy_of
 from millpond.hf.key_biases import with_key_scales
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_support import check_shared
 from millpond.hf.retaining_heads import gates_finder, heads_finder
-from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations, rolling_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
@@ -35,9 +35,42 @@ from millpond.kernels.decode_rules import Evict
 from millpond.option_files import OptionFile
 from millpond.policy.rolling import rolling_policy
 from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
-from millpond.runner.carried_states import CarriedStates
-from millpond.runner.packed_model import PackedModel
-from millpond.runner.rolling import check_room_to_roll, formats_before_rope
+from millpond.runner.packed_model import LayerShape, PackedModel
+from millpond.runner.state_mixers import CarriedStates
+
+#: Share of the positions that stay free when gaps have closed, at least: each closing writes all that is held again.
+FREE = 1 / 8
+
+
+def formats_before_rope(stored: LayerCodecs | Format) -> LayerCodecs | Format:
+    """The same formats with keys stored before RoPE; numbers as they are stay so.
+
+    Raises:
+        OptionError: a codec whose keys cannot be stored so.
+    """
+
+    def before(one: Format) -> Format:
+        return before_rope(one) if isinstance(one, Codec) else one
+
+    return stored.map(before) if isinstance(stored, LayerCodecs) else before(stored)
+
+
+def check_room_to_roll(layout: CacheLayout, layers: Sequence[LayerShape], reach: int) -> None:
+    """
+    Raises:
+        BudgetError: what a layer keeps leaves too few of `reach` positions free.
+    """
+    most = int(reach * (1 - FREE)) - layout.policy.protect.sinks
+    for index, layer in enumerate(layers):
+        kept = layout.entries(index, reach, PageTable(layout.pool(layer), 1, layer.n_kv_heads))
+        kept = min(kept, layer.window) if layer.window else kept
+        if kept > most:
+            raise BudgetError(
+                f"budget {layout.budget} keeps {kept:,} entries per KV head in layer {index}, and overflow='rolling' "
+                f"needs at most {most:,} of the model's {reach:,} positions, so that text can follow them; lower the "
+                "budget"
+            )
+
 
 #: Finds the pools of a number format, of entries with masses or without.
 FindPools = Callable[[torch.dtype | Codec, bool], PoolSet]

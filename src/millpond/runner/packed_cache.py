@@ -20,8 +20,7 @@ from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.attention import tag
-from millpond.hf.empty_layer import EmptyLayer
-from millpond.hf.single_pass_layer import PassLayer
+from millpond.hf.layer import EmptyLayer, PassLayer
 from millpond.kernels.args import AttentionShape, StepRegions
 
 #: attend(layer, q (N, n_heads, D), k, v (N, n_kv_heads, D), shape) -> (N, n_heads, value_dim).

@@ -20,15 +20,13 @@ from millpond.errors import OptionError, UnsupportedModelError, unknown
 from millpond.hf.attention import begin_pass, check_window, end_pass, switch_attention
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.model_support import supported, unwrapped
+from millpond.hf.model_support import readers_of, supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.hf.native_layers.linears import use_native_linears
-from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
 from millpond.kernels.quantized_weight import FORMATS
 from millpond.models.cache_argument import cache_argument
 from millpond.models.weights.streamed import StreamedLayers
-from millpond.runner.carried_states import CarriedStates, StateShape
 from millpond.runner.native_forward import NativeForward
 from millpond.runner.packed_cache import (
     FunctionAttention,
@@ -39,7 +37,7 @@ from millpond.runner.packed_cache import (
     Served,
     ShapeWatch,
 )
-from millpond.runner.state_mixers import find_mixers, use_segments
+from millpond.runner.state_mixers import CarriedStates, StateShape, find_mixers, use_segments
 
 #: Who passes rows through the weights: ours, the model's modules, or ours wherever it gives what the modules give.
 Runner = Literal["auto", "lean", "modules"]

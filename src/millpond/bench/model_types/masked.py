@@ -12,7 +12,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from millpond.hf.attention_switch import switch
+from millpond.hf.attention import switch
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.stock_attention import plain
 

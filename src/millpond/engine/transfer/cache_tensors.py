@@ -17,8 +17,8 @@ from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.serialization import ENTRIES, from_tensors, part_prefix, to_tensors
 from millpond.errors import DataError
+from millpond.hf.document import PREFIX, restore_states, state_tensors
 from millpond.hf.state_layers import States
-from millpond.hf.state_tensors import PREFIX, restore_states, state_tensors
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 

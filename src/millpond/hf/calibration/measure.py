@@ -20,9 +20,9 @@ from millpond.codec.nuq import as_table, kmeans, normalised_keys, normalised_val
 from millpond.codec.presets import codec_named
 from millpond.errors import DataError, NumericsError, OptionError, UnsupportedModelError
 from millpond.hf.calibration.load import model_mark, rotations_before_rope
+from millpond.hf.layer import PassLayer
 from millpond.hf.model_support import supported
 from millpond.hf.signals.rotary import ModelRotation
-from millpond.hf.single_pass_layer import PassLayer
 from millpond.models.cache_argument import cache_argument
 
 #: Called with the number of steps done and of all steps.

@@ -1,8 +1,4 @@
-"""Decoder layers in a few native calls, for decoding on a CPU.
-
-A step of decoding spends more time between the operations of a layer (norms, rotary embedding, gates: some fifty small
-ones) than in its attention. Where a layer is built as Llama's is, the same arithmetic takes three calls.
-"""
+"""Decoder layers of one model in a few native calls, switched on while it decodes on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from transformers import AttentionInterface
 
 from millpond.errors import UnsupportedModelError
 from millpond.hf.attention import attention
-from millpond.hf.native_layers.forward_override import ForwardOverride
+from millpond.hf.native_layers.linears import ForwardOverride, use_native_linears
 from millpond.kernels import decoder_ops
 from millpond.kernels.decoder_ops import TOLERANCE, choose
 from millpond.models.cache_argument import cache_argument
@@ -229,3 +225,18 @@ def _tell(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **g
     """The attention of a trial."""
     module.__dict__[_SEEN].update({name: given[name] for name in _SETTINGS if given.get(name) is not None})
     return attention(module, q, k, v, mask, **given)
+
+
+def use_native_layers(model: nn.Module) -> Callable[[], None]:
+    """Let decoder layers like Llama's pass few rows natively as a whole, and of other layers the linear ones.
+
+    Returns:
+        What undoes it, once no other caller needs it.
+    """
+    undo_linears, undo_layers = use_native_linears(model), use_lean_layers(model)
+
+    def undo() -> None:
+        undo_layers()
+        undo_linears()
+
+    return undo

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from millpond.errors import DataError, OptionError
 from millpond.hf.calibration.load import model_mark
-from millpond.hf.offline.later_tokens import read_later
+from millpond.hf.offline import read_later
 from millpond.train.common.checkpoint import cpu_threads
 from millpond.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of
 from millpond.train.common.step_progress import step_progress

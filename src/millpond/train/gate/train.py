@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.offline.later_tokens import read_later
+from millpond.hf.offline import read_later
 from millpond.policy.trained.file import GATE, save_heads
 from millpond.policy.trained.networks import ATTENTION, LARGE, Gates, LayerGate, RetainingHeads, default_shape
 from millpond.train.common.checkpoint import cpu_threads

@@ -1,1 +1,0 @@
-"""Patterns and filters computed from a model before it is used."""
