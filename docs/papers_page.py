@@ -54,7 +54,7 @@ Measured: the row that is kept, and what of the paper is not built or differs.
 SERVING = (
     (
         "BatchLLM (Zheng et al., MLSys 2026, arXiv:2412.03594)",
-        ("src/millpond/engine/batch/plan.py", "src/millpond/engine/batch/one_level.py"),
+        ("src/millpond/engine/batch_plan.py", "src/millpond/engine/batch_plan.py"),
         ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_trunks.py"),
         "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
         "Common beginnings on all levels (the paper's single level: `levels=1`). Missing: memory-centric token "
@@ -63,7 +63,7 @@ SERVING = (
     ),
     (
         "Cache-Craft (Agarwal et al., SIGMOD 2025, arXiv:2502.15734)",
-        ("src/millpond/engine/chunk_reuse.py", "src/millpond/policy/reuse.py"),
+        ("src/millpond/engine/chunks/reuse.py", "src/millpond/policy/reuse.py"),
         ("tests/engine/chunks/test_recompute.py", "tests/engine/chunks/test_choice.py"),
         '[chunk-reuse-smollm2.md](../../benchmarks/results/chunk-reuse-smollm2.md): `"auto"` computes 11.6 % and '
         "leaves .28 [.24, .32] of the divergence of chunks stored alone",

@@ -29,12 +29,11 @@ from millpond.bench.offload.shapes import make_model, prompts_of
 from millpond.budget import parse_bytes
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
-from millpond.engine.offload.capabilities import ENGINE
 from millpond.engine.offload.cost import CostModel
 from millpond.engine.offload.kv_size import codec_of_plan, kv_size
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import open_in_memory
-from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.plan import ENGINE, Plan
 from millpond.engine.offload.planner import constants_for
 from millpond.engine.offload.search import Limits, blocks, predicted, search, solve
 from millpond.engine.request import Request

@@ -29,11 +29,11 @@ import millpond as mp
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.common.report import markdown_table
 from millpond.cache.chunks.store import ChunkStore
-from millpond.engine.chunk_reuse import ChunkReuse, model_mark
-from millpond.engine.chunked_prompt import PromptSpan
+from millpond.engine.chunks.prompt import PromptSpan
+from millpond.engine.chunks.reuse import ChunkReuse, model_mark
 from millpond.engine.engine import Engine
-from millpond.engine.model_step import PromptSegment, run
 from millpond.engine.request import CacheOptions
+from millpond.engine.step_executor import PromptSegment, run
 from millpond.policy.reuse import Pick
 
 SHARES = (0.05, 0.15, 0.30)

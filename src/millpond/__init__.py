@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millpond.cache.chunks.store import ChunkStore
     from millpond.codec import list_codecs
     from millpond.engine.async_llm import AsyncLLM
-    from millpond.engine.chunked_prompt import Chunk, Prompt
+    from millpond.engine.chunks.prompt import Chunk, Prompt
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.offload.plan import Plan
@@ -55,7 +55,7 @@ _HOME = {
     "CacheMismatchError": "millpond.errors",
     "CacheOptions": "millpond.engine.request",
     "CacheStats": "millpond.hf.stats",
-    "Chunk": "millpond.engine.chunked_prompt",
+    "Chunk": "millpond.engine.chunks.prompt",
     "ChunkStore": "millpond.cache.chunks.store",
     "DataError": "millpond.errors",
     "EngineConfig": "millpond.engine.config",
@@ -68,7 +68,7 @@ _HOME = {
     "Plan": "millpond.engine.offload.plan",
     "Policy": "millpond.policy.policy",
     "PoolFullError": "millpond.errors",
-    "Prompt": "millpond.engine.chunked_prompt",
+    "Prompt": "millpond.engine.chunks.prompt",
     "SamplingParams": "millpond.engine.sampling.params",
     "TextAnswer": "millpond.hf.ask",
     "UnsupportedModelError": "millpond.errors",

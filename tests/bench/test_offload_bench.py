@@ -22,12 +22,11 @@ from millpond.bench.offload.table import markdown
 from millpond.cli.app import app
 from millpond.cli.bench.offload_picture import draw
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.capabilities import ENGINE
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import open_in_memory
-from millpond.engine.offload.planner import EXAMPLE
-from millpond.engine.offload.workload import Workload
+from millpond.engine.offload.plan import ENGINE
+from millpond.engine.offload.planner import EXAMPLE, Workload
 
 MiB = 2**20
 TINY = {

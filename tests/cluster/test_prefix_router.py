@@ -10,7 +10,7 @@ import pytest
 from millpond.cluster.prefix_ledger import PrefixLedger
 from millpond.cluster.roles import Role
 from millpond.cluster.router import Load, choose
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from tests.helpers.cluster.local import LocalCluster
 from tests.helpers.cluster.routing import BLOCK, SimulatedWorkers

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import millpond as mp
-from millpond.engine.breakpoints import block_ends, common_ends
 from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
 from millpond.engine.outputs import RequestOutput
+from millpond.engine.prompt_marks import block_ends, common_ends
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import NumericsError, OptionError
 from tests.engine.test_codecs import model as wide_model

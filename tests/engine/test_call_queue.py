@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millpond.engine.call_queue import CallQueue
+from millpond.engine.async_llm import CallQueue
 
 
 def test_two_hundred_calls_of_one_client_hold_up_no_other() -> None:

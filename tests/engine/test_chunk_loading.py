@@ -12,7 +12,7 @@ import pytest
 import millpond as mp
 from millpond.cache.chunks.files import ChunkFiles
 from millpond.cache.chunks.store import ChunkStore
-from millpond.engine.chunk_reuse import ChunkReuse
+from millpond.engine.chunks.reuse import ChunkReuse
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from tests.helpers.engine.helpers import add, greedy, prompt, tokens

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from millpond.engine.fair_queue import IDLE, FairQueue
+from millpond.engine.fairness import IDLE, FairQueue
 from millpond.engine.scheduler import (
     GUEST_PIECES,
     MOST_BESIDE,

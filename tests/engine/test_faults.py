@@ -16,12 +16,12 @@ from millpond.cache.pages.quantized_store import QuantizedStore
 from millpond.cache.planning.planner import Planner
 from millpond.engine.detokenizer import Writer
 from millpond.engine.engine import Engine
-from millpond.engine.grammar.constraint import Constraints, _Followed
+from millpond.engine.grammar.compiler import Constraints, _Followed
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.banned_tokens import Forbidden
-from millpond.engine.sampling.penalties import Penalties
+from millpond.engine.sampling.token_choice import Penalties
 from millpond.errors import MillpondError
 from millpond.kernels import native
 from tests.engine.test_codecs import model

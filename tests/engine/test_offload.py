@@ -23,8 +23,7 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened, open_in_memory
-from millpond.engine.offload.plan import Plan
-from millpond.engine.offload.plan_file import save_plan
+from millpond.engine.offload.plan import Plan, save_plan
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.request import Request
 from millpond.errors import BudgetError, DataError, OptionError, UnsupportedModelError

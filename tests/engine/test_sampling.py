@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
+from millpond.engine.sampling.token_choice import score_tokens
 from millpond.errors import OptionError
 from tests.helpers.examples import examples
 

@@ -14,8 +14,8 @@ from millpond.cache.state.gap_closing import GapClosing
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.transfer.typed_json import from_json
 from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFullError
+from millpond.typed_json import from_json
 from tests.helpers.engine.helpers import METHODS, add, budget_of, engine_for, prompt, tokens
 from tests.helpers.hf.families import shared_model
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millpond.kernels.race import race, uniform
+from millpond.engine.sampling.token_choice import race, uniform
 
 
 def keys_of(n: int, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 import schemathesis
 
-from millpond.engine.sessions.stats import SessionInfo
+from millpond.engine.sessions.folder import SessionInfo
 from millpond.errors import BudgetError, MillpondError
 from millpond.server.app import create_app
 from millpond.server.routes import ui

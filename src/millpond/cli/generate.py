@@ -107,7 +107,7 @@ def generate(
 
     from millpond.cache.pages.pool import DEFAULT_SLOTS
     from millpond.cli.text_streamer import TextStopwatch
-    from millpond.engine.forgotten import forgotten
+    from millpond.engine.forget import forgotten
     from millpond.engine.sampling.banned_tokens import sequences_of
     from millpond.hf.compress import compress
     from millpond.models.cache_argument import cache_argument

@@ -46,10 +46,9 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Plan how a model runs inside a memory limit: what lies where, at which speed, and what would make it faster."""
-    from millpond.engine.offload.plan_file import save_plan, to_json
+    from millpond.engine.offload.options import bar
+    from millpond.engine.offload.plan import save_plan, sentences, to_json
     from millpond.engine.offload.planner import plan as make_plan
-    from millpond.engine.offload.progress import bar
-    from millpond.engine.offload.sentences import sentences
 
     kept = cache.kept()
     with notes(), bar() as report:

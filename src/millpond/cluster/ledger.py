@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from millpond.cluster.messages import AnswerUpdate, RequestUpdate
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError, OptionError

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -15,14 +16,13 @@ from typing import Any, TypeVar, Unpack
 
 import torch
 
-from millpond.engine.call_queue import CALLS_SHARE, CallQueue
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import open_engine
 from millpond.engine.mailbox import Mailbox, deliver
 from millpond.engine.offload.machine import MachineConstants
-from millpond.engine.offload.offload import Offload
+from millpond.engine.offload.options import Offload
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
@@ -31,6 +31,51 @@ from millpond.engine.sessions.store import SessionStore
 from millpond.errors import MillpondError
 from millpond.kernels.thread_count import end_own_threads
 from millpond.models.weights.streamed import Verify
+
+Call = Callable[[], None]
+#: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
+#: those that decode; one call goes at least.
+CALLS_SHARE = 0.2
+
+
+class CallQueue:
+    """Calls that wait. Of one client they keep their order; the clients take turns."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Call]] = {}  # the client whose turn it is comes first
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, call: Call, client: str = "") -> None:
+        """One more call."""
+        self._waiting.setdefault(client, deque()).append(call)
+
+    def take(self) -> Call:
+        """The next call, which waits no longer.
+
+        Raises:
+            LookupError: none waits.
+
+        Example:
+            >>> queue = CallQueue()
+            >>> for client in "aab":
+            ...     queue.put(lambda client=client: print(client), client)
+            >>> while queue:
+            ...     queue.take()()
+            a
+            b
+            a
+        """
+        if not self._waiting:
+            raise LookupError("no call waits")
+        client = next(iter(self._waiting))
+        calls = self._waiting.pop(client)
+        call = calls.popleft()
+        if calls:
+            self._waiting[client] = calls
+        return call
+
 
 T = TypeVar("T")
 

@@ -22,10 +22,10 @@ from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.block_store import BlockStore
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.codec import codecs_of, resolve
-from millpond.engine.batch.plan import BatchPlan
+from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
-from millpond.engine.chunk_load_source import ChunkLoadSource
-from millpond.engine.chunk_reuse import ChunkReuse, model_mark
+from millpond.engine.chunks.loaded import LoadedChunks
+from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.disk_conflicts import check_disk
@@ -34,7 +34,6 @@ from millpond.engine.file_loads import FileLoads
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.integrity import check_pages, check_untainted
-from millpond.engine.loaded_chunks import LoadedChunks
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prefix_sharing import PrefixSharing
@@ -47,9 +46,9 @@ from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Scheduler, State, Step
-from millpond.engine.sessions.mark import session_mark
 from millpond.engine.sessions.reuse import SessionReuse, check_continues
 from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
+from millpond.engine.sessions.stored_turn import session_mark
 from millpond.engine.step_executor import StepExecutor
 from millpond.engine.transfer.request_snapshot import RequestSnapshot
 from millpond.engine.transfer.request_transfer import RequestTransfer
@@ -373,7 +372,7 @@ class Engine:
         """What `add_batch` does with requests of one method, budget and format; runs nothing.
 
         Args:
-            levels: see `millpond.engine.batch.plan.plan_batch`.
+            levels: see `millpond.engine.batch_plan.plan_batch`.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: see `add`.
@@ -386,7 +385,7 @@ class Engine:
         They begin in the order of the plan. Requests share with those of the same method, budget, format and salt.
 
         Args:
-            levels: see `millpond.engine.batch.plan.plan_batch`.
+            levels: see `millpond.engine.batch_plan.plan_batch`.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a request is refused; none was taken in. OptionError: the

@@ -13,13 +13,13 @@ import torch
 
 from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
-from millpond.engine.batch.plan import BatchPlan
-from millpond.engine.chunked_prompt import Chunk, Prompt
+from millpond.engine.batch_plan import BatchPlan
+from millpond.engine.chunks.prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.engine import Engine
 from millpond.engine.offload.machine import MachineConstants
-from millpond.engine.offload.offload import Offload
 from millpond.engine.offload.open import Placement, folder_of
+from millpond.engine.offload.options import Offload
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.prompts import Prompts, requests_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from millpond.cache.chunks.store import ChunkStoreStats
-from millpond.engine.sessions.stats import SessionStats
+from millpond.engine.sessions.folder import SessionStats
 from millpond.errors import MillpondError
 
 #: Why a completion ended: a stop text, a stop token or the model's own end; its length (max_tokens or the model's

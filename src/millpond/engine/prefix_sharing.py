@@ -18,9 +18,9 @@ from millpond.cache.paging.rule import PagingRule
 from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
 from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
-from millpond.engine.breakpoints import MOST_COMPARED, common_ends
 from millpond.engine.memory_estimate import pages_to_settle
 from millpond.engine.outputs import PrefixStats
+from millpond.engine.prompt_marks import MOST_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape

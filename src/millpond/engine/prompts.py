@@ -7,7 +7,7 @@ from typing import Any
 
 from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import CacheOptions, OnPressure, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError

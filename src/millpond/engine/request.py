@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from millpond.budget import Budget
 from millpond.codec import CodecSpec
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
 from millpond.policy.reuse import Pick, Recompute

@@ -10,7 +10,7 @@ from typing import Any
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.file_loads import FileLoads
-from millpond.engine.forgotten import note_forgotten
+from millpond.engine.forget import note_forgotten
 from millpond.engine.outputs import FinishReason
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler

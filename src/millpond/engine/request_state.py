@@ -11,8 +11,8 @@ import numpy as np
 from millpond.cache.batch_cache import BatchCache
 from millpond.cache.state.span_marks import FairShare
 from millpond.cache.state.spans import Span
-from millpond.engine.blend import PromptBlend
-from millpond.engine.chunked_prompt import Prompt, PromptSpan
+from millpond.engine.chunks.blend import PromptBlend
+from millpond.engine.chunks.prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob

@@ -8,19 +8,22 @@ from typing import Any, get_args
 
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.engine.age_spread import later_bytes
-from millpond.engine.breakpoints import block_ends, check_breakpoints
-from millpond.engine.chunk_reuse import ChunkReuse
-from millpond.engine.chunked_prompt import Chunk, Prompt, PromptSpan, tokenized
+from millpond.engine.chunks.prompt import Chunk, Prompt, PromptSpan, tokenized
+from millpond.engine.chunks.reuse import ChunkReuse
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.forget import checked_forgets
-from millpond.engine.forgotten import check_spans
+from millpond.engine.forget import check_spans, checked_forgets
 from millpond.engine.group_registry import GroupRegistry
-from millpond.engine.kept import checked_shares, checked_spans
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import can_share
-from millpond.engine.pressure import answer_without_loss
+from millpond.engine.prompt_marks import (
+    answer_without_loss,
+    block_ends,
+    check_breakpoints,
+    checked_shares,
+    checked_spans,
+)
 from millpond.engine.request import MOST_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler

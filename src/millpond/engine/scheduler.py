@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from millpond.engine.age_spread import AgeSpread, peak_bytes
-from millpond.engine.fair_queue import ClientService, FairQueue
-from millpond.engine.pace import Pace
+from millpond.engine.fairness import ClientService, FairQueue, Pace
 from millpond.errors import OptionError
 
 #: Share of a step's tokens that prompts get at least, however many sequences decode; and at most, while a client

@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from millpond.cache.pages.memory_limit import MemoryLimit
-from millpond.engine.batch.plan import BatchPlan, plan_batch
+from millpond.engine.batch_plan import BatchPlan, plan_batch
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import estimate_behind, estimate_trunk, keeps_pages, shares_pages
 from millpond.engine.outputs import Times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 
-from millpond.engine.chunked_prompt import Chunk, Prompt
+from millpond.engine.chunks.prompt import Chunk, Prompt
 from millpond.server.errors import ApiError
 from millpond.server.messages import Message
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from millpond.engine.fair_queue import ClientService, FairQueue
+from millpond.engine.fairness import ClientService, FairQueue
 from millpond.server.identity import ClientRegistry
 
 T = TypeVar("T")

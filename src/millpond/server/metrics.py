@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.cache.chunks.store import ChunkStoreStats
 from millpond.engine.outputs import EngineStats, PrefixStats, RequestOutput
-from millpond.engine.sessions.stats import SessionStats
+from millpond.engine.sessions.folder import SessionStats
 from millpond.server.admission import AdmissionControl
 from millpond.server.cluster_protocol import ServedCluster, ServedWorker
 from millpond.server.llm_protocol import ServedLLM

@@ -7,7 +7,7 @@ from typing import Any
 
 from millpond.budget import Budget
 from millpond.cache.state.span_marks import FairShare
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
 from millpond.errors import BudgetError

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from millpond.cache.state.spans import united
-from millpond.engine.chunked_prompt import Prompt, with_ids
+from millpond.engine.chunks.prompt import Prompt, with_ids
 from millpond.engine.token_bytes import TokenBytes
 from millpond.errors import OptionError
 from millpond.models.untrusted.whole_chat import write_whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millpond.engine.batch.plan import BatchPlan, plan_batch
+from millpond.engine.batch_plan import BatchPlan, plan_batch
 from millpond.errors import OptionError
 
 

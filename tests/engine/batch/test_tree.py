@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millpond.engine.batch.tree import RadixTree
+from millpond.engine.batch_plan import RadixTree
 
 
 def beginnings(prompts: list[list[int]]) -> dict[tuple[int, ...], int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millpond.engine.batch.plan import plan_batch
+from millpond.engine.batch_plan import plan_batch
 from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions, Request

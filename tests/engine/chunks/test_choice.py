@@ -10,7 +10,7 @@ import pytest
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.tiers import ChunkUse
 from millpond.cache.chunks.variant import VariantFacts
-from millpond.engine.chunk_reuse import ChunkReuse
+from millpond.engine.chunks.reuse import ChunkReuse
 
 #: Parts that stand before the chunk in the prompt that asks.
 BEFORE = ["a", "b"]

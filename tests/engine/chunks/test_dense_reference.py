@@ -12,11 +12,11 @@ from torch import Tensor
 
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.variant import ids_key
-from millpond.engine.chunk_reuse import ChunkReuse, model_mark
-from millpond.engine.chunked_prompt import PromptSpan
+from millpond.engine.chunks.prompt import PromptSpan
+from millpond.engine.chunks.reuse import ChunkReuse, model_mark
 from millpond.engine.engine import Engine
-from millpond.engine.model_step import PromptSegment, run
 from millpond.engine.request import CacheOptions
+from millpond.engine.step_executor import PromptSegment, run
 from tests.helpers.engine.chunk_reference import Unrotated, blended
 from tests.helpers.engine.chunked import QUESTION, A, B, C
 from tests.helpers.hf.families import family, shared_model

@@ -6,7 +6,7 @@ import pytest
 
 import millpond as mp
 from millpond.engine.engine import Engine
-from millpond.engine.offload.block_course import block_course
+from millpond.engine.offload.cost import block_course
 from millpond.engine.request import Request
 from tests.helpers.hf.families import VOCABULARY, family
 

@@ -9,14 +9,13 @@ from math import inf
 import pytest
 
 from millpond.engine.offload import search as searching
-from millpond.engine.offload.bounds import least_seconds
-from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
 from millpond.engine.offload.kv_size import kv_size
 from millpond.engine.offload.machine import Accelerator
 from millpond.engine.offload.model_size import ModelSize, model_size
+from millpond.engine.offload.plan import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.planner import EXAMPLE
-from millpond.engine.offload.search import Limits, least_memory, predicted, search, solve
+from millpond.engine.offload.search import Limits, least_memory, least_seconds, predicted, search, solve
 from millpond.errors import BudgetError
 
 MiB = 2**20

@@ -13,15 +13,13 @@ from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
-from millpond.engine.offload.block_course import block_course
-from millpond.engine.offload.capabilities import ENGINE, EVERYTHING, Capabilities
-from millpond.engine.offload.cost import PLACES, BlockShape, CostModel
+from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, StepMemory, block_course
 from millpond.engine.offload.kv_size import KVSize, cache_layout, kv_size
 from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, model_size
+from millpond.engine.offload.plan import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.offload.search import Limits, least_memory, predicted, search, solve, solve_linear
-from millpond.engine.offload.step_memory import StepMemory
 from millpond.engine.request import Request
 from millpond.errors import BudgetError
 from millpond.models.load import load_model

@@ -14,9 +14,9 @@ import torch
 import millpond as mp
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
-from millpond.engine.offload.capabilities import ENGINE
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened, open_in_memory
+from millpond.engine.offload.plan import ENGINE
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.request import Request
 from millpond.errors import BudgetError, DataError, OptionError

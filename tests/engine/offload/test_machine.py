@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millpond.engine.offload import call_times as calls
+from millpond.engine.offload import measure as calls
 from millpond.engine.offload import measure as measuring
 from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants, path_of, read, write

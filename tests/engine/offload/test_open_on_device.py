@@ -11,12 +11,11 @@ import torch
 import millpond as mp
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
-from millpond.engine.offload.device_plan import device_plan
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import Opened
-from millpond.engine.offload.open_on_device import open_on_device
+from millpond.engine.offload.open_on_device import device_plan, open_on_device
 from millpond.engine.offload.plan import Plan
-from millpond.engine.offload.workload import Workload
+from millpond.engine.offload.planner import Workload
 from millpond.errors import BudgetError, OptionError
 from millpond.tiers.cuda import Bandwidths, CudaDevice
 from tests.engine.test_offload import FAMILIES, answers, in_memory, options

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from millpond.engine.offload.capabilities import ENGINE, EVERYTHING
-from millpond.engine.offload.plan import Plan
-from millpond.engine.offload.plan_file import MOST_BYTES, from_json, load_plan, save_plan, to_json
-from millpond.engine.offload.prediction import Prediction
+from millpond.engine.offload.plan import (
+    ENGINE,
+    EVERYTHING,
+    MOST_BYTES,
+    Plan,
+    Prediction,
+    from_json,
+    load_plan,
+    save_plan,
+    to_json,
+)
 from millpond.errors import DataError, OptionError
 
 PREDICTION = Prediction(

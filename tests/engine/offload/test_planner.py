@@ -14,7 +14,7 @@ import millpond as mp
 from millpond.cli.app import app
 from millpond.engine.offload import planner
 from millpond.engine.offload.model_size import model_size
-from millpond.engine.offload.plan_file import from_json, load_plan
+from millpond.engine.offload.plan import from_json, load_plan
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.errors import BudgetError, DataError, OptionError
 from millpond.models.load import resolve

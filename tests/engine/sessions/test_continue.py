@@ -12,8 +12,7 @@ import torch
 
 import millpond as mp
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sessions.key import TurnPlace
-from millpond.engine.sessions.stored_turn import StoredTurn
+from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.errors import OptionError
 from tests.helpers.engine.sessions import NEW, TURNS, ask, kv, model, open_engine, said, stored, words
 

@@ -14,8 +14,7 @@ import torch
 
 from millpond.engine.engine import Engine
 from millpond.engine.sessions.folder import SessionFolder
-from millpond.engine.sessions.key import TurnPlace
-from millpond.engine.sessions.stored_turn import StoredTurn
+from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import pack
 from millpond.errors import CacheMismatchError, MillpondError
 from tests.helpers.engine.sessions import NEW, ask, kv, model, open_engine, said, stored, words

@@ -12,8 +12,7 @@ import pytest
 import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
-from millpond.engine.sessions.folder import SessionFolder
-from millpond.engine.sessions.stats import SessionStats
+from millpond.engine.sessions.folder import SessionFolder, SessionStats
 from millpond.engine.sessions.store import SessionStore
 from millpond.engine.sessions.stored_turn import StoredTurn
 from tests.helpers.engine.read_gate import ReadGate, read_gate

@@ -11,8 +11,7 @@ from typing import Any
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import open_in_memory
-from millpond.engine.offload.plan import Plan
-from millpond.engine.offload.plan_file import save_plan
+from millpond.engine.offload.plan import Plan, save_plan
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 

@@ -13,7 +13,7 @@ import torch
 from millpond.bench.batch.prompts import TreeLevel, tree_prompts
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.generate.candidates import ModelShape
-from millpond.engine.batch.plan import plan_batch
+from millpond.engine.batch_plan import plan_batch
 from millpond.engine.llm import LLM
 from millpond.engine.sampling.params import SamplingParams
 

@@ -12,7 +12,7 @@ from millpond.bench.chunks.texts import Ids, queries, random_chunks, shuffled
 from millpond.bench.common.machine import describe_machine
 from millpond.bench.generate.candidates import ModelShape
 from millpond.cache.chunks.store import ChunkStore
-from millpond.engine.chunked_prompt import Chunk, Prompt
+from millpond.engine.chunks.prompt import Chunk, Prompt
 from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams

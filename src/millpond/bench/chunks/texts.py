@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from millpond.engine.chunked_prompt import Chunk, Prompt
+from millpond.engine.chunks.prompt import Chunk, Prompt
 
 Ids = tuple[int, ...]
 

@@ -27,11 +27,10 @@ from millpond.bench.offload.waited import waited_s
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
-from millpond.engine.offload.capabilities import ENGINE
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import open_in_memory
-from millpond.engine.offload.planner import constants_for
-from millpond.engine.offload.workload import Workload
+from millpond.engine.offload.plan import ENGINE
+from millpond.engine.offload.planner import Workload, constants_for
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.models.load import resolve

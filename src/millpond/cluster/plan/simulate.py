@@ -17,7 +17,7 @@ from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.requests import PlannedRequest
 from millpond.cluster.router import DECODING
-from millpond.engine.call_queue import CALLS_SHARE
+from millpond.engine.async_llm import CALLS_SHARE
 from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
 from millpond.errors import OptionError
 

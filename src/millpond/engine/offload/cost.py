@@ -1,9 +1,11 @@
-"""Cost model of our sweep: time of its sweeps and bytes of its tiers, as linear expressions of the shares."""
+"""Cost model of a sweep: its time, the steps of a block, and the bytes of each tier, linear in the shares."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -12,12 +14,110 @@ import torch
 from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
 from millpond.engine.age_spread import FILLINGS
-from millpond.engine.offload.block_course import BlockCourse, block_course
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Ends, Schedule
-from millpond.engine.offload.step_memory import StepMemory
+from millpond.engine.scheduler import MOST_PIECES, READING_SHARE
+
+
+class BlockCourse(NamedTuple):
+    """Sweeps of a block whose sequences are alike, and what one of them runs on average.
+
+    Attributes:
+        prefill: sweeps that read prompts; sequences whose prompts have ended decode in them. decode: sweeps after them.
+        prompt_rows, pieces, ends: of a sweep that reads prompts: tokens, pieces of different prompts, and prompts that
+            end. meanwhile: sequences that decode in it. decoding: in a sweep after them.
+        again: tokens that earlier sweeps have read of the prompts of a sweep; from a disk their KV comes back.
+    """
+
+    prefill: int
+    decode: int
+    prompt_rows: float
+    pieces: float
+    ends: float
+    meanwhile: float
+    decoding: float
+    again: float
+
+
+@lru_cache(maxsize=4096)
+def block_course(sequences: int, prompt: int, new: int, step_tokens: int) -> BlockCourse:
+    """The sweeps of `sequences` prompts of `prompt` tokens, each with `new` tokens of answer, all there at once.
+
+    Args:
+        step_tokens: rows of a step while prompts are read. Those that decode are among them, but an eighth is left for
+            prompts: see `Scheduler`.
+    """
+    few, total = max(step_tokens // READING_SHARE, 1), sequences * prompt
+    ends: deque[int] = deque()  # the sweep in which a sequence decodes no more
+    sweep = read = pieces = meanwhile = again = 0
+    while read < total:
+        while ends and ends[0] <= sweep:
+            ends.popleft()
+        first = read // prompt
+        again += read % prompt
+        read = min(read + max(step_tokens - len(ends), few), (first + MOST_PIECES) * prompt, total)
+        pieces += (read - 1) // prompt - first + 1
+        meanwhile += len(ends)
+        ends.extend([sweep + new] * (read // prompt - first))
+        sweep += 1
+    rest = sum(end - sweep for end in ends)
+    decode = new - 1
+    return BlockCourse(
+        prefill=sweep,
+        decode=decode,
+        prompt_rows=total / sweep,
+        pieces=pieces / sweep,
+        ends=sequences / sweep,
+        meanwhile=meanwhile / sweep,
+        decoding=rest / decode if decode else 0.0,
+        again=again / sweep,
+    )
+
+
+#: Pages hold positions and scores besides keys and values, and are not full: more bytes than the entries alone.
+_BESIDE_KV = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Most bytes that a step takes, computed from the shapes of the layers.
+
+    Attributes:
+        by_purpose: "activations" and "logits". token_bytes: of a token's keys and values in all layers.
+    """
+
+    by_purpose: Mapping[str, int]
+    token_bytes: int
+
+    @classmethod
+    def of(cls, model: ModelSize, *, step_tokens: int, running: int, micro_batch: int | None = None) -> StepMemory:
+        """
+        A step has at most `step_tokens` rows, or all that decode and a few of prompts. Activations are those of the
+        feed-forward, which `LayerSize.row_bytes` counts, and the blocks of weights that are widened.
+
+        Args:
+            step_tokens: tokens of a step while prompts are read. running: sequences that decode. micro_batch: those of
+                them that pass a layer at a time; None: all.
+        """
+        some = max(step_tokens // READING_SHARE, 1)
+        passing = max(step_tokens, min(running, micro_batch or running) + some)
+        rows, item = max(step_tokens, running + some), model.dtype.itemsize
+        activations = passing * max(layer.row_bytes for layer in model.layers) + model.widening_bytes
+        logits = min(running + MOST_PIECES, rows) * model.vocabulary * (item + 4)
+        kv = sum(shape.n_kv_heads * (shape.key_dim + shape.value_dim) for shape in model.shapes)
+        return cls({"activations": activations, "logits": logits}, kv * item)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all purposes."""
+        return sum(self.by_purpose.values())
+
+    def kv_bytes(self, n_tokens: int) -> int:
+        """Bytes of the pages of a sequence of `n_tokens` tokens, none evicted."""
+        return int(n_tokens * self.token_bytes * _BESIDE_KV)
+
 
 #: Shares that are chosen: of weights and KV on each tier.
 PLACES = ("weights device", "weights host", "weights disk", "kv device", "kv host", "kv disk")

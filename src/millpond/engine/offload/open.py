@@ -15,14 +15,11 @@ from millpond.cache.tiered.block_store import STORE_BYTES
 from millpond.cache.tiered.disk_tier import LEAST_SLOT_BYTES, N_SLOTS, SLOT_BYTES, DiskTier
 from millpond.codec import DTYPES
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.capabilities import ENGINE, Capabilities
-from millpond.engine.offload.fastest_plan import fastest_plan
+from millpond.engine.offload.cost import StepMemory
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.plan import DEVICE, DISK, HOST, Plan
-from millpond.engine.offload.sentences import sentences
-from millpond.engine.offload.step_memory import StepMemory
-from millpond.engine.offload.workload import Workload
+from millpond.engine.offload.plan import DEVICE, DISK, ENGINE, HOST, Capabilities, Plan, sentences
+from millpond.engine.offload.planner import Workload, fastest_plan
 from millpond.errors import BudgetError, OptionError, unknown
 from millpond.models.cache_folder import check_folder
 from millpond.models.load import load_model, resolve

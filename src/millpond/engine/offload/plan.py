@@ -1,13 +1,50 @@
-"""Plan of a sweep: where weights and KV lie, in which order layers and micro-batches run, and how many sequences."""
+"""Plan of a sweep: placement of weights and KV, schedule, predicted speed, and its file and sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from millpond.engine.offload.prediction import Prediction
-from millpond.errors import OptionError, unknown
+from millpond.cache.atomic_files import publish, write_part
+from millpond.errors import DataError, OptionError, unknown
+from millpond.option_files import read_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Predicted figures of a plan for one workload.
+
+    Attributes:
+        seconds: from the first prompt token to the last new token of one block.
+        prefill_s, decode_s: its two parts.
+        tokens_per_s: new tokens of the block over `seconds`.
+        prefill_tokens_per_s, decode_tokens_per_s: prompt tokens over `prefill_s`, new tokens over `decode_s`.
+        prefill_bound, decode_bound: what takes longest in a sweep: "disk reads", "disk writes", "link", "compute" or
+            "attention".
+        bytes: by tier, then by purpose; what tiers that can be addressed hold at the peak.
+        what_if: tokens per second of the best plan when one thing changes, by a name of the change.
+    """
+
+    seconds: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    prefill_bound: str
+    decode_bound: str
+    bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    what_if: Mapping[str, float] = field(default_factory=dict)
+
+    def total(self, tier: str) -> int:
+        """Bytes of all purposes in a tier."""
+        return sum(self.bytes.get(tier, {}).values())
+
 
 #: Tiers, from the nearest to the farthest from where products are computed.
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
@@ -152,3 +189,161 @@ def _shares(name: str, given: object) -> dict[str, float]:
 def _at_least(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"plan: {name}={value!r} must be a whole number of at least {least}")
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """What a plan that was searched for comes to, one line each."""
+    found = plan.prediction
+    assert found is not None, "a plan that was searched for"
+    disk = plan.share("weights", DISK)
+    read = f", {disk:.0%} of the layers read in every sweep through {plan.slots} slots" if disk else ""
+    ends = ", embeddings and head read from the disk" if plan.ends == DISK else ""
+    yield (
+        f"block: {plan.block} sequences, micro-batch {plan.micro_batch}, {plan.prompt_rows} prompt tokens a sweep, "
+        f"schedule {plan.schedule}{read}{ends}"
+    )
+    yield (
+        f"predicted: prefill {found.prefill_tokens_per_s:,.1f} tok/s (bound by {found.prefill_bound}), decode "
+        f"{found.decode_tokens_per_s:,.1f} tok/s (bound by {found.decode_bound})"
+    )
+    yield f"           {found.tokens_per_s:,.1f} new tokens/s over a block of {found.seconds:,.1f} s"
+    for name, rate in found.what_if.items():
+        yield f"with {name}: {rate:,.1f} tok/s ({rate / found.tokens_per_s - 1:+.0%})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can carry out of what a plan can say.
+
+    Attributes:
+        weights, kv: tiers that may hold them. ends: those that may hold embeddings and head, of `weights`.
+        schedules: that it runs.
+        micro_batches: whether products of a block may pass a layer in several parts.
+    """
+
+    weights: tuple[str, ...] = (HOST, DISK)
+    kv: tuple[str, ...] = (HOST, DISK)
+    ends: tuple[Ends, ...] = ("host", "disk")
+    schedules: tuple[str, ...] = ("row", "zigzag", "diagonal")
+    micro_batches: bool = False
+
+    def check(self, plan: Plan) -> None:
+        """
+        Raises:
+            OptionError: the plan uses a tier or a schedule that the engine does not run; the message says which it
+                does.
+        """
+        for name, shares, tiers in (("weights", plan.weights, self.weights), ("kv", plan.kv, self.kv)):
+            for tier, share in shares.items():
+                if share and tier not in tiers:
+                    reason = "no accelerator is used" if tier == DEVICE else "this engine does not move it there yet"
+                    raise OptionError(
+                        f"plan: {share:.0%} of the {name} on the tier {tier!r}: {reason}; {name} may lie on "
+                        f"{' or '.join(tiers)}"
+                    )
+        if plan.schedule not in self.schedules:
+            raise OptionError(
+                f"plan: the schedule {plan.schedule!r} is known to the cost model, but this engine does not run it "
+                f"yet; use {' or '.join(map(repr, self.schedules))}"
+            )
+
+
+#: Of the engine in this package.
+ENGINE = Capabilities()
+#: Everything that the cost model knows.
+EVERYTHING = Capabilities(
+    weights=(DEVICE, HOST, DISK), kv=(DEVICE, HOST, DISK), schedules=("row", "zigzag", "diagonal"), micro_batches=True
+)
+
+
+#: Changes when the meaning of a field does.
+FORMAT = 1
+#: Most bytes of a plan.
+MOST_BYTES = 1 << 20
+
+
+def to_json(plan: Plan) -> str:
+    """A plan as JSON text that `from_json` reads."""
+    return json.dumps({"format": FORMAT, **asdict(plan)}, indent=1) + "\n"
+
+
+def from_json(text: str | bytes) -> Plan:
+    """A plan from the text of `to_json`, or one written by hand: every field may be left out.
+
+    Raises:
+        DataError: it is no JSON object, of another format, or a prediction is damaged. OptionError: an unknown field,
+            or a value that `Plan` refuses.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"plan: no JSON: {error}; make one with 'millpond plan --json'") from error
+    if not isinstance(found, dict):
+        raise DataError(f"plan: {type(found).__name__} in place of a JSON object with fields such as weights and kv")
+    if found.pop("format", FORMAT) != FORMAT:
+        raise DataError("plan: of another version of this package; make one with 'millpond plan --json'")
+    known = [field.name for field in fields(Plan)]
+    for name in found:
+        if name not in known:
+            raise unknown("field of a plan", name, known)
+    if not isinstance(found.get("model", ""), str):
+        raise OptionError(f"plan: model={found['model']!r} must be a fingerprint, or be left out")
+    given = found.pop("prediction", None)
+    return Plan(**found, prediction=None if given is None else _prediction(given))
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan whole under another name and rename it.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
+    place = Path(path)
+    try:
+        publish(write_part(place, to_json(plan).encode()), place)
+    except OSError as error:
+        raise OptionError(f"{place} cannot be written: {error.strerror or error}") from error
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """A plan from a file.
+
+    Raises:
+        OptionError: it cannot be read; or see `from_json`. DataError: see `from_json`.
+    """
+    content = read_file(path)
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{os.fspath(path)}: {len(content):,} bytes are too many for a plan (at most {MOST_BYTES:,})")
+    return from_json(content)
+
+
+def _prediction(given: Any) -> Prediction:
+    """
+    Raises:
+        DataError: it is not what `to_json` writes.
+    """
+    try:
+        texts = {name: given[name] for name in ("prefill_bound", "decode_bound")}
+        numbers = {field.name: given[field.name] for field in fields(Prediction) if field.type == "float"}
+        of_bytes = {tier: {str(name): n for name, n in parts.items()} for tier, parts in given["bytes"].items()}
+        what_if = {str(name): value for name, value in given["what_if"].items()}
+        good = (
+            set(given) == {field.name for field in fields(Prediction)}
+            and all(isinstance(text, str) for text in texts.values())
+            and all(map(_is_rate, [*numbers.values(), *what_if.values()]))
+            and all(tier in TIERS and all(map(_is_count, parts.values())) for tier, parts in of_bytes.items())
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"plan: a damaged prediction ({error!r}); leave it out") from error
+    if not good:
+        raise DataError("plan: a damaged prediction; leave it out")
+    parts: Mapping[str, Any] = {**texts, **numbers, "bytes": of_bytes, "what_if": what_if}
+    return Prediction(**parts)
+
+
+def _is_rate(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int) and value >= 0

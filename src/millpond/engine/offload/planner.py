@@ -1,28 +1,71 @@
-"""Entry point of planning: the fastest plan of a model with a memory limit, and what a change would bring."""
+"""Entry point of planning: the fastest plan of a model for a workload with a memory limit, and what would help."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from millpond.budget import Budget, parse_bytes
 from millpond.codec import CodecSpec
-from millpond.engine.offload.capabilities import ENGINE, Capabilities
+from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import CostModel
-from millpond.engine.offload.kv_size import KVSize, kv_size
+from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.machine import WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants
 from millpond.engine.offload.model_size import ModelSize, model_size
-from millpond.engine.offload.plan import DISK, HOST, Plan
+from millpond.engine.offload.plan import DISK, ENGINE, HOST, Capabilities, Plan
 from millpond.engine.offload.search import Limits, check_memory, least_memory, search
-from millpond.engine.offload.workload import Workload
-from millpond.errors import MillpondError, OptionError
+from millpond.errors import BudgetError, MillpondError, OptionError
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.packed_file import Report
 from millpond.runner.packed_model import check_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Tokens of each prompt and each answer.
+
+    Raises:
+        OptionError: a number that is not whole, or below 1.
+    """
+
+    prompt: int = 512
+    new: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in (("prompt_tokens", self.prompt), ("new_tokens", self.new)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
+
+    def check_context(self, context: int | None) -> None:
+        """
+        Raises:
+            OptionError: more tokens than the model's context; None: any.
+        """
+        if context is not None and self.prompt + self.new > context:
+            raise OptionError(
+                f"prompt_tokens={self.prompt} and new_tokens={self.new} are more than the model's context of "
+                f"{context} tokens; shorten one of them"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.prompt} + {self.new} tokens"
+
+
+def usual(context: int | None) -> Iterator[Workload]:
+    """What is planned for where nothing is said: 512 + 128 tokens, then shorter texts, down to 96 + 32.
+
+    Example:
+        >>> [str(one) for one in usual(400)]
+        ['256 + 64 tokens', '128 + 32 tokens', '96 + 32 tokens']
+    """
+    for prompt, new in ((512, 128), (256, 64), (128, 32), (96, 32)):
+        if context is None or prompt + new <= context or (prompt, new) == (96, 32):
+            yield Workload(prompt=prompt, new=new)
 
 
 def plan(
@@ -182,3 +225,81 @@ EXAMPLE = MachineConstants(
     calls=CallTimes(step_s=2e-3, layer_s=2e-4, sequence_s=2e-5, piece_s=1e-3, prompt_s=1e-3),
     disk_calls=CallTimes(step_s=0.0, layer_s=5e-3, sequence_s=0.0, piece_s=5e-3, prompt_s=5e-3),
 )
+
+
+def fastest_plan(
+    size: ModelSize,
+    config: EngineConfig,
+    memory: int,
+    disk: Path | None,
+    machine: MachineConstants | None,
+    workload: Workload | None,
+    report: Report | None = None,
+    *,
+    can: Capabilities = ENGINE,
+    verified: bool = False,
+) -> tuple[Plan, Workload]:
+    """The fastest plan inside `memory` bytes, and the workload that it was made for.
+
+    Layers that do not stay are read from the model's own folder, so it needs no `disk`; KV goes to a disk only with
+    one. Sequences, prompt tokens of a sweep and KV are at most those of `config`.
+
+    Args:
+        machine: constants; None: measured once and kept. workload: None for the longest of `usual` that fits.
+        can: what the plan may use.
+        verified: all that is read is compared with its checksum, so embeddings and head, of which parts are read, stay
+            in memory.
+
+    Raises:
+        BudgetError: less memory than the smallest that runs. OptionError: a workload beyond the model's context, or the
+            machine cannot be measured.
+    """
+    limits = Limits(memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit)
+    can = _within(can, None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
+    if verified:
+        can = replace(can, ends=("host",))
+    if workload is not None:
+        workload.check_context(size.context)
+        kv = _kv_that_fits(size, config, workload, limits, can)
+    else:
+        workload, kv = _longest(size, config, limits, can)
+    if machine is None:
+        machine = constants_for(size.folder, disk, report=report)
+    return search(CostModel(size, kv, machine), limits, can), workload
+
+
+def _longest(size: ModelSize, config: EngineConfig, limits: Limits, can: Capabilities) -> tuple[Workload, KVSize]:
+    """The longest usual workload that fits, and its KV.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    for workload in usual(size.context):
+        try:
+            return workload, _kv_that_fits(size, config, workload, limits, can)
+        except BudgetError as error:
+            refused = error
+    raise refused
+
+
+def _kv_that_fits(
+    size: ModelSize, config: EngineConfig, workload: Workload, limits: Limits, can: Capabilities
+) -> KVSize:
+    """The cache of a sequence.
+
+    Raises:
+        BudgetError: less memory than the smallest that runs.
+    """
+    how = planned(config)
+
+    def kv(memory: int) -> KVSize:
+        return kv_size(size, workload.prompt, workload.new, **how, memory=memory)
+
+    return kv_that_fits(size, kv, limits, can)
+
+
+def _within(can: Capabilities, disk: Path | None) -> Capabilities:
+    """What may be chosen of `can`: KV stays in memory without a folder for it, or without the program for its share."""
+    if disk is not None and find_spec("scipy") is not None:
+        return can
+    return replace(can, kv=tuple(tier for tier in can.kv if tier == HOST))

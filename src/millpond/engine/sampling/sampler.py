@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millpond.engine.grammar.compiler import Grammar, Grammars
-from millpond.engine.grammar.constraint import Constraints
+from millpond.engine.grammar.compiler import Constraints, Grammar, Grammars
 from millpond.engine.sampling.banned_tokens import Bans, Forbidden
-from millpond.engine.sampling.logprobs import score_tokens
 from millpond.engine.sampling.params import SamplingParams
-from millpond.engine.sampling.penalties import Penalties
-from millpond.engine.sampling.token_choice import TokenChoice, choose, draw_key
+from millpond.engine.sampling.token_choice import Penalties, TokenChoice, choose, draw_key, score_tokens
 from millpond.errors import MillpondError, NumericsError, OptionError
 from millpond.kernels.decoder_ops import largest
 

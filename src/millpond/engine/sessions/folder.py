@@ -1,9 +1,4 @@
-"""Folder of stored turns: one file each, below a limit on the disk; several processes may share it.
-
-A file is written under another name and renamed, so that it is either whole or absent, and it never changes. Who writes
-holds a lock of the folder: it counts all files, evicts those that were unused longest, and writes what then fits. So
-the limit holds at every moment, for files that are being written too.
-"""
+"""Folder of stored turns: one file each, below a limit on the disk; several processes may share it."""
 
 from __future__ import annotations
 
@@ -14,12 +9,56 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from millpond.cache.atomic_files import PART, publish, remove_file, write_part
-from millpond.engine.sessions.key import TurnPlace
-from millpond.engine.sessions.stats import SessionInfo
+from millpond.engine.sessions.stored_turn import TurnPlace
 from millpond.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One stored turn.
+
+    Attributes:
+        session_id: its name, 32 hexadecimal digits.
+        n_tokens: of the text that its cache has read.
+        nbytes: of its file. last_used: seconds since the epoch.
+    """
+
+    session_id: str
+    n_tokens: int
+    nbytes: int
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """Stored sessions at one moment; counters count from the engine's start.
+
+    Attributes:
+        disk_bytes: of all files, when they were last counted. disk_limit: what they may never exceed.
+        waiting_bytes: of turns that are still to be written.
+        hits: counter of requests that continued a stored turn. misses: of others that could have.
+        stored: counter of turns that were written. evicted: of files that were removed, for room.
+        torn: counter of files that were cut, changed or foreign; they were removed.
+        dropped: counter of turns that were not written because too many waited, or one is larger than the limit.
+        write_failures, read_failures: counters of files that the disk did not take or give.
+    """
+
+    disk_bytes: int = 0
+    disk_limit: int = 0
+    waiting_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    torn: int = 0
+    dropped: int = 0
+    write_failures: int = 0
+    read_failures: int = 0
+
 
 _SECRET, _LOCK = "secret", "lock"
 _SECRET_BYTES = 32

@@ -1,22 +1,88 @@
-"""SessionStore: finished turns that wait to be written or lie on the disk, found by the beginning of a text."""
+"""SessionStore: finished turns that wait to be written or are on the disk, found by the beginning of a text."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from millpond.budget import parse_bytes
-from millpond.engine.sessions.folder import SessionFolder
-from millpond.engine.sessions.key import TurnPlace, keyed, places
-from millpond.engine.sessions.stats import SessionInfo, SessionStats
-from millpond.engine.sessions.stored_turn import StoredTurn
-from millpond.engine.sessions.write_queue import WriteQueue
+from millpond.engine.sessions.folder import SessionFolder, SessionInfo, SessionStats
+from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace, keyed, places
 from millpond.errors import MillpondError
+
+T = TypeVar("T")
+
+
+class WriteQueue(Generic[T]):
+    """The queue and its thread, which begins with the first item.
+
+    Args:
+        write: called in the thread with each item; what it raises ends that item alone. limit: most bytes that wait.
+
+    Attributes:
+        nbytes: that wait or are being written.
+    """
+
+    def __init__(self, write: Callable[[T], None], limit: int) -> None:
+        self.nbytes = 0
+        self._write, self._limit = write, limit
+        self._items: deque[tuple[T, int]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether an item of `n_bytes` would be taken now."""
+        return not self._closed and self.nbytes + n_bytes <= self._limit
+
+    def put(self, item: T, n_bytes: int) -> bool:
+        """Write an item later; False: there is no room, and it is not taken. Never waits for the disk."""
+        with self._changed:
+            if not self.has_room(n_bytes):
+                return False
+            self._items.append((item, n_bytes))
+            self.nbytes += n_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="millpond-sessions", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing waits to be written; False: `timeout` seconds were not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.nbytes, timeout)
+
+    def close(self) -> None:
+        """Take nothing more, and wait until all is written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._closed)
+                if not self._items:
+                    return
+                item, n_bytes = self._items.popleft()
+            with suppress(Exception):
+                self._write(item)
+            with self._changed:
+                self.nbytes -= n_bytes
+                self._changed.notify_all()
+
 
 #: Bytes of turns that may wait to be written; those that end while as many wait are not stored.
 MOST_WAITING = 256 << 20

@@ -18,9 +18,9 @@ from millpond.engine.outputs import FinishReason, TokenLogprob
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.transfer.container import pack, unpack
-from millpond.engine.transfer.typed_json import from_json, to_json
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.option_files import OptionFile, OwnText
+from millpond.typed_json import from_json, to_json
 
 #: Names this form of the bytes; another one is refused.
 FORMAT = "millpond-request-1"

@@ -19,7 +19,7 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.sampler import Sampled, Sampler
 from millpond.engine.scheduler import Scheduler, State
-from millpond.engine.transfer.cache_tensors import fill_cache, pages_of, sequence_tensors
+from millpond.engine.transfer.container import fill_cache, pages_of, sequence_tensors
 from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, Logprob, RequestSnapshot, logprob_of
 from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFullError
 from millpond.hf.model_profile import ModelProfile

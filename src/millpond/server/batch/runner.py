@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.batch.plan import BatchPlan
+from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request

@@ -11,7 +11,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from millpond.cache.state.span_marks import FairShare
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import Request
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of, check_marks

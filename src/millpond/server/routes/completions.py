@@ -11,7 +11,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from millpond.cache.state.span_marks import FairShare, in_order
-from millpond.engine.chunked_prompt import Prompt
+from millpond.engine.chunks.prompt import Prompt
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import with_spans

@@ -1,20 +1,188 @@
-"""Plan of a batch: which beginnings are read once, and in which order prompts follow them (BatchLLM).
-
-Zheng et al., arXiv:2412.03594: common beginnings are found before anything runs, and prompts with the same one run
-together. Here a beginning may continue another one, on as many levels as the prompts have.
-"""
+"""Plan of a batch (BatchLLM, arXiv:2412.03594): which prefixes are read once, from a radix tree of its prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from millpond.engine.batch.one_level import one_level
-from millpond.engine.batch.tree import Ids, RadixTree
 from millpond.errors import OptionError
+
+#: Token ids of one prompt.
+Ids = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class RadixTree:
+    """Nodes are the places where two or more prompts part or end; node 0 is the empty text before all of them.
+
+    Parents come before their children, and a subtree before the next one. Prompts behind a node are neighbours in the
+    order of sorting.
+
+    Attributes:
+        order: (n,) the prompts, sorted by their ids.
+        depth: (N,) tokens from the beginning to a node. parent: (N,) of each node, -1 of node 0.
+        begin, end: (N,) the prompts behind a node are `order[begin:end]`.
+        node_of: (n,) the last node on the way of each prompt.
+        tokens: of all prompts. distinct: of them, those that are not common with a prompt before.
+    """
+
+    order: npt.NDArray[np.int64]
+    depth: npt.NDArray[np.int64]
+    parent: npt.NDArray[np.int64]
+    begin: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    node_of: npt.NDArray[np.int64]
+    tokens: int
+    distinct: int
+
+    @classmethod
+    def of(cls, prompts: Sequence[Ids]) -> RadixTree:
+        """The tree of these prompts; ids are 0 to 2**32 - 1. Takes about the bytes of the ids as uint32 besides."""
+        keys = [_sortable(prompt) for prompt in prompts]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        common = _common_lengths([keys[number] for number in order])
+        tokens = sum(map(len, keys)) // 4
+        depth, begin, end, parent = _nodes(common)
+        node_of = np.zeros(len(keys), dtype=np.int64)
+        for node, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+            node_of[first:last] = node  # deeper nodes come later
+        by_prompt = np.empty_like(node_of)
+        by_prompt[order] = node_of
+        numbers = np.array(order, dtype=np.int64)
+        return cls(numbers, depth, parent, begin, end, by_prompt, tokens, tokens - int(common.sum()))
+
+
+def _sortable(prompt: Ids) -> bytes:
+    """Ids as bytes that sort as the ids do."""
+    return np.asarray(prompt).astype(">u4").tobytes()
+
+
+def _common_lengths(keys: list[bytes]) -> npt.NDArray[np.int64]:
+    """(n,) tokens that each of the sorted prompts has in common with the one before it; 0 of the first."""
+    found = np.zeros(len(keys), dtype=np.int64)
+    for number in range(1, len(keys)):
+        before, after = keys[number - 1], keys[number]
+        n = min(len(before), len(after)) // 4
+        if n == 0 or before[:4] != after[:4]:
+            continue
+        differ = np.frombuffer(before, "u4", n) != np.frombuffer(after, "u4", n)
+        first = int(differ.argmax())
+        found[number] = first if differ[first] else n
+    return found
+
+
+def _nodes(
+    common: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Depth, begin, end and parent of every node, from the common lengths of neighbours."""
+    depth, begin, end, parent = [0], [0], [len(common)], [-1]
+    way = [0]  # from node 0 to the node that is open
+    for place in range(1, len(common) + 1):
+        length = int(common[place]) if place < len(common) else 0
+        first, closed = place - 1, -1
+        while depth[way[-1]] > length:
+            closed = way.pop()
+            end[closed], first = place, begin[closed]
+            parent[closed] = way[-1]
+        if depth[way[-1]] < length:
+            if closed >= 0:
+                parent[closed] = len(depth)
+            depth.append(length)
+            begin.append(first)
+            end.append(place)
+            parent.append(way[-1])
+            way.append(len(depth) - 1)
+    starts, depths = np.array(begin, dtype=np.int64), np.array(depth, dtype=np.int64)
+    order = np.lexsort((depths, starts))
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    above = np.array(parent, dtype=np.int64)[order]
+    return (
+        depths[order],
+        starts[order],
+        np.array(end, dtype=np.int64)[order],
+        np.where(above < 0, -1, rank[np.maximum(above, 0)]),
+    )
+
+
+@dataclass(slots=True)
+class _Group:
+    """A node with prompts behind it; length: of what they have in common, from the node above on."""
+
+    length: int
+    prompts: int
+    members: list[int | _Group] = field(default_factory=list)
+
+    def flat(self) -> list[int]:
+        """All prompts, in order of their discovery."""
+        found: list[int] = []
+        open_ = [iter(self.members)]
+        while open_:
+            one = next(open_[-1], None)
+            if one is None:
+                open_.pop()
+            elif isinstance(one, _Group):
+                open_.append(iter(one.members))
+            else:
+                found.append(one)
+        return found
+
+
+def one_level(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Beginnings that follow no other one.
+
+    Args:
+        shortest: tokens of a beginning, at least.
+
+    Returns:
+        Of each beginning a prompt that has it, its tokens, and -1; and of each prompt its beginning, -1 for none.
+    """
+    groups = _groups(tree)
+    behind = [-1] * len(tree.node_of)
+    trunks: list[tuple[int, int, int]] = []
+    for group in groups:
+        members = group.flat()
+        if group.length < shortest or len(members) < 2:
+            continue
+        for prompt in members:
+            behind[prompt] = len(trunks)
+        trunks.append((members[0], group.length, -1))
+    return trunks, behind
+
+
+def _groups(tree: RadixTree) -> list[_Group]:
+    """The groups directly behind the empty text."""
+    depths, parents = tree.depth.tolist(), tree.parent.tolist()
+    prompts: list[list[int]] = [[] for _ in depths]
+    for prompt, node in enumerate(tree.node_of.tolist()):
+        prompts[node].append(prompt)
+    below: list[list[_Group]] = [[] for _ in depths]
+    for node in range(len(depths) - 1, 0, -1):  # children come after their parents
+        length = depths[node] - depths[parents[node]]
+        members: list[int | _Group] = list(prompts[node])
+        count = len(members)
+        above = below[parents[node]]
+        for group in below[node]:
+            if (group.prompts - 1) * group.length > length:
+                group.length += length
+                above.append(group)
+            else:
+                members.append(group)
+                count += group.prompts
+        below[node] = []
+        if len(members) == 1 and isinstance(members[0], _Group):  # nothing else is behind it
+            members[0].length += length
+            above.append(members[0])
+        elif count == 1:
+            prompts[parents[node]] += [one for one in members if isinstance(one, int)]
+        elif members:
+            above.append(_Group(length, count, members))
+    return below[0]
+
 
 #: Tokens that a common beginning has at least behind the one before it: a job of its own costs about a step.
 SHORTEST = 16

@@ -1,9 +1,4 @@
-"""The blended pass: some tokens of a prompt are computed, and the others come from a chunk store (Cache-Craft).
-
-Computed are the picked tokens of each reused chunk and everything that is no chunk or has no variant. Keys of reused
-tokens are turned to their new positions in float32, once. A computed token sees exactly the keys at positions up to its
-own. Rows of a blended prompt run in the same passes as other prompts and decoding answers.
-"""
+"""The blended pass: some tokens of a prompt are computed, and the others come from a chunk store (Cache-Craft)."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ from torch import Tensor
 from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.variant import ChunkVariant, StoredVariant, variant_of
 from millpond.cache.types import RotaryEmbedding
-from millpond.engine.loaded_chunks import LoadedChunks
+from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
 

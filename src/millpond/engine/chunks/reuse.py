@@ -1,4 +1,4 @@
-"""Reuse of stored chunks in the prompts of an engine: which variant of each chunk, and what is computed again."""
+"""Reuse of stored chunks in the prompts of an engine: which variant of each, what is computed again, and its files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from millpond.cache.chunks.store import ChunkStore
 from millpond.cache.chunks.tiers import ChunkUse
 from millpond.cache.chunks.variant import StoredShape, StoredVariant, ids_key, salted
 from millpond.cache.types import RotaryEmbedding
-from millpond.engine.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
-from millpond.engine.chunked_prompt import PromptSpan
-from millpond.engine.loaded_chunks import ChunkSource, LoadedChunks, LoadingSource, StoreSource
+from millpond.engine.chunks.blend import ComputedChunk, PromptBlend, ReusedChunk, Rotations
+from millpond.engine.chunks.loaded import ChunkSource, LoadedChunks, LoadingSource, StoreSource
+from millpond.engine.chunks.prompt import PromptSpan
+from millpond.engine.file_loader import LoadOrder
 from millpond.engine.prefix_sharing import can_share
 from millpond.engine.request import CacheOptions
+from millpond.engine.request_state import RequestState
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.hf.document import fingerprint
 from millpond.hf.model_profile import ModelProfile
@@ -277,3 +279,37 @@ def _rotations(model: PackedModel) -> list[RotaryEmbedding | None]:
     if why is not None:
         raise UnsupportedModelError(f"{profile.name} {why}, so cached chunks cannot be moved; leave chunk_store out")
     return list(layer_rotations(profile))
+
+
+class ChunkLoadSource:
+    """See `LoadSource`. More requests ahead would find fewer of the chunks that those before them store."""
+
+    name = "millpond-chunks"
+    ahead = 4
+
+    def __init__(self, reuse: ChunkReuse) -> None:
+        self._reuse, self.limit = reuse, reuse.store.loading
+
+    def wants(self, live: RequestState) -> bool:
+        """A prompt with chunks."""
+        return bool(live.spans)
+
+    def empty(self) -> LoadedChunks:
+        """See `LoadSource`."""
+        return LoadedChunks(self._reuse.store)
+
+    def order(self, live: RequestState) -> LoadOrder[LoadedChunks]:
+        """See `LoadSource`."""
+        request, store = live.request, self._reuse.store
+
+        def size() -> int:
+            return sum(store.size_of(span.end - span.begin) for span in live.spans if span.is_chunk)
+
+        def load(loaded: LoadedChunks, going: Callable[[], bool]) -> None:
+            self._reuse.load(live.numbers, live.spans, request.cache, request.cache_salt, loaded, going)
+
+        return LoadOrder(size, load)
+
+    def failed(self) -> None:
+        """See `LoadSource`."""
+        self._reuse.store.load_failed()

@@ -1,8 +1,12 @@
-"""Offloading options of a user: memory limit, disk folder, plan, and the workload that a plan is made for."""
+"""Offloading options of a user, and the progress of what takes long before a model runs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from os import PathLike
 
 import torch
@@ -11,13 +15,32 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.open_on_device import open_on_device
-from millpond.engine.offload.plan import Plan
-from millpond.engine.offload.plan_file import load_plan
-from millpond.engine.offload.progress import bar
-from millpond.engine.offload.workload import Workload
+from millpond.engine.offload.plan import Plan, load_plan
+from millpond.engine.offload.planner import Workload
 from millpond.errors import OptionError
 from millpond.models.device import usable_device
+from millpond.models.weights.packed_file import Report
 from millpond.models.weights.streamed import Verify, check_verify
+
+
+@contextmanager
+def bar() -> Iterator[Report]:
+    """What shows how far something is: a bar on a terminal where rich is installed, else nothing."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda what, share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=1.0, visible=False)
+
+        def report(what: str, share: float) -> None:
+            progress.update(task, description=what, completed=share, visible=True)
+
+        yield report
+
 
 #: The plan that is searched for.
 AUTO = "auto"

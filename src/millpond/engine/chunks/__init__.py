@@ -1,0 +1,1 @@
+"""Chunks of text stored once and reused inside prompts (Cache-Craft)."""

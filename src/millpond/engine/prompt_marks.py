@@ -1,0 +1,188 @@
+"""Marks of a request's prompt, checked before anything is read: kept spans, shares, breakpoints, nothing evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from millpond.cache.pages.page_table import PageTable
+from millpond.cache.state.span_marks import FairShare, fair_refusal, in_order, kept_spans
+from millpond.cache.state.spans import Span, tokens_in
+from millpond.engine.request import MOST_BREAKPOINTS
+from millpond.errors import OptionError, WouldForgetError
+from millpond.policy.head_allocation import AboveThreshold
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape
+
+
+def checked_spans(
+    spans: Sequence[Span], recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int
+) -> tuple[Span, ...]:
+    """Spans of a prompt of `n_tokens` as its cache keeps them, see `kept_spans`.
+
+    Raises:
+        OptionError: no spans of this prompt, or a method that cannot keep them; the message says why.
+        BudgetError: they leave less of the budget than the method protects.
+    """
+    if not spans:
+        return ()
+    refusal = recipe.policy.kept_refusal()
+    if refusal is not None:
+        raise OptionError(f"spans cannot be kept: {refusal}")
+    if any(codec.ages for codec in recipe.pools.codecs):
+        raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
+    if recipe.reach is not None:
+        raise OptionError("spans cannot be kept with overflow='rolling', which moves positions; leave one out")
+    found = kept_spans(spans, "keep")
+    if found and found[-1][1] > n_tokens:
+        raise OptionError(
+            f"keep: span [{found[-1][0]}, {found[-1][1]}) must lie in the prompt, whose tokens are 0 to {n_tokens - 1}"
+        )
+    n_kept = tokens_in(found, recipe.policy.protect.sinks)
+    for index, layer in enumerate(layers if n_kept and not recipe.policy.keeps_all else ()):
+        recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads), n_kept)
+    return found
+
+
+def checked_shares(shares: Sequence[FairShare], recipe: CacheFactory, n_tokens: int) -> tuple[FairShare, ...]:
+    """Spans of a prompt of `n_tokens` that keep a share of the budget, ascending.
+
+    Raises:
+        OptionError: no spans of this prompt, no shares, or a method that cannot; the message says why.
+    """
+    if not shares:
+        return ()
+    refusal = fair_refusal(recipe.policy, recipe.pools.codecs, rolling=recipe.reach is not None)
+    if refusal is not None:
+        raise OptionError(f"spans cannot have a share of the budget: {refusal}")
+    found = in_order(shares, "fair_shares")
+    if found and found[-1][1] > n_tokens:
+        raise OptionError(
+            f"fair_shares: span [{found[-1][0]}, {found[-1][1]}) must lie in the prompt, whose tokens are 0 to "
+            f"{n_tokens - 1}"
+        )
+    return found
+
+
+#: Prompts that wait with which a prompt is compared when it begins.
+MOST_COMPARED = 64
+
+
+def check_breakpoints(breakpoints: Sequence[int], n_tokens: int) -> None:
+    """
+    Raises:
+        OptionError: too many, or one that does not lie in a prompt of `n_tokens`.
+    """
+    if len(breakpoints) > MOST_BREAKPOINTS:
+        raise OptionError(
+            f"{len(breakpoints)} breakpoints: must be at most {MOST_BREAKPOINTS}; leave out those that are met least"
+        )
+    for place in breakpoints:
+        if not isinstance(place, int) or isinstance(place, bool) or not 1 <= place <= n_tokens:
+            raise OptionError(
+                f"breakpoint {place!r} must be a number of tokens from 1 to the prompt's {n_tokens}; leave it out, or "
+                "give a place in the prompt"
+            )
+
+
+def block_ends(places: Iterable[int], n_tokens: int, slots: int) -> list[int]:
+    """The last ends of blocks of `slots` tokens at or before `places` of a prompt of `n_tokens`, ascending.
+
+    Example:
+        >>> block_ends([3, 9, 10, 12], 12, 4)
+        [8]
+    """
+    return sorted({min(place, n_tokens - 1) // slots * slots for place in places} - {0})
+
+
+def common_ends(prompt: np.ndarray, others: Sequence[np.ndarray], slots: int) -> list[int]:
+    """Where others go on from what a prompt begins with: the ends that spare them most tokens, ascending.
+
+    Args:
+        prompt: (n,) its tokens. others: for each other prompt, as many of its tokens as it may take over.
+        slots: tokens of a block.
+    """
+    found: list[int] = []
+    for other in others[:MOST_COMPARED]:
+        most = min(len(other), len(prompt) - 1) // slots * slots
+        if most and (other[:slots] == prompt[:slots]).all():
+            differs = other[:most] != prompt[:most]
+            found.append((int(differs.argmax()) if differs.any() else most) // slots * slots)
+    spared = {end: end * sum(one >= end for one in found) for end in set(found)}
+    return sorted(sorted(spared, key=lambda end: (-spared[end], end))[:MOST_BREAKPOINTS])
+
+
+WAY_OUT = "or use on_pressure='evict'"
+
+
+def answer_without_loss(
+    recipe: CacheFactory,
+    layers: Sequence[LayerShape],
+    n_tokens: int,
+    wanted: int | None,
+    most: int,
+    context: int | None,
+) -> int:
+    """New tokens that an answer may have while every head of every layer still holds its whole prompt.
+
+    Layers with a sliding window of their own hold what their queries see, as they do without a method.
+
+    Args:
+        n_tokens: of the prompt. wanted: `max_tokens` of the request; None: as many as there is room for.
+        most: new tokens that it may have otherwise. context: tokens of prompt and answer together; None: no limit.
+
+    Raises:
+        WouldForgetError: the prompt alone is more than its budget, or `max_tokens` new tokens would evict
+            from it; the message says how much.
+        OptionError: what the method evicts does not follow from its budget, or prompt and answer exceed the context.
+    """
+    if wanted is not None and context is not None and n_tokens + wanted > context:
+        raise OptionError(
+            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {wanted:,} new ones are {n_tokens + wanted:,}, "
+            f"and the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
+        )
+    policy = recipe.policy
+    if policy.keeps_all:
+        return most
+    if (reason := _unforeseen(recipe)) is not None:
+        raise OptionError(f"on_pressure='refuse': {reason}; use another method, {WAY_OUT}")
+    held = _held(recipe, layers, n_tokens)
+    if held < n_tokens:
+        lost = n_tokens - held
+        raise WouldForgetError(
+            f"on_pressure='refuse': the prompt has {n_tokens:,} tokens and the budget {recipe.budget} holds {held:,} "
+            f"of them per KV head, so that {lost:,} ({lost / n_tokens:.1%}) would be evicted; shorten the prompt, "
+            f"raise the budget, {WAY_OUT}"
+        )
+    if not (policy.every_step or policy.makes_room):
+        return most
+    free = min(most, held - n_tokens + 1)  # the last token of an answer is not stored
+    if wanted is None:
+        return min(most, free)
+    if wanted > free:
+        lost = min(wanted - free, n_tokens)
+        raise WouldForgetError(
+            f"on_pressure='refuse': the budget {recipe.budget} holds {held:,} entries per KV head, and {n_tokens:,} "
+            f"tokens of prompt with {wanted:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of the prompt; "
+            f"lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
+        )
+    return most
+
+
+def _unforeseen(recipe: CacheFactory) -> str | None:
+    """Why it is not known before a prompt is read how much of it stays; None where the budget says it."""
+    policy = recipe.policy
+    if policy.heads_may_keep_all or policy.needs.head_rules is not None or isinstance(policy.heads, AboveThreshold):
+        return f"under {recipe.described} entries leave by rules of their own, whatever the budget holds"
+    return None
+
+
+def _held(recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int) -> int:
+    """The fewest entries per KV head that a layer may hold behind a text of `n_tokens`; of those with a window, all."""
+    found = [
+        recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads))
+        for index, layer in enumerate(layers)
+        if not layer.window
+    ]
+    return min(found, default=n_tokens)
