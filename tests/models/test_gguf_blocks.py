@@ -16,7 +16,7 @@ from tests.helpers.gguf.files import HEAD, HEADS, write_gguf
 from millpond.errors import DataError
 from millpond.models.gguf import blocks, converted
 from millpond.models.gguf.convert import converted_folder
-from millpond.models.weights.packing import MemoryPacker, coded_parts
+from millpond.models.weights.packed_file import MemoryPacker, coded_parts
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.tiers.buffers import aligned_buffer

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from millpond.models.lean import mapped
-from millpond.models.lean.mapped import Mapped
+from millpond.models.lean import describe
+from millpond.models.lean.describe import Mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages were written to")
 NUMBERS = 2**22  #: 16 MiB of float32
@@ -62,14 +62,14 @@ def test_what_is_copied_leaves_memory_before_the_rest_is_read(file: Path) -> Non
     assert old.sum() > 0
     before, found = resident(), []
 
-    class Noted(mapped.Mapped):
+    class Noted(describe.Mapped):
         def _let_go(self, begin: int, end: int) -> None:
             super()._let_go(begin, end)
             found.append(before - resident())
 
     assert torch.equal(Noted([old]).copy(old, torch.empty_like(old)), old)
-    assert len(found) == 2**24 // mapped._STRIDE
-    assert found[0] > mapped._STRIDE * 3 // 4
+    assert len(found) == 2**24 // describe._STRIDE
+    assert found[0] > describe._STRIDE * 3 // 4
 
 
 def test_advice_on_parts_of_a_file_hides_none_of_it(file: Path) -> None:
@@ -95,7 +95,7 @@ def test_memory_that_is_no_file_stays() -> None:
 
 def test_pages_are_counted_only_where_a_weight_lies_in_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
-    monkeypatch.setattr(mapped, "_untouched", lambda: counted.append(1) or [])
+    monkeypatch.setattr(describe, "_untouched", lambda: counted.append(1) or [])
     Mapped([torch.ones(5), torch.ones(NUMBERS)])
     assert not counted
     old = opened(file)

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond.errors import DataError
-from millpond.server.batch.lines import RefusedLine, read_lines
-from millpond.server.batch.runner import answered_in
+from millpond.server.batch_files import RefusedLine, answered_in, read_lines
 
 HEAD = "anna kettle " + "rain may go on " * 6
 

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millpond.cluster.figures import DrainResult
 from millpond.errors import OptionError
-from millpond.server.openapi.cluster import ClusterWorkers, WorkerDrained
-from millpond.server.openapi.info import Health
+from millpond.server.openapi.info import ClusterWorkers, Health, WorkerDrained
 from millpond.server.settings import ServerSettings
 from tests.helpers.server.fake import FakeLLM, client_of
 from tests.helpers.server.fake_cluster import FakeCluster

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.completion import with_texts
 from millpond.engine.token_bytes import TokenBytes
-from millpond.server.logprobs import for_chat, for_completions
+from millpond.server.usage import for_chat, for_completions
 from tests.engine.test_constraint import byte_tokenizer
 from tests.engine.test_detokenizer import tokenizer_of
 from tests.helpers.server.live import Live, live

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millpond.server.tools.events import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, found_in
-from millpond.server.tools.hermes import HermesReader
-from millpond.server.tools.llama3 import Llama3Reader
-from millpond.server.tools.mistral import MistralReader
-from millpond.server.tools.reader import Reader
+from millpond.server.tools.formats import HermesReader, Llama3Reader, MistralReader
+from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, Reader, found_in
 from tests.helpers.examples import examples
 
 NAMES = {"f", "get_weather"}

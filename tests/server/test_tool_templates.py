@@ -14,9 +14,8 @@ from millpond.errors import OptionError
 from millpond.server.app import create_app
 from millpond.server.schemas import ChatBody
 from millpond.server.settings import ServerSettings
-from millpond.server.tools.mistral import Mistral
-from millpond.server.tools.plain import in_words
-from millpond.server.tools.template import Shown, ask_template
+from millpond.server.tools.formats import Mistral
+from millpond.server.tools.template import Shown, ask_template, in_words
 from millpond.server.tools.tool_choice import format_of
 from tests.engine.test_constraint import byte_tokenizer
 from tests.helpers.server.fake import FakeLLM

@@ -13,11 +13,8 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sampling.sampler import Sampler
 from millpond.errors import OptionError
 from millpond.server.messages import Function
-from millpond.server.tools.events import found_in
-from millpond.server.tools.format import CallFormat
-from millpond.server.tools.hermes import Hermes
-from millpond.server.tools.llama3 import Llama3
-from millpond.server.tools.mistral import Mistral
+from millpond.server.tools.formats import CallFormat, Hermes, Llama3, Mistral
+from millpond.server.tools.reader import found_in
 from tests.engine.test_constraint import PADDED, begin, byte_tokenizer
 
 pytest.importorskip("xgrammar", reason="the extra 'constrained' is not installed: pip install 'millpond[constrained]'")

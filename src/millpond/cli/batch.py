@@ -53,7 +53,7 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format; what several begin with is read once."""
     try:
-        from millpond.server.batch.runner import BatchFile
+        from millpond.server.batch_files import BatchFile
     except ModuleNotFoundError as error:
         raise OptionError(f"batch files need {error.name}: {install_command('server')}") from error
     from millpond.engine.async_llm import AsyncLLM
@@ -91,7 +91,7 @@ def batch(
 
 async def _show(work: Any, file: Path, out: Path) -> None:
     """The plan, and the lines that would be refused."""
-    from millpond.server.batch.runner import answered_in
+    from millpond.server.batch_files import answered_in
 
     await work.read(file, answered_in(out))
     for method, plan in await work.plans():
@@ -103,7 +103,7 @@ async def _show(work: Any, file: Path, out: Path) -> None:
 
 async def _run(work: Any, llm: AsyncLLM, file: Path, out: Path, bad: Path) -> None:
     """The answers, and a line about them."""
-    from millpond.server.batch.runner import answered_in
+    from millpond.server.batch_files import answered_in
 
     await work.read(file, answered_in(out))
     asked = sum(len(request.prompt) for _, job in work.jobs for request in job.requests)

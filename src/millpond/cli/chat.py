@@ -35,7 +35,7 @@ from millpond.cli.options import (
 )
 from millpond.cli.typed_messages import typed
 from millpond.errors import MillpondError, OptionError
-from millpond.models.installed import OWN
+from millpond.models.load import OWN
 
 if TYPE_CHECKING:
     from millpond.cli.chat_session import ChatSession

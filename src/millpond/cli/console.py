@@ -51,7 +51,7 @@ LINE_EVERY_S = 10.0
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show that something long continues: on a terminal a spinner, elsewhere a line now and one every ten seconds."""
-    from millpond.models.progress import progress, tell
+    from millpond.models.downloads import progress, tell
 
     if not errors().is_terminal:
         tell(f"{what} ...")

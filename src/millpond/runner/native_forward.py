@@ -22,9 +22,8 @@ from millpond.kernels.decoder_ops import TOLERANCE, FixedOrder, NativeDense, cho
 from millpond.kernels.thread_count import torch_on_one_thread
 from millpond.models.lean.block import Attend
 from millpond.models.lean.decoder import Decoder, StreamedBlocks
-from millpond.models.lean.describe import describe, moving, watch
-from millpond.models.lean.mapped import in_file
-from millpond.models.lean.quantize import code_bytes, quantized, release
+from millpond.models.lean.describe import describe, in_file, moving, watch
+from millpond.models.lean.fuse import code_bytes, quantized, release
 from millpond.models.lean.watch import Watch, own_forward
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 

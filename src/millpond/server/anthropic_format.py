@@ -10,10 +10,9 @@ from typing import Any
 
 from millpond.engine.outputs import Completion, RequestOutput
 from millpond.engine.request import Request
+from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
-from millpond.server.generation_job import event_text
-from millpond.server.response_format import StreamCursor
-from millpond.server.tools.events import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
+from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
 from millpond.server.tools.tool_choice import Tools
 from millpond.server.usage import choice_stats, openai_reason, usage
 

@@ -11,9 +11,8 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import millpond
 from millpond.server import errors
-from millpond.server.cluster_protocol import ServedCluster
 from millpond.server.front_pace import FrontPaceMiddleware
-from millpond.server.llm_protocol import ServedLLM
+from millpond.server.llm_protocol import ServedCluster, ServedLLM
 from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
 from millpond.server.openapi.document import describe

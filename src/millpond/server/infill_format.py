@@ -8,8 +8,8 @@ from typing import Any
 
 from millpond.engine.outputs import Completion, RequestOutput
 from millpond.engine.request import Request
+from millpond.server.answers import event_text
 from millpond.server.errors import ApiError
-from millpond.server.generation_job import event_text
 from millpond.server.usage import choice_stats, usage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millpond.server.anthropic_schemas import AnthropicMessage, AnthropicTool, MessagesBody
 from millpond.server.messages import Message, Tool
-from millpond.server.responses_schemas import InputMessage, ResponseBody, TextConfig
+from millpond.server.responses import InputMessage, ResponseBody, TextConfig
 from millpond.server.schemas import (
     CacheFields,
     ChatBody,

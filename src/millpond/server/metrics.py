@@ -14,8 +14,7 @@ from millpond.cache.chunks.store import ChunkStoreStats
 from millpond.engine.outputs import EngineStats, PrefixStats, RequestOutput
 from millpond.engine.sessions.folder import SessionStats
 from millpond.server.admission import AdmissionControl
-from millpond.server.cluster_protocol import ServedCluster, ServedWorker
-from millpond.server.llm_protocol import ServedLLM
+from millpond.server.llm_protocol import ServedCluster, ServedLLM, ServedWorker
 
 #: Seconds. From a tiny model in memory to a long prompt behind a queue.
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millpond.server.errors import ApiError
-from millpond.server.identity import key_of
-from millpond.server.operator_key import OperatorKey, of_operator
+from millpond.server.identity import OperatorKey, key_of, of_operator
 
 #: Sent with a refusal before the body was read: the server does not wait for the rest.
 _CLOSE = {"Connection": "close"}

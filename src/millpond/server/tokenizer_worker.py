@@ -25,8 +25,7 @@ from millpond.server.message_spans import KEEP, EnclosedMessages, Span, kept_pie
 from millpond.server.messages import Message, Tool
 from millpond.server.schemas import ChatFields, TokenFields
 from millpond.server.text_cost import LONG_RUN, check_runs
-from millpond.server.tools.plain import in_words
-from millpond.server.tools.template import ask_template
+from millpond.server.tools.template import ask_template, in_words
 
 T = TypeVar("T")
 

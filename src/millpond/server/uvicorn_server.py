@@ -1,4 +1,4 @@
-"""The app in uvicorn, with a shutdown that loses no answer."""
+"""The app in uvicorn, with limits of connections and a shutdown that loses no answer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,135 @@ import asyncio
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from millpond.server.admission import LEAVE_S
 from millpond.server.app import create_app
-from millpond.server.connection_limits import Connections
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
+
+#: Bytes that are read of a connection at a time, so that none takes long, however small its pieces are.
+_READ = 8 * 2**10
+#: Checks of all connections per time limit.
+_LOOKS = 4
+
+
+class Connections:
+    """All connections of a server.
+
+    Attributes:
+        closed: how many were closed because they kept the server waiting, or because there were too many.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.closed = 0
+        self._settings = settings
+        self._open: dict[Connection, None] = {}  # the oldest first
+        self._look: asyncio.TimerHandle | None = None
+
+    def protocol(self, **of_uvicorn: Any) -> Connection:
+        """What uvicorn makes for each connection."""
+        return Connection(self, **of_uvicorn)
+
+    def opened(self, connection: Connection) -> None:
+        """A connection was made; where there are too many, one has to go."""
+        self._open[connection] = None
+        if len(self._open) > self._settings.max_connections:
+            waiting = [other for other in self._open if other.waited_since is not None]
+            self._close(min(waiting, key=lambda other: cast(float, other.waited_since)))
+        if self._look is None:
+            self._plan()
+
+    def lost(self, connection: Connection) -> None:
+        """Forget a closed connection."""
+        self._open.pop(connection, None)
+
+    def _plan(self) -> None:
+        limits = (self._settings.header_timeout_s, self._settings.write_timeout_s)
+        self._look = asyncio.get_running_loop().call_later(min(limits) / _LOOKS, self._look_at_all)
+
+    def _look_at_all(self) -> None:
+        self._look = None
+        now = asyncio.get_running_loop().time()
+        for connection in list(self._open):
+            header, blocked = connection.header_since, connection.blocked_since
+            if (header is not None and now - header > self._settings.header_timeout_s) or (
+                blocked is not None and now - blocked > self._settings.write_timeout_s
+            ):
+                self._close(connection)
+        if self._open:
+            self._plan()
+
+    def _close(self, connection: Connection) -> None:
+        self.closed += 1
+        self._open.pop(connection, None)
+        connection.transport.abort()
+
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """One connection.
+
+    Attributes:
+        blocked_since: when its client stopped reading, on the loop's clock; None: it reads.
+    """
+
+    def __init__(self, owner: Connections, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self.blocked_since: float | None = None
+        self._owner = owner
+        self._idle_since = 0.0
+        self._buffer = bytearray(_READ)
+
+    @property
+    def header_since(self) -> float | None:
+        """Since when a whole header is awaited; None: there is one, and no answer yet."""
+        return self._idle_since if self.cycle is None or self.cycle.response_complete else None
+
+    @property
+    def waited_since(self) -> float | None:
+        """Since when the server waits for the client: for a header, a body or its reading; None: it does not."""
+        if self.header_since is not None or (self.cycle.more_body and not self.cycle.response_started):
+            return self._idle_since
+        return self.blocked_since
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """What asyncio calls first."""
+        super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        self._owner.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """What asyncio calls last."""
+        self._owner.lost(self)
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Where the next bytes go."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Receive `nbytes` bytes."""
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+    def on_response_complete(self) -> None:
+        """An answer is sent; the next header is awaited."""
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to."""
+        self.blocked_since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self.blocked_since = None
+        super().resume_writing()
+
 
 #: Seconds that one thread may run Python while another wants to. The engine's does at every operation of a step, and
 #: would wait so long each time while a body is read or a text written.

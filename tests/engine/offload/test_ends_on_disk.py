@@ -20,8 +20,7 @@ from millpond.engine.offload.plan import ENGINE
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.request import Request
 from millpond.errors import BudgetError, DataError, OptionError
-from millpond.models.weights.ends_on_disk import TokenRows
-from millpond.models.weights.matrix_on_disk import MatrixOnDisk
+from millpond.models.weights.on_disk import MatrixOnDisk, TokenRows
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.tiers.files import DirectFile

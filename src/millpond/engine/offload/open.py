@@ -23,8 +23,7 @@ from millpond.engine.offload.planner import Workload, fastest_plan
 from millpond.errors import BudgetError, OptionError, unknown
 from millpond.models.cache_folder import check_folder
 from millpond.models.load import load_model, resolve
-from millpond.models.weights.packed_file import Report, packed_sizes
-from millpond.models.weights.packing import MemoryPacker
+from millpond.models.weights.packed_file import MemoryPacker, Report, packed_sizes
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
 from millpond.models.weights.streamed import StreamedLayers

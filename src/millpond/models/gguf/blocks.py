@@ -14,7 +14,7 @@ from millpond.errors import DataError
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight
 from millpond.models.gguf.converted import source_of
 from millpond.models.gguf.header import GGUFHeader, GGUFTensor, read_header
-from millpond.models.weights.headers import TensorPlace
+from millpond.models.weights.layout import TensorPlace
 from millpond.models.weights.tensor_source import TensorSource
 from millpond.optional import require
 

@@ -1,4 +1,4 @@
-"""The forward of a whole model over packed rows."""
+"""The forward of a whole model over packed rows, with embeddings and head in memory or only in part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,39 @@ from millpond.kernels.linear import FEW_ROWS, linear
 from millpond.kernels.native import Layers
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Attend, Block
-from millpond.models.lean.ends import EmbeddingSource, HeadSource
+
+#: A linear layer: rows (N, k), weight (n, k) and bias (n,) or None to (N, n).
+Multiply = Callable[[Tensor, Weight, Tensor | None], Tensor]
+
+
+class EmbeddingSource(Protocol):
+    """Embeddings of which only the rows that are looked up are read.
+
+    Attributes:
+        dtype: of the rows.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows `ids` (N,) as numbers: (N, width)."""
+        ...
+
+
+class HeadSource(Protocol):
+    """A head whose matrix comes in tiles of some rows."""
+
+    def product(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
+        """(N, vocabulary) of rows x (N, width), each tile multiplied by `multiply`."""
+        ...
+
+
+#: Embeddings or a head that are no parameters of the model: in codes, or read while they are used.
+EndMatrix = QuantizedWeight | EmbeddingSource | HeadSource
+
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.errors import DataError, OptionError
-from millpond.models.weights.headers import check_shards
+from millpond.models.weights.layout import check_shards
 
 #: Bytes of a JSON file at most: the largest vocabularies have some tens of MB, all others are short.
 _MOST_BYTES, _MOST_VOCABULARY = 16 << 20, 512 << 20

@@ -1,17 +1,157 @@
-"""Layout of tensors in a buffer that is filled with direct reads: runs of a file, widened to 4 KiB."""
+"""Where tensors are stored: headers of safetensors files, and runs of a file widened to 4 KiB for direct reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from millpond.errors import DataError
+from millpond.errors import DataError, OptionError
 from millpond.kernels.quantized_weight import QuantizedWeight
-from millpond.models.weights.headers import TensorPlace
-from millpond.tiers.buffers import aligned_down, aligned_up
+from millpond.tiers.buffers import aligned_buffer, aligned_down, aligned_up
+from millpond.tiers.files import DirectFile
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+#: A header that claims to be longer is damaged.
+_MOST_HEADER = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies.
+
+    Attributes:
+        path: of its file. offset: of its first byte there. nbytes: of it. dtype, shape: of its numbers.
+    """
+
+    name: str
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder holds weights that are read from here."""
+    return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
+
+
+def tensors_of_folder(folder: Path) -> dict[str, TensorPlace]:
+    """Every tensor of `model.safetensors`, or of the shards of `model.safetensors.index.json`, by name.
+
+    Raises:
+        OptionError: the folder has neither. DataError: a header is damaged, a file has another size than its header
+            says, or a tensor or shard that the index names is missing.
+    """
+    if (folder / _INDEX).is_file():
+        return _of_shards(folder, _weight_map(folder / _INDEX))
+    if (folder / _SINGLE).is_file():
+        return tensors_of_file(folder / _SINGLE)
+    raise OptionError(
+        f"{folder} holds neither {_SINGLE} nor {_INDEX}, and weights are read layer by layer from safetensors files "
+        "only; load the model without memory= and save it with save_pretrained"
+    )
+
+
+def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
+    """Every tensor of a safetensors file, by name.
+
+    Raises:
+        DataError: the header is damaged, or the file has another size than it says.
+    """
+    file = DirectFile(path)
+    try:
+        size, first = file.size, _beginning(file, 8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+        if length > min(size - 8, _MOST_HEADER):
+            raise DataError(f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off")
+        header = json.loads(_beginning(file, 8 + length)[8:])
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the header of {path} is no JSON ({error}); the file is damaged") from error
+    finally:
+        file.close()
+    if not isinstance(header, dict):
+        raise DataError(f"the header of {path} is no table of tensors; the file is damaged")
+    begin = 8 + length
+    found = {name: _place(path, name, entry, begin) for name, entry in header.items() if name != "__metadata__"}
+    end = max((place.offset + place.nbytes for place in found.values()), default=begin)
+    if end != size:
+        raise DataError(f"{path} has {size:,} bytes, and its header describes {end:,}; it is damaged or cut off")
+    return found
+
+
+def _beginning(file: DirectFile, nbytes: int) -> bytes:
+    """The first bytes of a file, past the page cache."""
+    numbers: Any = aligned_buffer(nbytes).numpy()
+    room = memoryview(numbers)
+    return bytes(room[: min(nbytes, file.read_into(0, room))])
+
+
+def _place(path: Path, name: str, entry: Any, begin: int) -> TensorPlace:
+    try:
+        first, last = (int(n) for n in entry["data_offsets"])
+        dtype, shape = _DTYPES.get(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"the header of {path} does not describe {name!r}; the file is damaged") from error
+    if dtype is None:
+        raise DataError(f"{name!r} in {path} has the dtype {entry['dtype']!r}; known: {', '.join(_DTYPES)}")
+    if first < 0 or last - first != math.prod(shape) * dtype.itemsize:
+        raise DataError(f"{name!r} in {path} has shape {list(shape)} and {last - first:,} bytes; the file is damaged")
+    return TensorPlace(name, path, begin + first, last - first, dtype, shape)
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no index of shards ({type(error).__name__}: {error})") from error
+
+
+def check_shards(index: Path, files: Iterable[Any]) -> None:
+    """
+    Raises:
+        DataError: an index names a shard that lies elsewhere.
+    """
+    for file in dict.fromkeys(map(str, files)):
+        if Path(file).name != file:
+            raise DataError(f"{index} names the shard {file!r}, which is no file of the folder")
+
+
+def _of_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorPlace]:
+    shards: dict[str, dict[str, TensorPlace]] = {}
+    check_shards(folder / _INDEX, weight_map.values())
+    for file in dict.fromkeys(weight_map.values()):
+        shards[file] = tensors_of_file(folder / file)
+    for name, file in weight_map.items():
+        if name not in shards[file]:
+            raise DataError(f"{folder / file} lacks the tensor {name!r}, which {_INDEX} places there")
+    return {name: shards[file][name] for name, file in weight_map.items()}
+
 
 #: Bytes between two tensors that are read rather than skipped.
 _GAP = 256 << 10

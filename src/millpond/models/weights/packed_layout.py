@@ -16,8 +16,7 @@ from millpond.kernels.quantized_weight import FORMATS, GROUP, QuantizedWeight
 from millpond.models.gguf.blocks import GGUFBlocks
 from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
-from millpond.models.weights.headers import TensorPlace
-from millpond.models.weights.layout import Codes, FileRun
+from millpond.models.weights.layout import Codes, FileRun, TensorPlace
 from millpond.models.weights.skeleton import Skeleton
 from millpond.tiers.buffers import aligned_up
 

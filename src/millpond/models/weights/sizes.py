@@ -7,9 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from millpond.models.weights.ends_on_disk import EndsOnDisk
 from millpond.models.weights.layout import Codes, FileRun, Layout
-from millpond.models.weights.matrix_on_disk import RowRange
+from millpond.models.weights.on_disk import EndsOnDisk, RowRange
 from millpond.models.weights.packed_layout import CodedLayout, packed_ends, packed_layer
 from millpond.models.weights.skeleton import Skeleton
 from millpond.tiers.buffers import aligned_up

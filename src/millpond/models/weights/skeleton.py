@@ -19,7 +19,7 @@ from millpond.models.lean.fuse import fusable
 from millpond.models.lean.layers import block_of
 from millpond.models.untrusted.config import check_config
 from millpond.models.untrusted.folder import check_model_folder
-from millpond.models.weights.headers import TensorPlace, tensors_of_folder
+from millpond.models.weights.layout import TensorPlace, tensors_of_folder
 
 #: What GPT-NeoX calls its head in files.
 _OLD_HEAD = "embed_out.weight"

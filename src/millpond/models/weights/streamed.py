@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from millpond.errors import DataError, unknown
+from millpond.kernels.linear import BLOCK
 from millpond.kernels.quantized_weight import QuantizedWeight, Weight
 from millpond.models.lean.block import Block
-from millpond.models.lean.ends import EmbeddingSource, EndMatrix, HeadSource
-from millpond.models.lean.fuse import in_place
+from millpond.models.lean.decoder import EmbeddingSource, EndMatrix, HeadSource
+from millpond.models.lean.fuse import in_place, take_codes
 from millpond.models.lean.layers import block_of
-from millpond.models.lean.quantize import take_codes
-from millpond.models.weights.ends_on_disk import EndsOnDisk, TiledHead, TokenRows
-from millpond.models.weights.in_modules import computing_with
 from millpond.models.weights.layout import FileRun
-from millpond.models.weights.matrix_on_disk import RowRange
+from millpond.models.weights.on_disk import EndsOnDisk, RowRange, TiledHead, TokenRows
 from millpond.models.weights.sizes import PartLayout, WeightSizes
 from millpond.models.weights.skeleton import Skeleton, with_parameters
 from millpond.tiers.buffers import Slot, aligned_buffer
@@ -32,6 +32,46 @@ from millpond.tiers.free_memory import GivingBack
 from millpond.tiers.ledger import Ledger
 from millpond.tiers.loader import Backend, Extent, Loader, Ticket
 from millpond.tiers.threads import ThreadBackend
+
+
+@contextmanager
+def computing_with(matrices: Iterable[tuple[Any, EndMatrix]]) -> Iterator[None]:
+    """Linear layers and embeddings compute with the numbers that these matrices stand for, by torch.
+
+    Args:
+        matrices: modules, each with its matrix.
+    """
+    changed: list[Any] = []
+    try:
+        for module, matrix in matrices:
+            forward: Callable[..., Tensor] = _embedding if isinstance(module, nn.Embedding) else _linear
+            changed.append(module)
+            module.forward = partial(forward, module, matrix)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _linear(module: nn.Linear, matrix: QuantizedWeight | HeadSource, x: Tensor) -> Tensor:
+    if isinstance(matrix, QuantizedWeight):
+        return _multiply(x, matrix, module.bias)
+    return matrix.product(x.flatten(0, -2), module.bias, _multiply).view(*x.shape[:-1], -1)
+
+
+def _embedding(module: nn.Embedding, matrix: QuantizedWeight | EmbeddingSource, ids: Tensor) -> Tensor:
+    return matrix.take(ids.flatten()).view(*ids.shape, -1)
+
+
+def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The outcome of a linear layer by torch; of codes in float32, some rows of the matrix at a time."""
+    if isinstance(weight, Tensor):
+        return functional.linear(x, weight, bias)
+    step, wide = max(1, BLOCK // weight.shape[1]), x.float()
+    matrices = (weight.rows(begin, begin + step).widen(torch.float32) for begin in range(0, len(weight), step))
+    found = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
+    return (found if bias is None else found + bias).to(x.dtype)
+
 
 #: When packed parts are compared with their checksums.
 Verify = Literal["first", "always"]

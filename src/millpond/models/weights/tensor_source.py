@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from millpond.errors import DataError
-from millpond.models.weights.headers import TensorPlace
-from millpond.models.weights.layout import Layout
+from millpond.models.weights.layout import Layout, TensorPlace
 from millpond.tiers.buffers import Slot, aligned_buffer, aligned_down, aligned_up
 from millpond.tiers.files import DirectFile
 from millpond.tiers.loader import Extent, Loader, Ticket

@@ -12,11 +12,18 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse
 
-from millpond.server.openapi.base import ErrorAnswer
-from millpond.server.openapi.cluster import ClusterWorkers, WorkerDrained
-from millpond.server.openapi.completions import Chat, ChatChunk, Completion, CompletionChunk
+from millpond.server.openapi.answers import (
+    EVENTS,
+    Chat,
+    ChatChunk,
+    Completion,
+    CompletionChunk,
+    ErrorAnswer,
+    ResponseAnswer,
+)
 from millpond.server.openapi.infill import InfillChunk, Infilled
 from millpond.server.openapi.info import (
+    ClusterWorkers,
     Detokenized,
     Health,
     MemoryOfLayer,
@@ -26,10 +33,10 @@ from millpond.server.openapi.info import (
     SessionsDeleted,
     Tokenized,
     Version,
+    WorkerDrained,
 )
 from millpond.server.openapi.messages import EVENTS as MESSAGE_EVENTS
 from millpond.server.openapi.messages import AnthropicErrorAnswer, CountedTokens, SentMessage
-from millpond.server.openapi.responses import EVENTS, ResponseAnswer
 
 #: The first version that can say what each event of a stream is.
 _VERSION = "3.2.0"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from millpond.server.openapi.base import ChoiceFigures, Described
+from millpond.server.openapi.answers import ChoiceFigures, Described
 
 
 class InfillTimings(Described):

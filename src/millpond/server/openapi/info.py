@@ -1,10 +1,10 @@
-"""Answers of the routes about the server, its tokenizer and its memory."""
+"""Answers of the routes about the server, its tokenizer, its memory and its workers."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from millpond.server.openapi.base import Described
+from millpond.server.openapi.answers import Described
 
 
 class ModelCache(Described):
@@ -115,3 +115,47 @@ class MemoryOfLayer(Described):
     unused_bytes: int
     full_kv_bytes: int
     evicted: int
+
+
+class ClusterWorker(Described):
+    """A worker; numbers of its engine are missing while it starts."""
+
+    name: str
+    role: str
+    pid: int
+    node: str
+    state: str
+    requests: int
+    handoff_bytes: int
+    running: int | None = None
+    waiting: int | None = None
+    swapped: int | None = None
+    kv_bytes: int | None = None
+    kv_reserved: int | None = None
+    kv_limit: int | None = None
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+
+
+class ClusterWorkers(Described):
+    """All workers, and what was moved, copied, replayed and lost so far."""
+
+    workers: list[ClusterWorker]
+    moved: int
+    moved_bytes: int
+    full_bytes: int
+    replayed: int
+    deaths: int
+    move_s: float
+    checkpoints: int
+    checkpoint_bytes: int
+    resumed: int
+
+
+class WorkerDrained(Described):
+    """A worker that has ended, and what became of its requests."""
+
+    worker: str
+    moved: int
+    replayed: int
+    seconds: float

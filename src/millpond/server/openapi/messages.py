@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from millpond.server.openapi.base import AnswerFigures, ChoiceFigures, Described
+from millpond.server.openapi.answers import AnswerFigures, ChoiceFigures, Described
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from millpond.cache.state.span_marks import FairShare
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import Request
+from millpond.server.answers import ChatVoice, ChoicesJob
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.chat_breakpoints import breakpoints_of, check_marks
-from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import has_chunks, refuse_spans
 from millpond.server.errors import ApiError
 from millpond.server.fair_shares import FAIR, share_of_chat, with_shares
@@ -31,7 +31,6 @@ from millpond.server.request_mapping import (
     schema_of,
     wants_progress,
 )
-from millpond.server.response_format import ChatVoice
 from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
 from millpond.server.structured_outputs import StructuralTag, two_of

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query
 from fastapi import Path as InPath
 from fastapi import Request as HttpRequest
 
-from millpond.server.cluster_protocol import MoveCounters, ServedCluster, ServedWorker
 from millpond.server.errors import ApiError
-from millpond.server.operator_key import OperatorKey
+from millpond.server.identity import OperatorKey
+from millpond.server.llm_protocol import MoveCounters, ServedCluster, ServedWorker
 from millpond.server.service import Service
 
 #: Counters of `GET /cluster`.

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from millpond.cache.state.span_marks import FairShare, in_order
 from millpond.engine.chunks.prompt import Prompt
+from millpond.server.answers import ChoicesJob, CompletionVoice
 from millpond.server.body_parsing import ParsedRoute
-from millpond.server.choice_format import ChoicesJob
 from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
 from millpond.server.fair_shares import FAIR, spans_of_prompt, with_shares
@@ -22,7 +22,6 @@ from millpond.server.forget import refuse_forget
 from millpond.server.message_spans import KEEP, Span, refuse_forgotten
 from millpond.server.prompt_breakpoints import prompt_breakpoints
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, wants_progress
-from millpond.server.response_format import CompletionVoice
 from millpond.server.schemas import CompletionBody
 from millpond.server.service import Service
 

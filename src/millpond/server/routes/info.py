@@ -17,8 +17,8 @@ from millpond.methods import METHODS
 from millpond.option_files import shown
 from millpond.presets import PRESETS
 from millpond.server.body_parsing import ParsedRoute
-from millpond.server.cluster_protocol import ServedCluster
 from millpond.server.errors import ApiError
+from millpond.server.llm_protocol import ServedCluster
 from millpond.server.schemas import DetokenizeBody, TokenizeBody
 from millpond.server.service import Service
 

@@ -20,8 +20,7 @@ from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message, Tool
 from millpond.server.prompt_breakpoints import refuse_breakpoints
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
-from millpond.server.responses_format import ResponseJob
-from millpond.server.responses_schemas import ChosenFunction, FunctionCall, NamedSchema, ResponseBody
+from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponseJob
 from millpond.server.schemas import ChatBody, ChatFields, NamedFunction, NamedTool, ObjectFormat
 from millpond.server.service import Service
 from millpond.server.tokenizer_worker import PLAIN_STOP

@@ -1,19 +1,77 @@
-"""Reads tool calls from a text that arrives in pieces.
-
-Each format is a parser that is fed one character at a time, so that it cannot matter how the text is cut. Text is
-passed on as soon as it cannot be part of a call any more, and arguments as soon as the call's name is read.
-"""
+"""Reads tool calls from a text that arrives in pieces, and the parts of an answer in their order."""
 
 from __future__ import annotations
 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from millpond.server.messages import MOST_CALLS, arguments_of
-from millpond.server.tools.events import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text that is no part of a call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call of a tool; what it is called with follows."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the JSON of the last call's arguments."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnds:
+    """The last call is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallBreaks:
+    """The last call is none, as it turns out: `text` is how the model wrote it."""
+
+    text: str
+
+
+Event = Content | CallBegins | Arguments | CallEnds | CallBreaks
+
+
+@dataclass(slots=True)
+class Found:
+    """A whole answer: its content, and its calls as name and JSON of the arguments."""
+
+    content: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def found_in(events: Iterable[Event]) -> Found:
+    """What all events of an answer say together; a call that broke off is content."""
+    found = Found()
+    name, parts = "", list[str]()
+    for event in events:
+        match event:
+            case Content(text) | CallBreaks(text):
+                found.content += text
+            case CallBegins(name):
+                parts = []
+            case Arguments(text):
+                parts.append(text)
+            case CallEnds():
+                found.calls.append((name, "".join(parts)))
+    return found
+
 
 R = TypeVar("R")
 #: A part of a parser: it is sent characters, and returns what it read.

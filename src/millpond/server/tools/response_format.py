@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from millpond.engine.outputs import Completion, RequestOutput
-from millpond.server.logprobs import for_chat
-from millpond.server.response_format import StreamCursor, end_of
-from millpond.server.tools.events import Arguments, CallBegins, CallEnds, Content, Event, found_in
-from millpond.server.tools.reader import Reader
+from millpond.server.answers import StreamCursor, end_of
+from millpond.server.tools.reader import Arguments, CallBegins, CallEnds, Content, Event, Reader, found_in
 from millpond.server.tools.tool_choice import Tools
+from millpond.server.usage import for_chat
 
 
 @dataclass(slots=True)

@@ -10,10 +10,7 @@ from millpond.errors import OptionError
 from millpond.server.errors import ApiError
 from millpond.server.messages import MOST_CALLS, MOST_JSON, Function
 from millpond.server.schemas import ChatBody, NamedTool
-from millpond.server.tools.format import CallFormat, Tag
-from millpond.server.tools.hermes import Hermes
-from millpond.server.tools.llama3 import Llama3
-from millpond.server.tools.mistral import Mistral
+from millpond.server.tools.formats import CallFormat, Hermes, Llama3, Mistral, Tag
 from millpond.server.tools.reader import Reader
 from millpond.server.tools.template import Shown
 
