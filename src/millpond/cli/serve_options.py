@@ -216,7 +216,7 @@ def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str
     Raises:
         OptionError: workers of several devices, or more threads than this machine has CPUs. DataError: no plan.
     """
-    from millpond.cluster.plan.plan_file import load_plan
+    from millpond.cluster.layout_file import load_plan
 
     plan = load_plan(str(layout))
     if plan.devices > 1:
