@@ -49,8 +49,8 @@ class EngineChoice(OptionGroup):
         str | None,
         optional(
             metavar="RULE",
-            help="Keep prompts for others that begin alike, while there is memory; what goes first: lru, lfu, marker, "
-            "mark0, mark_predict or learned. Default: lru with --kv-memory.",
+            help="Keep prompts for others that begin alike, while there is memory; what goes first: lru or learned, or "
+            "lfu, marker, mark0 or mark_predict of millpond-lab. Default: lru with --kv-memory.",
         ),
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep no prompts.")] = False
