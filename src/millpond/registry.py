@@ -4,7 +4,7 @@ An option that names a file says so: `Annotated[str, "help", FILE]`, see `millpo
 declares its range: `Annotated[int, "help", Range(1, 64)]`, see `millpond.option_ranges`.
 
 A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it,
-and what installed packages name under entry points of that folder's name, so that others can add their own.
+and what installed packages name under a group of entry points, so that others can add their own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import pkgutil
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
 from millpond.errors import OptionError, unknown
+from millpond.install_command import install_command
 from millpond.option_files import FILE, OptionFile, OwnText, ReadWhenNamed, allowed, only_listed
 from millpond.option_ranges import UNDECLARED, Range, brief
 from millpond.scalar import number
@@ -199,11 +200,25 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Builders by name, filled on first use: by every module under `package`, and by entry points of that group."""
+    """Builders by name, filled on first use: by every module under `package`, and by entry points of a group.
 
-    def __init__(self, kind: str, package: str) -> None:
+    Args:
+        kind: what a builder makes, for messages. package: name of a package whose modules register builders.
+        group: of the entry points that name modules of other packages; None: that of the name of `package`.
+        extras: names of builders that extras of this package install, by extra: an error about a name says so.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        *,
+        group: str | None = None,
+        extras: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+    ) -> None:
         self.kind = kind
-        self._package = package
+        self._package, self._group = package, group or package
+        self._extras = extras
         self._entries: dict[str, Entry[T]] = {}
         self._walked = self._complete = False
         self._lock = threading.RLock()  # modules that are walked over look names up themselves
@@ -228,12 +243,23 @@ class Registry(Generic[T]):
         """The entry called `name`.
 
         Raises:
-            OptionError: there is none, with the closest name as a suggestion.
+            OptionError: there is none, with the closest name as a suggestion, or what installs it.
         """
         self._walk()
         if name not in self._entries:
-            raise unknown(self.kind, name, self._entries)
+            raise self._unknown(name)
         return self._entries[name]
+
+    def _unknown(self, name: str) -> OptionError:
+        text = str(unknown(self.kind, name, self._entries))
+        for extra, names in self._extras.items():
+            if name in names:
+                return OptionError(
+                    f"{self.kind} {name!r} is in millpond-{extra}; install it with: {install_command(extra)}"
+                )
+            if missing := sorted({*names} - self._entries.keys()):
+                text += f"; in millpond-{extra} ({install_command(extra)}): {', '.join(missing)}"
+        return OptionError(text)
 
     def _walk(self) -> None:
         if self._complete:
@@ -245,7 +271,7 @@ class Registry(Generic[T]):
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self._package}.{module.name}")
-            for point in entry_points(group=self._package):
+            for point in entry_points(group=self._group):
                 self._load(point)
             self._complete = True
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 
+from millpond import registry as registry_module
 from millpond.errors import OptionError
+from millpond.install_command import install_command
 from millpond.methods import METHODS
 from millpond.registry import Registry
+
+#: A module that adds a builder.
+ADDS = "from our_woods import WOODS\n@WOODS.register('{0}')\ndef build() -> str:\n    return '{0}'\n"
 
 
 @pytest.fixture
@@ -68,6 +78,51 @@ def test_unknown_names_and_options_come_with_a_suggestion(registry: Registry[Any
 def test_a_name_is_given_once(registry: Registry[Any]) -> None:
     with pytest.raises(OptionError, match="registered twice"):
         registry.register("stone")(lambda: {})
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """A package of builders, and another one that adds one under a group of its own; the groups that are asked for."""
+    asked: list[str] = []
+
+    def points(group: str) -> list[EntryPoint]:
+        asked.append(group)
+        return [EntryPoint("plank", "their_planks", group)] if group == "our.woods" else []
+
+    (tmp_path / "our_woods").mkdir()
+    (tmp_path / "our_woods" / "__init__.py").write_text(
+        "from millpond.registry import Registry\n"
+        "WOODS = Registry('wood', __name__, group='our.woods', extras={'lab': ['plank', 'veneer'], 'gpu': ['chip']})\n"
+    )
+    (tmp_path / "our_woods" / "beam.py").write_text(ADDS.format("beam"))
+    (tmp_path / "their_planks.py").write_text(ADDS.format("plank"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry_module, "entry_points", points)
+    yield asked
+    for name in ("our_woods", "our_woods.beam", "their_planks"):
+        sys.modules.pop(name, None)
+
+
+def test_a_group_has_another_name_than_the_package(installed: list[str]) -> None:
+    woods: Registry[str] = importlib.import_module("our_woods").WOODS
+    assert woods.names() == ["beam", "plank"]
+    assert woods.get("plank")() == "plank"
+    assert installed == ["our.woods"]
+    Registry[Any]("method", "millpond.methods").names()
+    assert installed == ["our.woods", "millpond.methods"], "by default that of the package"
+
+
+def test_an_unknown_name_says_what_an_extra_adds(installed: list[str]) -> None:
+    """Those that are there already are not named."""
+    woods: Registry[str] = importlib.import_module("our_woods").WOODS
+    with pytest.raises(OptionError) as refused:
+        woods.get("bean")
+    assert str(refused.value) == (
+        f"unknown wood 'bean'; did you mean 'beam'? Known: beam, plank; in millpond-lab ({install_command('lab')}): "
+        f"veneer; in millpond-gpu ({install_command('gpu')}): chip"
+    )
+    with pytest.raises(OptionError, match=r"wood 'veneer' is in millpond-lab; install it with: pip install"):
+        woods.get("veneer")
 
 
 @pytest.mark.parametrize("name", METHODS.names())

@@ -49,8 +49,8 @@ class EngineChoice(OptionGroup):
         str | None,
         optional(
             metavar="RULE",
-            help="Keep prompts for others that begin alike, while there is memory; what goes first: lru, lfu, marker, "
-            "mark0, mark_predict or learned. Default: lru with --kv-memory.",
+            help="Keep prompts for others that begin alike, while there is memory; what goes first: lru or learned, or "
+            "lfu, marker, mark0 or mark_predict of millpond-lab. Default: lru with --kv-memory.",
         ),
     ] = None
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep no prompts.")] = False
@@ -216,7 +216,7 @@ def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str
     Raises:
         OptionError: workers of several devices, or more threads than this machine has CPUs. DataError: no plan.
     """
-    from millpond.cluster.plan.plan_file import load_plan
+    from millpond.cluster.layout_file import load_plan
 
     plan = load_plan(str(layout))
     if plan.devices > 1:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 from millpond.cluster.batched_calls import BatchedCalls
 from millpond.cluster.client import Cluster, ClusterClient
 from millpond.cluster.figures import DrainResult
 from millpond.cluster.ledger import check_movable
 from millpond.cluster.outbox import Outbox
-from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
+from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.mailbox import Mailbox
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
+from millpond.errors import OptionError
 from millpond.models.load import find_tokenizer
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class AsyncClusterLLM(ClusterClient):
@@ -148,30 +152,32 @@ class AsyncClusterLLM(ClusterClient):
         work = self._cluster.dispatcher.drain(worker, replaced=replace)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
-    async def record(self) -> None:
-        """Record the steps and moves of all workers from now on, for a profile; see `RecordingEngines`.
+    async def call_workers(
+        self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args, most: int | None = None
+    ) -> list[T]:
+        """Await a function in the workers' processes, at once, with the `AsyncLLM` of each, while requests go on.
+
+        For the owner of the cluster, such as a measurement; nothing in a request or over HTTP leads here.
+
+        Args:
+            function: an async one at the top of a module, which the workers import by its name.
+            args: behind the `AsyncLLM`; like what it returns they go from process to process as pickles.
+            most: of the workers to call, the first by name; None: all that serve.
+
+        Returns:
+            What each returned, by the names of the workers.
 
         Raises:
-            OptionError: one of them has requests, or a budget in bytes.
+            OptionError: the function is not async, or workers cannot import it. WorkerLostError: a worker was lost.
+                MillpondError: the function failed. The other workers are not stopped.
         """
+        _check_importable(function)
 
-        async def begin() -> None:
-            await asyncio.gather(*(handle.record() for handle in self._cluster.dispatcher.serving))
+        async def call() -> list[T]:
+            handles = self._cluster.dispatcher.serving[:most]
+            return list(await asyncio.gather(*(handle.call(function, *args) for handle in handles)))
 
-        await asyncio.wrap_future(self._cluster.loop.start(begin()))
-
-    async def recorded(self) -> list[EngineRecord]:
-        """What each worker did since `record`; nothing is recorded any more."""
-
-        async def end() -> list[EngineRecord]:
-            return list(await asyncio.gather(*(handle.recorded() for handle in self._cluster.dispatcher.serving)))
-
-        return await asyncio.wrap_future(self._cluster.loop.start(end()))
-
-    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
-        """What a move occupies a worker for that does nothing else; see `measure_moves`."""
-        first = self._cluster.dispatcher.serving[0]
-        return await asyncio.wrap_future(self._cluster.loop.start(first.time_moves(prompts, seed)))
+        return await asyncio.wrap_future(self._cluster.loop.start(call()))
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End all workers; with `drain` what runs may finish first, for `timeout` seconds at most."""
@@ -180,3 +186,15 @@ class AsyncClusterLLM(ClusterClient):
         while drain and self._cluster.dispatcher.busy and (end is None or loop.time() < end):
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self._cluster.close)
+
+
+def _check_importable(function: Callable[..., Any]) -> None:
+    """
+    Raises:
+        OptionError: it is not async, or its name in its module does not mean it.
+    """
+    name = str(getattr(function, "__qualname__", function))
+    if getattr(sys.modules.get(function.__module__), name, None) is not function:
+        raise OptionError(f"{name} is not at the top of a module, where workers find it: define it there")
+    if not inspect.iscoroutinefunction(function):
+        raise OptionError(f"{name} is not async, and workers await it: define it with async def")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from millpond.cluster.messages import RequestStart, WorkerReport
-from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
+from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class WorkerLostError(MillpondError):
@@ -74,16 +76,8 @@ class WorkerHandle(Protocol):
         """See `EngineWorker.memory`."""
         ...
 
-    async def record(self) -> None:
-        """See `EngineWorker.record`."""
-        ...
-
-    async def recorded(self) -> EngineRecord:
-        """See `EngineWorker.recorded`."""
-        ...
-
-    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
-        """See `EngineWorker.time_moves`."""
+    async def call(self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args) -> T:
+        """See `EngineWorker.call`; a function of a module that another process imports too."""
         ...
 
     async def close(self) -> None:

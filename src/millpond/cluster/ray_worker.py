@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.local_process import LocalProcess
 from millpond.cluster.messages import RequestStart, WorkerReport
-from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker
+from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError
 from millpond.optional import require
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 #: Calls of one worker that may run at a time; all but those that wait for reports are short.
 _CALLS = 10_000
@@ -119,18 +121,9 @@ class RayWorker:
         found: CacheSnapshot | None = await self._wait(self._actor.memory.remote(name, layer))
         return found
 
-    async def record(self) -> None:
-        """See `WorkerHandle`."""
-        await self._wait(self._actor.record.remote())
-
-    async def recorded(self) -> EngineRecord:
-        """See `WorkerHandle`."""
-        found: EngineRecord = await self._wait(self._actor.recorded.remote())
-        return found
-
-    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
-        """See `WorkerHandle`."""
-        found: MoveTimes = await self._wait(self._actor.time_moves.remote(prompts, seed))
+    async def call(self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args) -> T:
+        """See `WorkerHandle`: the function goes to the other process as its name, its arguments as bytes."""
+        found: T = await self._wait(self._actor.call.remote(function, *args))
         return found
 
     async def close(self) -> None:

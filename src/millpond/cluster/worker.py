@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from millpond.cluster.handoff import HandoffBuffer, HandoffGoneError
 from millpond.cluster.messages import Reported, RequestStart, RequestUpdate, WorkerReport, failed
-from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.one_engine import OneEngine
-from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.roles import Role
 from millpond.cluster.settings import ClusterSettings
 from millpond.engine.async_llm import AsyncLLM
@@ -25,6 +22,9 @@ from millpond.engine.engine import Engine
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError, PoolFullError
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 #: A report comes after this many seconds even if nothing is new.
 HEARTBEAT_S = 0.5
@@ -69,7 +69,6 @@ class EngineWorker:
             OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`.
         """
         self._opened = AsyncLLM(self._model, **self._options)
-        self._recording = OneEngine(self._opened)
         if self._role == "prefill":
             self._opened.leave = self._leave
         return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
@@ -181,26 +180,13 @@ class EngineWorker:
         """See `AsyncLLM.memory`."""
         return await self._llm.memory(name, layer)
 
-    async def record(self) -> None:
-        """Record the steps and moves of the engine from now on; see `StepRecorder`.
+    async def call(self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args) -> T:
+        """Await a function of the owner's with this worker's `AsyncLLM`, in its event loop, while requests go on.
 
-        Raises:
-            OptionError: it has requests, or a budget in bytes.
+        Args:
+            function: an async one; `AsyncLLM.call` takes it on to the engine. args: behind the `AsyncLLM`.
         """
-        await self._recording.record()
-
-    async def recorded(self) -> EngineRecord:
-        """What the engine did since `record`; nothing is recorded any more.
-
-        Raises:
-            OptionError: it was not recorded.
-        """
-        (found,) = await self._recording.recorded()
-        return found
-
-    async def time_moves(self, prompts: Sequence[int], seed: int) -> MoveTimes:
-        """See `measure_moves`."""
-        return await self._recording.time_moves(prompts, seed)
+        return await function(self._llm, *args)
 
     async def close(self) -> None:
         """End all requests and give all memory back."""

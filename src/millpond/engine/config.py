@@ -92,8 +92,8 @@ class EngineConfig:
             the schedule "diagonal" of a plan sets it.
         prefix_cache: keep the pages of prompts for later prompts that begin alike, while no request needs the memory;
             the name of the paging rule that says which blocks go first (`list_paging_rules`), or True for "lru".
-        pager: file of `millpond train pager` for a rule that predicts ("learned", "mark0", "mark_predict"); None: the
-            predictor of the package.
+        pager: file of `millpond train pager` for a rule that predicts, such as "learned"; None: the predictor of the
+            package.
         prefix_disk: most bytes ("2GiB") of a disk for blocks of the prefix cache that leave the memory, and come back
             when a prompt begins with them; None: they are forgotten.
         prefix_folder: where these lie, in a file without a name; None: the system's folder for temporary files.

@@ -36,6 +36,6 @@ class Task(Protocol):
         ...
 
 
-TASKS: Registry[Task] = Registry("task", "millpond.evals.tasks")
+TASKS: Registry[Task] = Registry("task", "millpond.evals.tasks", group="millpond.evals.tasks")
 
 task = TASKS.register

@@ -8,9 +8,7 @@ import pytest
 
 from millpond.bench.paging.run import cost_of
 from millpond.cache.paging import PAGING, list_paging_rules
-from millpond.cache.paging.choose import rule_name, rule_named
 from millpond.cache.paging.rule import PageFacts
-from millpond.errors import DataError, OptionError
 
 RULES = PAGING.names()
 
@@ -100,24 +98,3 @@ def test_a_rule_of_few_steps_keeps_its_heap_small() -> None:
         rule.allow(page)
     assert len(rule._heap) <= 300  # type: ignore[attr-defined]
     assert rule.victim() == 0
-
-
-def test_rules_by_name() -> None:
-    assert rule_named(False) is None
-    assert [rule_name(choice) for choice in (True, False, "lfu")] == ["lru", None, "lfu"]
-    lru = rule_named(True)
-    assert lru is not None
-    assert lru.name == "lru"
-
-
-def test_what_is_refused_by_name() -> None:
-    with pytest.raises(OptionError, match="unknown paging rule 'leraned'; did you mean 'learned'"):
-        rule_named("leraned")
-    with pytest.raises(OptionError, match=r"only a replay does .*choose one of learned, lfu, lru"):
-        rule_named("belady")
-    with pytest.raises(OptionError, match="'lru' predicts nothing; leave pager out"):
-        rule_named(True, "pager.safetensors")
-    with pytest.raises(OptionError, match="needs a prefix cache that predicts"):
-        rule_named(False, "pager.safetensors")
-    with pytest.raises(DataError, match=r"pager no\.safetensors: cannot be read"):
-        rule_named("learned", "no.safetensors")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
 from millpond.cluster.async_llm import AsyncClusterLLM
+from millpond.cluster.plan import record
 from millpond.cluster.plan.fit import LEAST
 from millpond.cluster.plan.measure import Measured, measure
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
-from millpond.cluster.plan.one_engine import OneEngine
 from millpond.cluster.plan.profile import StepLoad
+from millpond.cluster.plan.recorded_engines import RecordedEngines
 from millpond.cluster.plan.recording import EngineRecord
 from millpond.cluster.plan.step_recorder import StepRecorder
 from millpond.engine.async_llm import AsyncLLM
@@ -102,16 +104,16 @@ def test_an_engine_with_requests_is_not_recorded(engine: Engine) -> None:
 
 
 def profile_of(local: LocalCluster, workers: int = 1) -> tuple[Measured, list[EngineRecord]]:
-    llm = AsyncClusterLLM.of(local.cluster, "tiny", None)
+    engines = RecordedEngines(AsyncClusterLLM.of(local.cluster, "tiny", None))
     records: list[EngineRecord] = []
-    recorded = llm.recorded
+    recorded = engines.recorded
 
     async def seen() -> list[EngineRecord]:
         records.extend(await recorded())
         return records
 
-    llm.recorded = seen  # type: ignore[method-assign]
-    found = asyncio.run(measure(llm, "tiny", prompts=PROMPTS, new=NEW, rounds=1, workers=workers))
+    engines.recorded = seen  # type: ignore[method-assign]
+    found = asyncio.run(measure(engines, "tiny", prompts=PROMPTS, new=NEW, rounds=1, workers=workers))
     return found, records
 
 
@@ -147,9 +149,21 @@ def test_a_worker_for_prompts_decodes_nothing_that_moves() -> None:
 
 def test_a_worker_that_has_started_since_was_not_recorded() -> None:
     with LocalCluster(replicas=1) as local:
-        llm = AsyncClusterLLM.of(local.cluster, "tiny", None)
+        engines = RecordedEngines(AsyncClusterLLM.of(local.cluster, "tiny", None))
         with pytest.raises(OptionError, match="take the profile again"):
-            asyncio.run(llm.recorded())
+            asyncio.run(engines.recorded())
+
+
+def test_a_recording_that_nobody_ends_goes_with_its_engine() -> None:
+    async def begun() -> None:
+        llm = AsyncLLM(shared_model("llama"), method="full")
+        await record.begin(llm)
+        assert len(record._RECORDERS) == 1
+        await llm.close(drain=False)
+
+    asyncio.run(begun())
+    gc.collect()
+    assert len(record._RECORDERS) == 0
 
 
 def test_an_error_on_the_way_ends_the_recording() -> None:
@@ -167,7 +181,7 @@ def test_an_error_on_the_way_ends_the_recording() -> None:
 
         llm.stream = fails  # type: ignore[method-assign]
         with pytest.raises(MillpondError, match="out of luck"):
-            asyncio.run(measure(llm, "tiny", prompts=PROMPTS, new=NEW, rounds=1))
+            asyncio.run(measure(RecordedEngines(llm), "tiny", prompts=PROMPTS, new=NEW, rounds=1))
         assert local.made[0].engine._llm._engine.watch is None
         local.settle()
 
@@ -176,7 +190,7 @@ def test_one_engine_is_measured_as_workers_are() -> None:
     async def measured() -> Measured:
         llm = AsyncLLM(shared_model("llama"), method="full")
         try:
-            return await measure(OneEngine(llm), "tiny", prompts=PROMPTS, new=NEW, rounds=1)
+            return await measure(RecordedEngines(llm), "tiny", prompts=PROMPTS, new=NEW, rounds=1)
         finally:
             await llm.close(drain=False)
 
@@ -190,6 +204,6 @@ def test_one_engine_is_measured_as_workers_are() -> None:
 async def too_long() -> None:
     llm = AsyncLLM(shared_model("llama"), method="full")
     try:
-        await measure(OneEngine(llm), "tiny", prompts=(llm.context_length,), new=NEW)
+        await measure(RecordedEngines(llm), "tiny", prompts=(llm.context_length,), new=NEW)
     finally:
         await llm.close(drain=False)

@@ -296,7 +296,7 @@ def test_a_profile_says_that_requests_cannot_move(tmp_path: Path, monkeypatch: p
     def refuse(*_: object) -> MoveTimes:
         raise OptionError("keys and values lie on a disk")
 
-    monkeypatch.setattr("millpond.cluster.plan.one_engine.measure_moves", refuse)
+    monkeypatch.setattr("millpond.cluster.plan.record.measure_moves", refuse)
     out = tmp_path / "p.json"
     profile = ["cluster", "profile", "--model", "pond-recall", "--prompts", "40,64", "--new", "4", "--rounds", "2"]
     result = CliRunner().invoke(app, [*profile, "--threads", "1", "--out", str(out)])

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond.cluster.plan.plan_file import load_plan
+from millpond.cluster.layout_file import load_plan
 from millpond.cluster.plan.watch import LoadShape, watch
 from millpond.errors import DataError
 

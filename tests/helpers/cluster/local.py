@@ -6,7 +6,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,14 +136,8 @@ class LocalWorker:
     async def memory(self, name: str, layer: int) -> Any:
         return await self._of(self.engine.memory(name, layer))
 
-    async def record(self) -> None:
-        await self._of(self.engine.record())
-
-    async def recorded(self) -> Any:
-        return await self._of(self.engine.recorded())
-
-    async def time_moves(self, prompts: Sequence[int], seed: int) -> Any:
-        return await self._of(self.engine.time_moves(prompts, seed))
+    async def call(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        return await self._of(self.engine.call(function, *args))
 
     async def close(self) -> None:
         self.go.set()

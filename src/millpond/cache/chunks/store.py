@@ -66,8 +66,8 @@ class ChunkStore:
             1, so that 0.17 gives at most 17 % of a chunk; the value of the paper is not known.
         dtype: of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
             "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
-        rule: which variants leave a full tier: "lru", "lfu", "marker", "mark0", "mark_predict" or "learned", as of
-            `prefix_cache`. Those that prompts use stay. pager: file of the predictor of a rule that has one.
+        rule: which variants leave a full tier: a paging rule ("lru", "learned"), as of `prefix_cache`. Those that
+            prompts use stay. pager: file of the predictor of a rule that has one.
         loading: most bytes of files that an engine holds for requests that wait or read their prompts. One request
             whose chunks take more is loaded alone.
 

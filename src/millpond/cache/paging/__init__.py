@@ -3,7 +3,10 @@
 from millpond.cache.paging.rule import PagingRule
 from millpond.registry import Registry
 
-PAGING: Registry[PagingRule] = Registry("paging rule", __name__)
+#: Rules to compare with, which the extra `lab` adds.
+_LAB = ("lfu", "mark0", "mark_predict", "marker")
+
+PAGING: Registry[PagingRule] = Registry("paging rule", __name__, group="millpond.cache.paging", extras={"lab": _LAB})
 
 paging_rule = PAGING.register
 

@@ -40,9 +40,8 @@ def profile(
     from millpond.bench.common.machine import describe_machine
     from millpond.cluster.async_llm import AsyncClusterLLM
     from millpond.cluster.plan.measure import Measured, measure
-    from millpond.cluster.plan.one_engine import OneEngine
     from millpond.cluster.plan.profile_file import save_profile
-    from millpond.cluster.plan.recording import RecordingEngines
+    from millpond.cluster.plan.recorded_engines import RecordedEngines
     from millpond.engine.async_llm import AsyncLLM
     from millpond.models.load import load_model
 
@@ -64,13 +63,11 @@ def profile(
                 llm = AsyncClusterLLM(
                     model, dtype=dtype, threads=threads, trust_remote_code=trust_remote_code, **numbers, **kept
                 )
-                engines: RecordingEngines = llm
             else:
                 llm = AsyncLLM(load_model(model, dtype, trust_remote_code=trust_remote_code), threads=threads, **kept)
-                engines = OneEngine(llm)
             try:
                 return await measure(
-                    engines,
+                    RecordedEngines(llm),
                     model,
                     prompts=lengths,
                     new=new,

@@ -15,7 +15,8 @@ from millpond.cluster.plan.fit import fit, fit_moves
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import StepLoad
 from millpond.cluster.plan.profile_file import Profile
-from millpond.cluster.plan.recording import EngineRecord, RecordingEngines
+from millpond.cluster.plan.recorded_engines import RecordedEngines
+from millpond.cluster.plan.recording import EngineRecord
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError, PoolFullError
@@ -43,7 +44,7 @@ class Measured:
 
 
 async def measure(
-    engines: RecordingEngines,
+    engines: RecordedEngines,
     name: str,
     *,
     prompts: Sequence[int] = (32, 128, 256, 512),
@@ -106,7 +107,7 @@ async def measure(
 class _Load:
     """Requests for engines, each with a prompt of its own; see `measure`."""
 
-    def __init__(self, engines: RecordingEngines, prompts: Sequence[int], new: int, seed: int) -> None:
+    def __init__(self, engines: RecordedEngines, prompts: Sequence[int], new: int, seed: int) -> None:
         self._engines, self._prompts, self._new = engines, prompts, new
         self._draw, self._sent = np.random.default_rng(seed), 0
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from millpond.budget import Budget
 from millpond.cache.atomic_files import publish, write_part
+from millpond.cluster.json_file import parse_json, read_json
 from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.json_file import parse_json, read_json
 from millpond.cluster.plan.layout import STEP_TOKENS
 from millpond.cluster.plan.move_times import FREE_MOVES, MoveTimes
 from millpond.cluster.plan.profile import A100, DecodeTimes, StepTimes

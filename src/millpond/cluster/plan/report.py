@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from millpond.cache.atomic_files import publish, write_part
+from millpond.cluster.layout_file import FORMAT
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Demand, Goodput, goodput
 from millpond.cluster.plan.layout import Link
-from millpond.cluster.plan.plan_file import FORMAT
 from millpond.errors import OptionError
 
 #: A layout counts as ahead only if its goodput per device is above the other's by this share, and outside its seeds.

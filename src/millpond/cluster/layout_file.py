@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from millpond.cluster.plan.json_file import read_json
+from millpond.cluster.json_file import read_json
 from millpond.errors import DataError
 
 #: Number of the form of the file.
