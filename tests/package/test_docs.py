@@ -226,13 +226,6 @@ def test_examples_in_docstrings_run(module: str) -> None:
     assert not result.failed
 
 
-def test_the_readme_shows_code_first() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = re.findall(r"^```(\w+)\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[0]
-    assert first[0] == "sh"
-    assert [line.split("#")[0].strip() for line in first[1].splitlines()] == ["make demo", "make test"]
-
-
 def test_the_files_that_the_architecture_names_exist() -> None:
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:src|tests)/[\w/.]+)`", page)
