@@ -16,10 +16,12 @@ from generated.api_page import api_page
 from generated.cli_page import cli_page
 from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
-from generated.markup import NOTE, fill
+from generated.markup import NOTE, fill, fill_all, fill_figures
 from generated.method_pages import method_page, method_table
 from generated.papers_page import papers_page
+from generated.quality_page import quality_figures, quality_tables
 from generated.results import RESULTS, ROOT
+from generated.retaining_page import retaining_figures, retaining_tables
 from generated.speed_tables import result_table, savings
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
@@ -50,6 +52,8 @@ CODECS_PAGE = ROOT / "docs" / "how-to" / "codecs.md"
 GPU_ROWS = RESULTS / "gpu-rows.jsonl"
 SPEED = ROOT / "docs" / "explanation" / "speed.md"
 ORDERINGS = ROOT / "docs" / "explanation" / "orderings.md"
+QUALITY_PAGE = ROOT / "docs" / "explanation" / "quality.md"
+RETAINING = ROOT / "docs" / "how-to" / "retaining-heads.md"
 
 
 def pages() -> dict[Path, str]:
@@ -72,9 +76,12 @@ def pages() -> dict[Path, str]:
     texts[SPEED] = fill(speed, "gpu", gpu_section(read_gpu_rows(GPU_ROWS)))
     texts[CODECS_PAGE] = fill(CODECS_PAGE.read_text(encoding="utf-8"), "codec-texts", codec_texts())
     texts[CHOOSE] = fill(CHOOSE.read_text(encoding="utf-8"), "chat-facts", chat_facts())
-    texts[ORDERINGS] = ORDERINGS.read_text(encoding="utf-8")
-    for name, table in claims_page.tables(read_findings(QUALITY / "orderings.json")).items():
-        texts[ORDERINGS] = fill(texts[ORDERINGS], name, table)
+    orderings = claims_page.tables(read_findings(QUALITY / "orderings.json"))
+    texts[ORDERINGS] = fill_all(ORDERINGS.read_text(encoding="utf-8"), orderings)
+    quality = fill_figures(QUALITY_PAGE.read_text(encoding="utf-8"), quality_figures())
+    texts[QUALITY_PAGE] = fill_all(quality, quality_tables())
+    retaining = fill_figures(RETAINING.read_text(encoding="utf-8"), retaining_figures())
+    texts[RETAINING] = fill_all(retaining, retaining_tables())
     texts[ROOT / "docs" / "leaderboard.md"] = leaderboard_page()  # as `millpond leaderboard` writes it
     for page in [readme, *sorted((ROOT / "docs").glob("how-to/*.md"))]:
         text = texts.get(page) or page.read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
-#: A figure in a sentence that is written by hand: its name, and how it is formatted.
-FIGURE = re.compile(r"<!-- = (.+?) as (\S+) -->.*?<!-- / -->", re.DOTALL)
+#: A figure in a sentence that is written by hand: its name and its format stand before it.
+FIGURE = re.compile(r"<!-- (\S[^>]*) (\S+) -->[^<]*<!-- / -->")
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -18,21 +18,33 @@ def fill(text: str, name: str, content: str) -> str:
     return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
 
 
+def fill_all(text: str, contents: Mapping[str, str]) -> str:
+    """`text` with several parts filled, by their names."""
+    for name, content in contents.items():
+        text = fill(text, name, content)
+    return text
+
+
 def fill_figures(text: str, figures: Mapping[str, float]) -> str:
-    """`text` with what stands between `<!-- = name as format -->` and `<!-- / -->` replaced by the figure of that name.
+    """`text` with what stands between `<!-- name format -->` and `<!-- / -->` replaced by the figure of that name.
 
     Raises:
-        SystemExit: no figure has that name.
+        SystemExit: a mark cannot be read, or no figure has its name.
     """
 
     def shown(found: re.Match[str]) -> str:
         name, form = found.groups()
         if name not in figures:
-            near = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
-            raise SystemExit(f"no figure is named {name!r}; there are {near or 'none that begin so'}, ...")
-        return f"<!-- = {name} as {form} -->{figures[name]:{form}}<!-- / -->"
+            alike = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
+            raise SystemExit(f"no figure is named {name!r}; some that begin so: {alike or 'none'}")
+        return f"<!-- {name} {form} -->{figures[name]:{form}}<!-- / -->"
 
-    return FIGURE.sub(shown, text)
+    filled, count = FIGURE.subn(shown, text)
+    if count != text.count("<!-- / -->"):
+        raise SystemExit(
+            f"{text.count('<!-- / -->')} figures end and {count} begin; write <!-- name .3f -->0<!-- / -->"
+        )
+    return filled
 
 
 def cell(text: str) -> str:
