@@ -17,6 +17,7 @@ TOOLS := $(VENV)/.millpond-tools
 LOG := $(VENV)/install.log
 MODELS := packages/millpond-models
 SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
+YAML := mkdocs.yml .pre-commit-config.yaml $(wildcard .github/*/*.yml)
 KVPRESS := build/kvpress/bin/python
 
 # $(call install,what): pip install, what it downloads and compiles a line each; all that it said, where it fails
@@ -39,7 +40,7 @@ help:
 	@echo "make test-slow   the long tests: all combinations, endless text, constant memory, many random examples"
 	@echo "make test-real   the tests on that real model"
 	@echo "make gpu-dry-run every section of the GPU benchmarks in small on the CPU; installs Triton"
-	@echo "make lint        ruff: rules and formatting"
+	@echo "make lint        ruff: rules and formatting; YAML files that parse"
 	@echo "make types       mypy --strict"
 	@echo "make docs        write the generated pages, and build the site into build/site"
 	@echo "make docs-pages  the generated pages alone; make docs-check compares them"
@@ -101,6 +102,7 @@ gpu-dry-run: $(TESTS)
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -c 'import sys, yaml; [yaml.compose(open(path, encoding="utf-8")) for path in sys.argv[1:]]' $(YAML)
 
 types: $(TOOLS)
 	$(BIN)/mypy

@@ -9,6 +9,7 @@ import inspect
 import io
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +120,33 @@ def test_a_stale_part_is_replaced(generator: ModuleType) -> None:
         generator.fill("a", "x", "new")
 
 
+def test_figures_in_sentences_are_replaced(generator: ModuleType) -> None:
+    figures = {"aware h2o mean": 0.5446, "points of h2o": 7.2}
+    page = "has <!-- aware h2o mean .2f -->0.60<!-- / --> and <!-- points of h2o +.0f -->+3<!-- / --> points"
+    filled = "has <!-- aware h2o mean .2f -->0.54<!-- / --> and <!-- points of h2o +.0f -->+7<!-- / --> points"
+    assert generator.fill_figures(page, figures) == filled
+    assert generator.fill_figures(filled, figures) == filled
+    with pytest.raises(SystemExit, match=r"'aware ada mean'; some that begin so: aware h2o mean"):
+        generator.fill_figures("<!-- aware ada mean .2f -->0.60<!-- / -->", figures)
+    with pytest.raises(SystemExit, match="1 figures end and 0 begin"):
+        generator.fill_figures("<!--aware h2o mean .2f -->0.60<!-- / -->", figures)
+
+
+def test_figures_and_verdicts_follow_the_rows(generator: ModuleType) -> None:
+    quality = importlib.import_module("generated.quality_page")
+    rows = quality.read_rows(quality.QUALITY / "aware")
+    before = quality.leaderboard_figures("aware", rows)
+    place = next(place for place, row in enumerate(rows) if row.method == "h2o")
+    rows[place] = replace(rows[place], score=rows[place].score + 0.5)
+    after = quality.leaderboard_figures("aware", rows)
+    assert after["aware h2o mean"] == pytest.approx(before["aware h2o mean"] + 0.05)
+    assert after[f"aware h2o {quality.task_of(rows[place])}"] == rows[place].score
+    findings = quality.read_findings(quality.QUALITY / "orderings.json")
+    quality.check_pairs(findings)
+    with pytest.raises(SystemExit, match="the first is ahead in"):
+        quality.check_pairs([replace(one, low=-one.high) for one in findings])
+
+
 @pytest.mark.parametrize("page", [_marked(page) for page in WITH_CODE], ids=name)
 def test_snippets_run_and_print_what_the_page_shows(page: Path, unknown_words: list[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "snippet"}
@@ -224,13 +252,6 @@ def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted
     assert not result.failed
-
-
-def test_the_readme_shows_code_first() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = re.findall(r"^```(\w+)\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[0]
-    assert first[0] == "sh"
-    assert [line.split("#")[0].strip() for line in first[1].splitlines()] == ["make demo", "make test"]
 
 
 def test_the_files_that_the_architecture_names_exist() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
-from gpu_tables import gpu_section
+from generated.gpu_tables import gpu_section
 
 BASE = {"card": "a card", "torch": "2.11", "triton": "3.6", "day": "2026-11-27", "seconds": 1.0}
 

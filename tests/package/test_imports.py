@@ -93,19 +93,6 @@ def test_a_part_imports_only_what_stands_to_its_left(module: Path) -> None:
             assert part in OUTSIDE[top], f"{part} imports {top}"
 
 
-#: Public classes that may share a name: the OpenAPI document calls its parts what the API calls them.
-SAME_NAME = {"Completion", "Described"}
-
-
-def test_no_two_public_classes_share_a_name() -> None:
-    homes: dict[str, list[str]] = {}
-    for module in MODULES:
-        for node in ast.parse(module.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(module.relative_to(PACKAGE)))
-    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SAME_NAME} == {}
-
-
 def at_module_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
     """Imports outside functions and classes, those for type checkers among them."""
     for node in body:
@@ -143,16 +130,6 @@ def test_every_package_says_what_it_holds(package: Path) -> None:
     assert doc.splitlines()[0].endswith((".", "`")), doc
     modules = [file for file in package.glob("*.py") if file.stem != "__init__"]
     assert modules or list(package.glob("*/__init__.py")), "a package that holds nothing"
-
-
-@pytest.mark.parametrize("package", [p for p in PACKAGES if p.parent == PACKAGE], ids=lambda p: p.name)
-def test_every_part_says_what_it_imports(package: Path) -> None:
-    doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
-    names = {name for module in package.rglob("*.py") for name in imported(module)}
-    parts = sorted(
-        ({name.split(".")[1] for name in names if name.startswith("millpond.")} & RANK.keys()) - {package.name}
-    )
-    assert " ".join(doc.partition("Imports: ")[2].split()) == ", ".join(parts) + "."
 
 
 def test_peers_of_one_rank_do_not_import_each_other() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +17,6 @@ from millpond.hf.calibration.measure import calibrate
 from millpond.hf.model_profile import ModelProfile
 from tests.helpers.hf.families import VOCABULARY, family
 from tests.helpers.walk import Stay, files, returns, together, walk
-
-PACKAGE = Path(mp.__file__).parent
 
 
 def walks(model: PreTrainedModel) -> Iterator[list[Stay]]:
@@ -103,22 +99,3 @@ def test_a_walk_counts_files_that_it_comes_back_to() -> None:
     assert returns(down) == 0
     assert returns([*down, Stay("b", "h", 1), Stay("c", "i", 2)]) == 2
     assert together([down, down[:2]]) == down
-
-
-def test_only_the_profile_asks_for_the_language_side() -> None:
-    """`get_text_config` is called where a model is read, and nowhere else."""
-    found = {
-        str(module.relative_to(PACKAGE))
-        for module in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "get_text_config"
-    }
-    assert found == {"hf/model_profile.py"}
-
-
-def test_support_budgets_and_rotation_do_not_know_each_other() -> None:
-    parts = {"model_support", "layer_budgets", "rotary", "output_projection"}
-    for path in ("model_support", "layer_budgets", "signals/rotary", "signals/output_projection"):
-        tree = ast.parse((PACKAGE / "hf" / f"{path}.py").read_text(encoding="utf-8"))
-        names = {n.module.split(".")[-1] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
-        assert not names & parts, path

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from types import ModuleType
 
 import millpond
 import millpond.plugins
+from generated.results import ROOT
 from millpond.bench.common.report import markdown_table
 
-ROOT = Path(__file__).parent.parent
 GROUPS = {
     "Caches for `generate()`": (
         "compress",
@@ -72,7 +71,9 @@ def api_page() -> str:
     """
     grouped = sorted(name for names in GROUPS.values() for name in names)
     if grouped != sorted(millpond.__all__):
-        raise ValueError(f"docs/api_page.py groups {grouped}, but the public names are {sorted(millpond.__all__)}")
+        raise ValueError(
+            f"docs/generated/api_page.py groups {grouped}, but the public names are {sorted(millpond.__all__)}"
+        )
     parts = [f"# Python\n\n{INTRO}"]
     for title, names in GROUPS.items():
         about = f"{ABOUT[title]}\n\n" if title in ABOUT else ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from generated.results import ROOT
 from millpond.bench.common.report import markdown_table
 from millpond.codec.presets import PRESETS
 from millpond.evals.decoding.record import SummaryRow
@@ -16,7 +17,6 @@ from millpond.evals.task import TASKS
 from millpond.methods import METHODS
 from millpond.registry import Entry
 
-ROOT = Path(__file__).parent.parent
 BUDGET = "20%"
 #: Test files whose name is not that of the method, the number format or the task.
 TESTS = {
@@ -85,7 +85,7 @@ Tasks are what methods are measured by, so they have no row of their own; [optio
 """
 
 
-def papers_page(panels_of: Callable[[str], dict[str, CurvePanel]], formats: Sequence[SummaryRow]) -> str:
+def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: Sequence[SummaryRow]) -> str:
     """The page in Markdown.
 
     Args:
@@ -171,11 +171,11 @@ def _file(path: str) -> str:
         ValueError: there is none.
     """
     if not (ROOT / path).is_file():
-        raise ValueError(f"{path} does not exist; name the file in docs/papers_page.py")
+        raise ValueError(f"{path} does not exist; name the file in docs/generated/papers_page.py")
     return f"[{Path(path).name}](../../{path})"
 
 
-def _score(panels: dict[str, CurvePanel], protocol: str) -> str:
+def _score(panels: Mapping[str, CurvePanel], protocol: str) -> str:
     points = panels[protocol].own.points if protocol in panels else ()
     point = next((point for point in points if point.budget == BUDGET), None)
     return "–" if point is None else f"{point.share:.1%} ({point.low:.1%} to {point.high:.1%})"

@@ -1,0 +1,57 @@
+"""The Markdown of generated pages: their note, parts that are filled, figures in sentences, cells of tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+NOTE = "<!-- written by docs/generate.py; edit the code instead -->\n"
+#: A figure in a sentence that is written by hand: its name and its format stand before it.
+FIGURE = re.compile(r"<!-- (\S[^>]*) (\S+) -->[^<]*<!-- / -->")
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """`text` with the part between `<!-- name -->` and `<!-- /name -->` replaced."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"a page lacks {begin} ... {end}")
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
+def fill_all(text: str, contents: Mapping[str, str]) -> str:
+    """`text` with several parts filled, by their names."""
+    for name, content in contents.items():
+        text = fill(text, name, content)
+    return text
+
+
+def fill_figures(text: str, figures: Mapping[str, float]) -> str:
+    """`text` with what stands between `<!-- name format -->` and `<!-- / -->` replaced by the figure of that name.
+
+    Raises:
+        SystemExit: a mark cannot be read, or no figure has its name.
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        name, form = found.groups()
+        if name not in figures:
+            alike = ", ".join(sorted(known for known in figures if known.split()[0] == name.split()[0])[:8])
+            raise SystemExit(f"no figure is named {name!r}; some that begin so: {alike or 'none'}")
+        return f"<!-- {name} {form} -->{figures[name]:{form}}<!-- / -->"
+
+    filled, count = FIGURE.subn(shown, text)
+    if count != text.count("<!-- / -->"):
+        raise SystemExit(
+            f"{text.count('<!-- / -->')} figures end and {count} begin; write <!-- name .3f -->0<!-- / -->"
+        )
+    return filled
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a Markdown table."""
+    return text.replace("|", "\\|")
+
+
+def left(table: str) -> str:
+    """A table whose columns all stand to the left."""
+    return table.replace("---:", "---")
