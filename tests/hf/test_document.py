@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import millpond as mp
@@ -88,6 +89,21 @@ def wide() -> Any:
         attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "streaming"])
+def test_what_was_restored_is_saved_as_it_was(method: str, tmp_path: Path) -> None:
+    """Before anything is read behind it, too."""
+    model = llama("gqa", torch.float32)
+    with torch.no_grad(), mp.compress(model, method, None if method == "full" else 40) as cache:
+        read_document(model, cache, IDS)
+        save_document(cache, IDS, tmp_path / "text")
+    cache, ids = restore_document(model, tmp_path / "text")
+    with cache:
+        save_document(cache, ids, tmp_path / "again")
+    one, other = (load_file(tmp_path / name) for name in ("text", "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_generate_goes_on_behind_the_text(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     keys, values = stored["keys"], stored["values"]
     scale, softcap, window = stored["shape"].tolist()
     shape = AttentionShape(scale, softcap, int(window))
+    core.attention.shape = shape
     table = core.allocate(keys[None, :, :0], values[None, :, :0], shape, planned=True)
     lens = stored["lens"].cpu().numpy()
     table.reserve(0, lens)

@@ -1,0 +1,9 @@
+"""Prints which of the names given are registered: methods and tasks, those that other packages add among them."""
+
+import sys
+
+import millpond as mp
+from millpond.evals.task import TASKS
+
+if __name__ == "__main__":
+    print(*sorted({*mp.list_methods(), *TASKS.names()} & {*sys.argv[1:]}))
