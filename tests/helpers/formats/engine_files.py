@@ -15,12 +15,11 @@ from millpond.cache.chunks.file_format import content as chunk_content
 from millpond.cache.chunks.file_format import serialized
 from millpond.cache.chunks.files import mark_of
 from millpond.cache.chunks.variant import StoredVariant
-from millpond.engine.offload.plan_file import save_plan
+from millpond.engine.offload.plan import save_plan
 from millpond.engine.offload.planner import EXAMPLE
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import CacheOptions, Request
-from millpond.engine.sessions.key import TurnPlace
-from millpond.engine.sessions.stored_turn import StoredTurn
+from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import unpack
 from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, RequestSnapshot
 from tests.helpers.formats.model import DATA, MODEL, VOCABULARY, of_heads, prompt

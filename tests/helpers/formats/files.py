@@ -16,14 +16,13 @@ from torch import Tensor
 
 import millpond as mp
 from millpond.budget import Budget
-from millpond.cache.paging.features import N_WEIGHTS
-from millpond.cache.paging.predictor import load_weights, save_weights
+from millpond.cache.paging.predictor import N_WEIGHTS, load_weights, save_weights
 from millpond.cli.chat_session import ChatSession
+from millpond.cluster.layout_file import load_plan as load_workers
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Goodput
 from millpond.cluster.plan.layout import ClusterLayout, WorkerPlan
 from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.plan_file import load_plan as load_workers
 from millpond.cluster.plan.profile import DecodeTimes, StepTimes
 from millpond.cluster.plan.profile_file import Profile, load_profile, save_profile
 from millpond.cluster.plan.report import Verdict
@@ -32,16 +31,14 @@ from millpond.codec.calibration import Calibration, Numbers, load_calibration
 from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import read as read_machine
 from millpond.engine.offload.machine_file import write as write_machine
-from millpond.engine.offload.plan_file import load_plan, save_plan
+from millpond.engine.offload.plan import load_plan, save_plan
 from millpond.evals.inspector.trace import Change, HeadTrace, Trace, read_trace
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.calibration.measure import calibrate
 from millpond.hf.fit import Fit, FitRow, load_fit
-from millpond.hf.offline.head_patterns import find_patterns
-from millpond.hf.offline.query_filters import save_filters
-from millpond.policy.retaining.file import gates_of, heads_of, save_heads
-from millpond.policy.retaining.gates import Gates, LayerGate
-from millpond.policy.retaining.heads import LayerHeads, RetainingHeads
+from millpond.hf.offline import find_patterns, save_filters
+from millpond.policy.trained.file import gates_of, heads_of, save_heads
+from millpond.policy.trained.networks import Gates, LayerGate, LayerHeads, RetainingHeads
 from tests.helpers.formats.documents import CALIBRATION, GATE
 from tests.helpers.formats.engine_files import PLAN
 from tests.helpers.formats.model import DATA, ids, of_heads, prompt
