@@ -14,7 +14,7 @@ import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
 from millpond.cluster.ledger import AnswerRecord
 from millpond.cluster.messages import AnswerUpdate, WorkerReport
-from millpond.cluster.ray_session import check_address
+from millpond.cluster.ray_worker import check_address
 from millpond.cluster.router import Load, choose
 from millpond.cluster.settings import ClusterSettings
 from millpond.engine.outputs import EngineStats, RequestOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millpond.cluster.handoff import HandoffBuffer, HandoffGoneError
+from millpond.cluster.worker import HandoffBuffer, HandoffGoneError
 
 
 class Clock:

@@ -11,8 +11,8 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
+from millpond.cluster.dispatcher import LastTries
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.last_tries import LastTries
 from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.messages import WorkerReport
 from millpond.engine.outputs import RequestOutput

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.batched_calls import BatchedCalls
+from millpond.cluster.async_llm import AsyncClusterLLM, BatchedCalls
+from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.loop_thread import LoopThread
 from millpond.cluster.messages import Reported, RequestStart, WorkerReport
 from millpond.engine import async_llm
 from millpond.engine.outputs import RequestOutput, Times

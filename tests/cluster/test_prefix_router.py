@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from millpond.cluster.prefix_ledger import PrefixLedger
-from millpond.cluster.roles import Role
-from millpond.cluster.router import Load, choose
+from millpond.cluster.router import Load, PrefixLedger, choose
+from millpond.cluster.settings import Role
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from tests.helpers.cluster.local import LocalCluster

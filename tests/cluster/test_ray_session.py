@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from millpond.cluster import ray_session
-from millpond.cluster.ray_session import RaySession
+from millpond.cluster import ray_worker
+from millpond.cluster.ray_worker import RaySession
 from millpond.errors import OptionError
 
 
@@ -37,8 +37,8 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
-    monkeypatch.setattr(ray_session, "require", lambda *_: made)
-    monkeypatch.setattr(ray_session, "_connection", None)
+    monkeypatch.setattr(ray_worker, "require", lambda *_: made)
+    monkeypatch.setattr(ray_worker, "_connection", None)
     return made
 
 

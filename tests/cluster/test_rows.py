@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 
 import millpond as mp
-from millpond.cluster.data.answer_files import ROWS, AnswerFiles
-from millpond.cluster.data.ray_stage import AnswerRows, generate_dataset, rows_of
-from millpond.cluster.data.row_engine import RowColumns, RowEngine, in_order, key_of, prompt_of
+from millpond.cluster.data import (
+    ROWS,
+    AnswerFiles,
+    AnswerRows,
+    RowColumns,
+    RowEngine,
+    generate_dataset,
+    in_order,
+    key_of,
+    prompt_of,
+    rows_of,
+)
 from millpond.engine.config import EngineConfig
 from millpond.errors import DataError, OptionError
 

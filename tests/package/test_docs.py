@@ -206,7 +206,7 @@ def test_the_tree_of_errors_is_theirs() -> None:
 
 
 def _kinds_of(kind: type) -> dict[str, type]:
-    for module in ("millpond.cluster.handle", "millpond.cluster.handoff"):
+    for module in ("millpond.cluster.handle", "millpond.cluster.worker"):
         importlib.import_module(module)
     return {kind.__name__: kind, **{n: k for one in kind.__subclasses__() for n, k in _kinds_of(one).items()}}
 

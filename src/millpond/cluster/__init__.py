@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from millpond.cluster.async_llm import AsyncClusterLLM as AsyncLLM
-    from millpond.cluster.data.ray_stage import generate_dataset
+    from millpond.cluster.data import generate_dataset
     from millpond.cluster.llm import ClusterLLM as LLM
 
 __all__ = ["LLM", "AsyncLLM", "generate_dataset"]

@@ -5,24 +5,111 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar, TypeVarTuple
 
-from millpond.cluster.batched_calls import BatchedCalls
-from millpond.cluster.client import Cluster, ClusterClient
+from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import DrainResult
 from millpond.cluster.ledger import check_movable
-from millpond.cluster.outbox import Outbox
-from millpond.cluster.roles import Role
+from millpond.cluster.llm import Cluster, ClusterClient
+from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
-from millpond.engine.mailbox import Mailbox
+from millpond.engine.mailbox import Mail, Mailbox, deliver
 from millpond.engine.outputs import CacheSnapshot, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
 from millpond.models.load import find_tokenizer
 
+
+class Outbox:
+    """Outputs for tasks of other event loops; a report of a worker has those of all its requests.
+
+    Args:
+        cancel: called with the id of a request whose reader is gone, with its loop.
+    """
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        self._cancel = cancel
+        self._mail: list[Mail] = []
+
+    def put(self, box: Mailbox, output: RequestOutput) -> None:
+        """Send an output at the end of this pass of the loop that is running."""
+        if not self._mail:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._mail.append((box, output))
+
+    def _send(self) -> None:
+        mail, self._mail = self._mail, []
+        for _, output in deliver(mail):
+            if not output.finished:
+                self._cancel(output.request_id)
+
+
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Call:
+    function: Callable[[], Any]
+    answer: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+
+class BatchedCalls:
+    """Calls into one loop, safe to use from any other loops. Requests that are sent at once arrive together so."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+        self._waiting: dict[asyncio.AbstractEventLoop, list[_Call]] = {}  # each touched by its own loop only
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the loop, and return what it returns.
+
+        Cancelled in the pass in which it was made, it is not called at all.
+
+        Raises:
+            Exception: what the function raises.
+        """
+        here = asyncio.get_running_loop()
+        call = _Call(function, here.create_future())
+        if here not in self._waiting:
+            self._waiting[here] = []
+            here.call_soon(self._send, here)
+        self._waiting[here].append(call)
+        result: T = await call.answer
+        return result
+
+    def _send(self, here: asyncio.AbstractEventLoop) -> None:
+        calls = [call for call in self._waiting.pop(here) if not call.answer.cancelled()]
+        if calls:
+            self._loop.call(lambda: _make(calls, here))
+
+
+def _make(calls: Sequence[_Call], home: asyncio.AbstractEventLoop) -> None:
+    for call in calls:
+        try:
+            call.result = call.function()
+        except Exception as error:
+            call.error = error
+    try:
+        home.call_soon_threadsafe(_answer, calls)
+    except RuntimeError:  # that loop is closed, and nothing waits there any more
+        return
+
+
+def _answer(calls: Sequence[_Call]) -> None:
+    for call in calls:
+        if call.answer.cancelled():
+            continue
+        if call.error is not None:
+            call.answer.set_exception(call.error)
+        else:
+            call.answer.set_result(call.result)
+
+
 Args = TypeVarTuple("Args")
 
 

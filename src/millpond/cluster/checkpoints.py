@@ -7,14 +7,13 @@ import math
 import time
 from dataclasses import dataclass
 
-from millpond.cluster.background_tasks import BackgroundTasks, quietly
+from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.handoff import HandoffBuffer
 from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.moves import DECODES, REPLICAS, RETRY_S, Mover, RequestBook
 from millpond.cluster.settings import ClusterSettings
-from millpond.cluster.worker import BYTES_BESIDES, BYTES_FACTOR
+from millpond.cluster.worker import BYTES_BESIDES, BYTES_FACTOR, HandoffBuffer
 from millpond.cluster.worker_pool import WorkerPool
 from millpond.errors import MillpondError, PoolFullError
 

@@ -1,34 +1,130 @@
-"""Dispatcher: gives requests to workers, and begins them again where a worker is lost.
-
-All of it runs in one event loop, and nothing in it waits for one worker alone.
-"""
+"""Dispatcher: gives requests to workers within their deadlines, and starts them again where a worker is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
-from millpond.cluster.background_tasks import BackgroundTasks
 from millpond.cluster.checkpoints import Checkpoints
-from millpond.cluster.deadlines import Deadlines
-from millpond.cluster.draining import Drain
+from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, together
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.last_tries import LastTries
 from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.messages import RequestStart, RequestUpdate, WorkerReport, error_of
-from millpond.cluster.moves import Mover
-from millpond.cluster.outgoing import Outgoing
-from millpond.cluster.prefix_ledger import PrefixLedger
-from millpond.cluster.roles import Role
-from millpond.cluster.router import Load, RecentWork, choose
-from millpond.cluster.settings import ClusterSettings
+from millpond.cluster.moves import Drain, Mover
+from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
+from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError, OptionError
+
+#: Seconds after a deadline in which the worker of a request may end it with its last tokens.
+GRACE_S = 0.5
+
+
+class Deadlines:
+    """Timers of the requests of one event loop. expired: called with each request that is still there."""
+
+    def __init__(self, expired: Callable[[LedgerEntry], None]) -> None:
+        self._expired = expired
+        self._timers: dict[LedgerEntry, asyncio.TimerHandle] = {}
+
+    def watch(self, entry: LedgerEntry) -> None:
+        """A request arrives. One with a deadline that is none is left to the engine, which refuses it."""
+        deadline = entry.request.deadline
+        if deadline is not None and deadline > 0:
+            loop = asyncio.get_running_loop()
+            self._timers[entry] = loop.call_later(deadline + GRACE_S, self._expired, entry)
+
+    def forget(self, entry: LedgerEntry) -> None:
+        """A request has ended."""
+        timer = self._timers.pop(entry, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class LastTries:
+    """Requests that were lost as often as they may be, and had no new token since.
+
+    One of them may be what ends its workers. On a worker together they would end together; alone, it ends alone.
+
+    Args:
+        max_replays: how often in a row a request is begun again.
+    """
+
+    def __init__(self, max_replays: int) -> None:
+        self._max_replays = max_replays
+        self._trying: LedgerEntry | None = None
+        self._waiting: dict[LedgerEntry, None] = {}  # in the order in which they came
+
+    def may_begin(self, entry: LedgerEntry, *, wait: bool) -> bool:
+        """Whether a request may go to a worker now.
+
+        Args:
+            wait: where it may not, `over` returns it when its turn has come.
+        """
+        if not 0 < entry.replays >= self._max_replays:
+            return True
+        if self._trying in (None, entry):
+            self._trying = entry
+            return True
+        if wait:
+            self._waiting[entry] = None
+        return False
+
+    def over(self, entry: LedgerEntry) -> LedgerEntry | None:
+        """A request has a new token or has ended; returns the next one, which may go to a worker now."""
+        self._waiting.pop(entry, None)
+        if self._trying is not entry:
+            return None
+        self._trying = next(iter(self._waiting), None)
+        if self._trying is not None:
+            del self._waiting[self._trying]
+        return self._trying
+
+
+class Outgoing:
+    """Requests for workers.
+
+    Those that are sent in one pass of the loop go in one message, and so do those that come until a worker has
+    answered the message before; nothing waits for a clock.
+
+    Args:
+        tasks: what runs in the background.
+    """
+
+    def __init__(self, tasks: BackgroundTasks) -> None:
+        self._tasks = tasks
+        #: Requests that are in no message yet, by name, of each worker that has a message to answer or gets one.
+        self._waiting: dict[WorkerHandle, dict[str, RequestStart]] = {}
+
+    def send(self, handle: WorkerHandle, start: RequestStart) -> None:
+        """Let a worker have a request."""
+        if handle not in self._waiting:
+            self._waiting[handle] = {}
+            self._tasks.run(self._run(handle, self._waiting[handle]))
+        self._waiting[handle][start.request.request_id] = start
+
+    def cancel(self, handle: WorkerHandle, name: str) -> None:
+        """Let a worker end a request; one that is in no message yet is not sent at all."""
+        if self._waiting.get(handle, {}).pop(name, None) is None:
+            self._tasks.run(quietly(handle.cancel(name)))
+
+    async def _run(self, handle: WorkerHandle, waiting: dict[str, RequestStart]) -> None:
+        try:
+            while waiting:
+                starts = tuple(waiting.values())
+                waiting.clear()
+                await handle.start(starts)
+        except WorkerLostError:
+            return  # its reports end too, and then its requests go to others
+        finally:
+            del self._waiting[handle]
+
 
 #: Roles that read prompts.
 READS: frozenset[Role] = frozenset({"replica", "prefill"})

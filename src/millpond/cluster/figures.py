@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from millpond.cluster.roles import Role
+from millpond.cluster.settings import Role
 from millpond.engine.outputs import EngineStats, PrefixStats
 
 #: Where a worker is: it loads its model; it serves; it gives its requests to others and ends.

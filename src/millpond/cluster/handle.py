@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from millpond.cluster.messages import RequestStart, WorkerReport
-from millpond.cluster.roles import Role
+from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request

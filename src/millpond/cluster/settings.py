@@ -1,12 +1,15 @@
-"""ClusterSettings: the workers of a cluster and what it does when one is gone, checked when they are put together."""
+"""ClusterSettings: the workers of a cluster, their roles, and what it does when one is gone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from millpond.budget import parse_bytes
-from millpond.cluster.roles import Role
 from millpond.errors import OptionError
+
+#: Who reads prompts and decodes ("replica"), or only one of the two.
+Role = Literal["replica", "prefill", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True)

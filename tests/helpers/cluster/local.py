@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from millpond.cluster.client import Cluster
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.llm import ClusterLLM
+from millpond.cluster.llm import Cluster, ClusterLLM
 from millpond.cluster.messages import RequestStart, WorkerReport
-from millpond.cluster.roles import Role
-from millpond.cluster.settings import ClusterSettings
+from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.config import EngineConfig
 from millpond.engine.outputs import RequestOutput

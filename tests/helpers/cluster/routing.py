@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from millpond.cluster.prefix_ledger import PrefixLedger
-from millpond.cluster.router import Load, RecentWork, choose
+from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
 from millpond.engine.request import Request
 
 BLOCK = 16
