@@ -19,7 +19,7 @@ __all__ = ["LLM", "AsyncLLM", "generate_dataset"]
 _HOME = {
     "AsyncLLM": ("async_llm", "AsyncClusterLLM"),
     "LLM": ("llm", "ClusterLLM"),
-    "generate_dataset": ("data.ray_stage", "generate_dataset"),
+    "generate_dataset": ("data", "generate_dataset"),
 }
 
 
