@@ -38,7 +38,7 @@ ORDER = [
     {"cache"},
     {"models"},
     {"hf"},
-    {"runner"},
+    {"inspector", "runner"},
     {"engine"},
     {"cluster", "server", "evals", "bench", "train"},
     {"cli"},
@@ -47,7 +47,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 #: Libraries and the parts that may know them. bench compares with transformers' own caches; the command line takes
 #: its types and its streamer.
 OUTSIDE = {
-    "transformers": {"models", "hf", "runner", "evals", "train", "bench", "cli"},
+    "transformers": {"models", "hf", "inspector", "runner", "evals", "train", "bench", "cli"},
     "matplotlib": {"cli", "evals", "bench"},
     "rich": {"cli", "bench", "engine", "models", "train"},
     "typer": {"cli"},
