@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.helpers.evals.browser import CHROMIUM, Browser
-from tests.helpers.evals.small import save_tiny, text, tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
@@ -22,6 +20,8 @@ from millpond.inspector.palette import DEEP, contrast, luminance, text_on, water
 from millpond.inspector.token_text import encode_pieces
 from millpond.inspector.trace import Change, HeadTrace, Trace, read_trace
 from millpond.inspector.trace_recorder import record_trace
+from tests.helpers.evals.browser import CHROMIUM, Browser
+from tests.helpers.evals.small import save_tiny, text, tiny_model, tiny_tokenizer
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
 NEW = 9

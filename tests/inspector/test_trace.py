@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers.evals.small import text, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -21,6 +20,7 @@ from millpond.hf.compress import compress
 from millpond.inspector.token_text import continuation, encode_pieces
 from millpond.inspector.trace import Trace, levels_of, read_trace, scores_of
 from millpond.inspector.trace_recorder import Recorder, record_trace
+from tests.helpers.evals.small import text, tiny_model, tiny_tokenizer
 
 NEW = 9
 Seen = dict[tuple[int, int, int], list[tuple[int, float]]]

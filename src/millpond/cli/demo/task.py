@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
+from millpond.hf.stopwatch import Stopwatch
 from millpond.methods import METHODS
 from millpond.models.cache_argument import cache_argument
 from millpond.models.load import load_tokenizer
