@@ -1,4 +1,4 @@
-"""Commands that other packages add to `millpond`, and refusals in the place of those that are not installed."""
+"""Commands that other packages add to `millpond`, and refusals for commands of packages that are not installed."""
 
 from __future__ import annotations
 
