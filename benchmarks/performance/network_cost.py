@@ -26,11 +26,11 @@ import torch
 from script import begin, keep
 from torch import Tensor
 
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.bench.generate.candidates import ModelShape, draw_prompts
 from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.cache.layer import layer_cache
 from millpond.hf.compress import compress
+from millpond.hf.stopwatch import Stopwatch
 from millpond.policy.trained.file import save_heads
 from millpond.policy.trained.networks import Gates, RetainingHeads
 

@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 
 from millpond.bench.common.report import markdown_table
 from millpond.cli.train.heavy_hitters import BEGIN, END
-from millpond.evals.report.palette import INK
 from millpond.evals.report.plots.style import SCALE, calm, figure, title, write
+from millpond.inspector.palette import INK
 
 Found = dict[str, Any]
 

@@ -86,6 +86,9 @@ _HOME = {
     "save_document": "millpond.hf.document",
 }
 
+#: Of these, what the package millpond-lab defines.
+_IN_LAB = {"fit"}
+
 __all__ = [  # noqa: RUF022 (plainly sorted)
     "AsyncLLM",
     "Budget",
@@ -130,7 +133,13 @@ def __getattr__(name: str) -> Any:
         return import_module("millpond.cluster")
     if name not in _HOME:
         raise AttributeError(f"module 'millpond' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    if name in _IN_LAB:
+        from millpond.optional import require
+
+        home = require(_HOME[name], "lab", f"mp.{name}")
+    else:
+        home = import_module(_HOME[name])
+    value = globals()[name] = getattr(home, name)
     return value
 
 

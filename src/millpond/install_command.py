@@ -7,7 +7,7 @@ from pathlib import Path
 #: Whether package registries carry millpond. All messages, and the commands in README and docs, follow from it.
 PUBLISHED = False
 #: Extras that are packages of this repository until they are published.
-PACKAGES = {"models": "packages/millpond-models"}
+PACKAGES = {"models": "packages/millpond-models", "lab": "packages/millpond-lab"}
 
 
 def install_command(extra: str) -> str:

@@ -17,10 +17,10 @@ def require(library: str, extra: str, purpose: str) -> Any:
         purpose: what needs it, as the subject of the error's sentence.
 
     Raises:
-        OptionError: it is not installed.
+        OptionError: it, or a library that it needs, is not installed.
     """
     try:
         return import_module(library)
-    except ModuleNotFoundError:
-        name = library.partition(".")[0]
+    except ModuleNotFoundError as error:
+        name = error.name or library.partition(".")[0]
         raise OptionError(f"{purpose} needs {name}; install it with: {install_command(extra)}") from None

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import millpond as mp
 from millpond.bench.common.report import methods_markdown
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.bench.generate.candidates import ModelShape, draw_prompts
 from millpond.bench.methods import plan_clock
 from millpond.bench.methods import run as bench
@@ -26,6 +25,7 @@ from millpond.bench.methods.run import QUICK, MethodsPlan, candidates_of
 from millpond.bench.methods.timed_run import TimedRun, step_s
 from millpond.cli.app import app
 from millpond.errors import OptionError
+from millpond.hf.stopwatch import Stopwatch
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 

@@ -18,7 +18,7 @@ from millpond.cli.chat_backend import LocalBackend, Message
 from millpond.engine.llm import LLM
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import DataError
-from tests.bench.serve.fake import FakeServer
+from tests.helpers.server.fake_openai import FakeServer
 
 #: What `pond-recall` was trained for: pairs to remember, and a question for one of them.
 PAIRS = "the key of the red box is seven ."
@@ -189,10 +189,9 @@ def test_mistakes_are_one_sentence(options: list[str], message: str) -> None:
 
 def test_without_httpx_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    for command in (["chat", "--url", "http://x"], ["bench", "serve", "--url", "http://x", "--users", "1"]):
-        done = CliRunner().invoke(app, command, input="hello\n")
-        assert done.exit_code == 2
-        assert "pip install httpx" in done.stderr
+    done = say("hello", options=["--url", "http://x"])
+    assert done.exit_code == 2
+    assert "pip install httpx" in done.stderr
 
 
 def test_a_session_goes_on_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

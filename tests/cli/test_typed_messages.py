@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from millpond.cli.typed_messages import typed
-from tests.bench.serve.fake import FakeServer
 from tests.helpers.cli.terminal import Terminal
+from tests.helpers.server.fake_openai import FakeServer
 
 #: Writes each message as JSON on a line of its own.
 SAYS = """

@@ -14,9 +14,9 @@ from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.report.curve_section import quality_section
 from millpond.evals.report.curves import CurvePanel, curves_of, panels
 from millpond.evals.report.kvpress_equivalents import PRESSES
-from millpond.evals.report.palette import colour_of
 from millpond.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond.evals.report.plots.style import write
+from millpond.inspector.palette import colour_of
 from tests.helpers.evals.scored import row
 
 KVPRESS = {"peer": "kvpress 0.5.5", "kv_bytes": 1000.0, "masks_only": True}

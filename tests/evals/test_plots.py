@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.evals.harness.results import cell_of
-from millpond.evals.inspector.trace import Change, HeadTrace, Trace
 from millpond.evals.report.leaderboard import render
-from millpond.evals.report.palette import METHODS, colour_of, marker_of
 from millpond.evals.report.pareto_front import pareto_front
 from millpond.evals.report.plots.budgets import budget_map, budgets_of_trace
 from millpond.evals.report.plots.folder import draw_all
 from millpond.evals.report.plots.needle import NeedlePanel, grid, needle, panels_of
 from millpond.evals.report.plots.pareto import pareto
 from millpond.evals.report.plots.quality import quality
+from millpond.inspector.palette import METHODS, colour_of, marker_of
+from millpond.inspector.trace import Change, HeadTrace, Trace
 from tests.helpers.evals.scored import record, row, save
 
 FULL, H2O, WINDOW = row("full", "t", 0.9), row("h2o", "t", 0.8), row("window", "t", 0.3)

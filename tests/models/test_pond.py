@@ -6,9 +6,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from millpond.cli.demo.task import DemoTask
 from millpond.errors import OptionError
 from millpond.models.pond import facts as f
 from millpond.models.pond import words as w
+from millpond.models.pond.demo_file import FILE, demo_exam, file_text
+from millpond.models.pond.demo_file import LENGTH as DEMO_LENGTH
+from millpond.models.pond.demo_file import SEED as DEMO_SEED
 from millpond.models.pond.exam import TASKS, Paper, draw_paper, spell
 from millpond.models.pond.facts import FAMILIES, FactQuestion, Facts, Words
 from millpond.models.pond.text import FILLERS, filler, hide, stream
@@ -150,3 +154,21 @@ def test_the_tokenizer_has_one_token_per_word() -> None:
 def test_every_family_is_examined() -> None:
     asked: list[FactQuestion] = [question for task in TASKS for question in draw_paper(task, 0, 0, LENGTH).asked]
     assert {question.family for question in asked} == set(FAMILIES)
+
+
+def test_the_file_of_the_demo_is_what_its_writer_makes() -> None:
+    assert FILE.read_text(encoding="utf-8") == file_text(), "python -m millpond.models.pond.demo_file writes it again"
+
+
+@pytest.mark.parametrize(("length", "seed"), [(DEMO_LENGTH, DEMO_SEED), (400, 5)])
+@pytest.mark.parametrize("questions", [1, 5, 32])
+def test_the_demo_asks_the_first_questions_of_the_exam(length: int, seed: int, questions: int) -> None:
+    """Fewer questions change neither the text nor each other."""
+    task = DemoTask.draw(length, questions, seed)
+    paper = draw_paper("recall", seed, 0, length + 7, {"pairs": 32, "questions": questions})
+    assert task.context[0].tolist() == paper.text.tolist()
+    assert task.questions.tolist() == [list(question.question) for question in paper.asked]
+    assert task.answers.tolist() == [question.references[0] for question in paper.asked]
+    facts = {*w.ids(w.NAMES), *w.ids(w.THINGS)}
+    assert task.pairs == [i for i, word in enumerate(paper.text.tolist()) if word in facts]
+    assert demo_exam(length, seed)["length"] == length == task.length - 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import millpond
 from millpond.errors import OptionError
 from millpond.install_command import install_command
 from millpond.optional import require
@@ -65,3 +67,20 @@ def test_one_that_is_missing_is_an_option_error() -> None:
     said = re.escape(f"drawing needs nothing_here; install it with: {install_command('plot')}")
     with pytest.raises(OptionError, match=said):
         require("nothing_here.deep", "plot", "drawing")
+
+
+def test_one_that_another_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_more.py").write_text("import nothing_here.deep\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(OptionError, match=r"^drawing needs nothing_here; install it with"):
+        require("needs_more", "plot", "drawing")
+
+
+def test_what_the_lab_measures_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = millpond._HOME["fit"]
+    monkeypatch.setitem(sys.modules, home, None)
+    monkeypatch.delitem(vars(millpond), "fit", raising=False)
+    said = re.escape(f"mp.fit needs {home}; install it with: {install_command('lab')}")
+    with pytest.raises(OptionError, match=f"^{said}$"):
+        _ = millpond.fit
+    assert "fit" in dir(millpond)

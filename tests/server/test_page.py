@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.engine.outputs import Forgotten
-from millpond.evals.inspector import palette
+from millpond.inspector import palette_css
 from millpond.server.routes.ui import PATHS
 from tests.helpers.server.fake import FakeLLM, client_of
 from tests.helpers.server.live import Live, live, until
@@ -40,7 +40,7 @@ def test_every_file_of_the_page_is_served() -> None:
 
 def test_its_colours_are_those_of_the_inspector() -> None:
     style = files("millpond.server").joinpath("page", "style.css").read_text(encoding="utf-8")
-    assert "".join(palette().split()) in "".join(style.split())
+    assert "".join(palette_css().split()) in "".join(style.split())
 
 
 @in_browser

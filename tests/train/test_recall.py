@@ -45,6 +45,7 @@ def test_bundled_folder_is_small_and_complete() -> None:
         "MODEL_CARD.md",
         "chat_template.jinja",
         "config.json",
+        "demo.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",

@@ -1,4 +1,4 @@
 """Benchmarks of speed and memory, each with a baseline in the same run.
 
-Imports: budget, cache, codec, engine, errors, hf, kernels, methods, models, peer_process, policy, runner, tiers.
+Imports: budget, cache, cli, codec, engine, errors, hf, kernels, methods, models, peer_process, policy, runner, tiers.
 """

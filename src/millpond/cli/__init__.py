@@ -1,7 +1,7 @@
 """The command line: thin, with its options taken from the registry. Needs the extra `cli`.
 
-Imports: bench, budget, cache, cluster, codec, cpu_limit, engine, errors, evals, hf, install_command, markdown,
-methods, models, option_files, optional, policy, presets, registry, server, train.
+Imports: bench, budget, cache, cluster, codec, cpu_limit, engine, errors, evals, hf, inspector, install_command,
+markdown, methods, models, option_files, optional, policy, presets, registry, server, train.
 """
 
 import sys

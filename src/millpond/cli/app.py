@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -14,31 +13,16 @@ from millpond.cli import (
     chat,
     chunks,
     documents,
-    eval_peer,
-    fit,
     generate,
     inspect,
-    leaderboard,
     list_registry,
-    lm_eval,
     models,
     plan,
-    plot,
     serve,
 )
-from millpond.cli import eval as evaluation
-from millpond.cli.bench import app as bench
-from millpond.cli.bench import batch as bench_batch
-from millpond.cli.bench import chunks as bench_chunks
-from millpond.cli.bench import cluster as bench_cluster
-from millpond.cli.bench import engines as bench_engines
-from millpond.cli.bench import offload as bench_offload
-from millpond.cli.bench import paging as bench_paging
-from millpond.cli.bench import serve as bench_serve
-from millpond.cli.cluster import app as cluster
+from millpond.cli.added_commands import Command, add_command, added_commands
 from millpond.cli.console import errors
 from millpond.cli.demo import command as demo
-from millpond.cli.train import app as train
 from millpond.errors import MillpondError
 
 EXIT_USER_ERROR = 2
@@ -88,7 +72,8 @@ def _root(
     """Give any Hugging Face decoder a KV cache inside a memory budget."""
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+#: In the order of the help, groups after commands; None: it is a command of millpond-lab.
+COMMANDS: dict[str, Command | None] = {
     "generate": generate.generate,
     "batch": batch.batch,
     "remember": documents.remember,
@@ -96,31 +81,25 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat.chat,
     "demo": demo.demo,
     "calibrate": calibrate.calibrate,
-    "fit": fit.fit,
-    "eval": evaluation.evaluate,
-    "eval-peer": eval_peer.eval_peer,
-    "lm-eval": lm_eval.lm_eval,
+    "fit": None,
+    "eval": None,
+    "eval-peer": None,
+    "lm-eval": None,
     "inspect": inspect.inspect,
     "serve": serve.serve,
     "plan": plan.plan,
-    "plot": plot.plot,
-    "leaderboard": leaderboard.leaderboard,
+    "plot": None,
+    "leaderboard": None,
     "methods": list_registry.methods,
     "codecs": list_registry.codecs,
+    "models": models.app,
+    "chunks": chunks.app,
+    "bench": None,
+    "cluster": None,
+    "train": None,
 }
-#: lm-eval reads all of its arguments itself.
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-for name, command in COMMANDS.items():
-    app.command(name, context_settings=PASSED_ON if name == "lm-eval" else None)(command)
-bench.app.command("batch")(bench_batch.batch)
-bench.app.command("chunks")(bench_chunks.chunks)
-bench.app.command("engines")(bench_engines.engines)
-bench.app.command("offload")(bench_offload.offload)
-bench.app.command("paging")(bench_paging.paging)
-bench.app.command("serve")(bench_serve.serve)
-bench.app.command("cluster")(bench_cluster.cluster)
-app.add_typer(models.app, name="models")
-app.add_typer(chunks.app, name="chunks")
-app.add_typer(bench.app, name="bench")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(train.app, name="train")
+own = {name: command for name, command in COMMANDS.items() if command is not None}
+#: A command of this package keeps its name, whatever others add.
+all_commands = added_commands(COMMANDS.keys() - own.keys()) | own
+for name in sorted(all_commands, key=lambda name: [*COMMANDS, name].index(name)):
+    add_command(app, name, all_commands[name])

@@ -200,8 +200,6 @@ class HttpBackend:
 
     @staticmethod
     def _pieces(response: httpx.Response, clock: Clock) -> Iterator[str]:
-        from millpond.bench.serve.client import parse_event
-
         for line in response.iter_lines():
             event = line.removeprefix("data:").strip()
             if not line.startswith("data:") or event == "[DONE]":
@@ -216,6 +214,23 @@ class HttpBackend:
                 clock.first = time.monotonic()
             if text:
                 yield text
+
+
+def parse_event(event: str) -> tuple[str, bool, dict[str, Any] | None]:
+    """Text of the first choice, whether it ended, and the server's count if this event has it.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is no event of a completion, or tells of an error.
+    """
+    data = json.loads(event)
+    if "error" in data:
+        raise ValueError(f"the server says {data['error']}")
+    choices = data.get("choices") or []
+    usage = data.get("usage")
+    if not choices:
+        return "", False, usage
+    text = choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
+    return str(text), choices[0].get("finish_reason") is not None, usage
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from millpond.cli.prompt_options import PromptSource, encode, wants_template
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
-    from millpond.bench.common.stopwatch import Stopwatch
     from millpond.engine.outputs import Forgotten
     from millpond.hf.stats import CacheStats
+    from millpond.hf.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)

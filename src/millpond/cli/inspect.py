@@ -20,7 +20,7 @@ from millpond.presets import choose
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from millpond.evals.inspector.token_text import Encoded
+    from millpond.inspector.token_text import Encoded
 
 
 @expand_groups
@@ -38,9 +38,9 @@ def inspect(
 ) -> None:
     """Generate inside a KV budget and write a page that shows, step by step, which entries each head holds."""
     text, chosen = source.read(), cache.for_compress()
-    from millpond.evals.inspector import page
-    from millpond.evals.inspector.trace_recorder import record_trace
     from millpond.hf.compress import compress
+    from millpond.inspector import page
+    from millpond.inspector.trace_recorder import record_trace
 
     loaded, tokenizer = model.load()
     coded = encode(tokenizer, text, chat)
@@ -72,7 +72,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> 
     Raises:
         OptionError: a chat template is wanted and there is none.
     """
-    from millpond.evals.inspector.token_text import encode_pieces
+    from millpond.inspector.token_text import encode_pieces
     from millpond.models.untrusted.render import write_chat
 
     if not wants_template(tokenizer, chat):

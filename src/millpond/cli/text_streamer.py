@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.engine.detokenizer import IncrementalDetokenizer
+from millpond.hf.stopwatch import Stopwatch
 
 
 class TextStopwatch(Stopwatch):

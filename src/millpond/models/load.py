@@ -47,7 +47,8 @@ OWN = {
 }
 
 _HEADS = Path(__file__).parent / "heads"
-_INSIDE = Path(__file__).parent / "bundled"
+#: The folder of the models that come with the package.
+BUNDLED = Path(__file__).parent / "bundled"
 
 
 def installed_models() -> list[str]:
@@ -80,7 +81,7 @@ def heads_files() -> list[Path]:
 
 def _folders() -> list[Path]:
     """Where models lie."""
-    return [_INSIDE, *_separate()]
+    return [BUNDLED, *_separate()]
 
 
 def _separate() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from millpond.bench.serve.run import LoadPlan, run
 from millpond.bench.serve.statistics import summarise
 from millpond.cli.app import app
 from millpond.errors import DataError, OptionError
-from tests.bench.serve.fake import FakeServer
+from tests.helpers.server.fake_openai import FakeServer
 
 TEXTS = [LoadRequest(0.05 * i, f"question {i}", 4) for i in range(6)]
 
@@ -216,3 +217,10 @@ def test_mistakes_are_one_sentence(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "serve", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_without_httpx_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    done = CliRunner().invoke(app, ["bench", "serve", "--url", "http://x", "--users", "1"])
+    assert done.exit_code == 2
+    assert "pip install httpx" in done.stderr

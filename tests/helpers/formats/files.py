@@ -32,11 +32,11 @@ from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineCon
 from millpond.engine.offload.machine_file import read as read_machine
 from millpond.engine.offload.machine_file import write as write_machine
 from millpond.engine.offload.plan import load_plan, save_plan
-from millpond.evals.inspector.trace import Change, HeadTrace, Trace, read_trace
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.calibration.measure import calibrate
 from millpond.hf.fit import Fit, FitRow, load_fit
 from millpond.hf.offline import find_patterns, save_filters
+from millpond.inspector.trace import Change, HeadTrace, Trace, read_trace
 from millpond.policy.trained.file import gates_of, heads_of, save_heads
 from millpond.policy.trained.networks import Gates, LayerGate, LayerHeads, RetainingHeads
 from tests.helpers.formats.documents import CALIBRATION, GATE

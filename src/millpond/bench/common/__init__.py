@@ -1,1 +1,1 @@
-"""Shared parts of the benchmarks: machine, memory, stopwatch, report, peer processes."""
+"""Shared parts of the benchmarks: machine, memory, report, peer processes."""

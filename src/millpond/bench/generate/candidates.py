@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from millpond.bench.common.memory import PeakMemory, storage_bytes
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.bench.generate.saved_model import SavedModel
 from millpond.hf.compress import compress
 from millpond.hf.native_layers.decoder_layers import use_native_layers
+from millpond.hf.stopwatch import Stopwatch
 from millpond.models.cache_argument import cache_argument
 
 _GQA = "TRANSFORMERS_SDPA_FORCE_GQA"

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.hf.cache import MillpondCache
 from millpond.hf.model_profile import ModelProfile
+from millpond.hf.stopwatch import Stopwatch
 
 
 class PlanClock:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millpond.bench.common.stopwatch import Stopwatch
 from millpond.bench.methods.candidate import MethodTiming
 from millpond.bench.methods.plan_clock import PlanClock
 from millpond.hf.compress import compress
+from millpond.hf.stopwatch import Stopwatch
 from millpond.models.cache_argument import cache_argument
 from millpond.policy.policy import Policy
 

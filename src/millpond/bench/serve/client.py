@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from millpond.cli.chat_backend import parse_event
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -166,20 +167,3 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             yield line.removeprefix("data:").strip()
-
-
-def parse_event(event: str) -> tuple[str, bool, dict[str, Any] | None]:
-    """Text of the first choice, whether it ended, and the server's count if this event has it.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is no event of a completion, or tells of an error.
-    """
-    data = json.loads(event)
-    if "error" in data:
-        raise ValueError(f"the server says {data['error']}")
-    choices = data.get("choices") or []
-    usage = data.get("usage")
-    if not choices:
-        return "", False, usage
-    text = choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
-    return str(text), choices[0].get("finish_reason") is not None, usage

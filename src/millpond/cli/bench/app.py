@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from millpond.cli.bench import batch, chunks, cluster, engines, offload, paging, serve
 from millpond.cli.bench.common import check_share, command_line, deliver, parse_cells, saved_model, with_given
 from millpond.cli.console import errors
 from millpond.cli.options import BenchModelName, ModelName, Quick, Report, Threads, WeightSeed, optional
@@ -183,3 +184,12 @@ def _shape(text: str) -> ModelShape:
     if heads % kv_heads or head_dim % 2:
         raise OptionError(f"shape {text!r}: query heads must be a multiple of KV heads, and the head size even")
     return ModelShape(layers, width, heads, kv_heads, head_dim, ffn=max(1, width * 11 // 4))
+
+
+app.command("batch")(batch.batch)
+app.command("chunks")(chunks.chunks)
+app.command("engines")(engines.engines)
+app.command("offload")(offload.offload)
+app.command("paging")(paging.paging)
+app.command("serve")(serve.serve)
+app.command("cluster")(cluster.cluster)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from millpond.bench.offload.table import label_of, waited_share
-from millpond.evals.report.palette import FAINT, INK, water
 from millpond.evals.report.plots.style import calm, figure, heading, write
+from millpond.inspector.palette import FAINT, INK, water
 
 _BAR_INCHES, _HEAD_INCHES = 0.34, 1.1
 

@@ -34,9 +34,21 @@ PROTOCOL = (
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("millpond-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the text, which the model was not trained on.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the text, which the model was not trained on; another one than 0 needs millpond-lab."
+        ),
+    ] = 0,
     budget: Annotated[str, typer.Option(help="Budget of every method but full.")] = "20%",
-    length: Annotated[int, typer.Option(min=64, max=4000, help="Words of the text; with --model, tokens.")] = 2048,
+    length: Annotated[
+        int,
+        typer.Option(
+            min=64,
+            max=4000,
+            help="Words of the text, with millpond-lab another number than 2,048; with --model, tokens.",
+        ),
+    ] = 2048,
     questions: Annotated[int, typer.Option(help="Questions, one for each of the first N of 32 pairs.")] = 32,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = METHODS,
     model_name: Annotated[
@@ -65,7 +77,7 @@ def demo(
         f"{PROTOCOL} Budget: {budget} for every method but full. Seed {seed}.\n"
     )
     with notes():
-        run_method(model, DemoTask.draw(128, 1, seed), "full", budget)  # the first call pays for start-up
+        run_method(model, task.beginning(128), "full", budget)  # the first call pays for start-up
         with screen.status("running") as status:
             outcomes = []
             for name in names:

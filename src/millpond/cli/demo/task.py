@@ -5,24 +5,26 @@ This module knows how to ask and to count; it neither prints nor draws.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.bench.common.stopwatch import Stopwatch
+from millpond.errors import OptionError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
+from millpond.hf.stopwatch import Stopwatch
 from millpond.methods import METHODS
 from millpond.models.cache_argument import cache_argument
-from millpond.models.load import load_tokenizer
-from millpond.models.pond import words as w
-from millpond.models.pond.exam import draw_paper
+from millpond.models.load import BUNDLED, load_tokenizer
+from millpond.optional import require
 
+#: The exam that comes with the model, and the module that draws others.
+FILE, EXAMS = BUNDLED / "pond-recall" / "demo.json", "millpond.models.pond.demo_file"
 PAIRS = 32
-ROOM = 7  #: tokens of `<bos>`, a question and its answer
 STEPS = 16  #: tokens generated for each question: the answer, and the rest for the clock
 
 
@@ -39,16 +41,29 @@ class DemoTask:
     def draw(cls, length: int, questions: int, seed: int) -> DemoTask:
         """A held-out task of `length` words; the first `questions` of its 32 pairs, in random order, are asked.
 
+        The text of 2,048 words and seed 0 comes with the model; another one is drawn by millpond-lab.
+
         Raises:
-            OptionError: a length that cannot hold the pairs, or a number of questions out of range.
+            OptionError: a length that cannot hold the pairs, a number of questions out of range, or another text than
+                that of the model without millpond-lab.
         """
-        paper = draw_paper("recall", seed, 0, length + ROOM, {"pairs": PAIRS, "questions": questions})
-        told = {*w.ids(w.NAMES), *w.ids(w.THINGS)}
+        exam = json.loads(FILE.read_text(encoding="utf-8"))
+        if (exam["length"], exam["seed"]) != (length, seed):
+            exam = require(EXAMS, "lab", "demo with another --length or --seed").demo_exam(length, seed)
+        if not 1 <= questions <= PAIRS:
+            raise OptionError(f"questions={questions}: the text answers 1 to {PAIRS}")
+        told = {*(name for _, name, _ in exam["questions"]), *exam["answers"]}
         return cls(
-            torch.from_numpy(paper.text)[None],
-            torch.tensor([asked.question for asked in paper.asked]),
-            torch.tensor([asked.references[0] for asked in paper.asked]),
-            [place for place, word in enumerate(paper.text.tolist()) if word in told],
+            torch.tensor([exam["text"]]),
+            torch.tensor(exam["questions"][:questions]),
+            torch.tensor(exam["answers"][:questions]),
+            [position for position, word in enumerate(exam["text"]) if word in told],
+        )
+
+    def beginning(self, length: int) -> DemoTask:
+        """The first `length` tokens and one question, which they need not answer: a short run of the same kind."""
+        return replace(
+            self, context=self.context[:, :length], questions=self.questions[:1], answers=self.answers[:1], pairs=[]
         )
 
     @property

@@ -15,9 +15,9 @@ from millpond.evals.data.data_files import read_text
 from millpond.evals.data.file_task import refuse_pond
 from millpond.evals.data.generated_task import at_least
 from millpond.evals.data.random_streams import stream
-from millpond.evals.inspector.token_text import encode_pieces
 from millpond.evals.sample import Question, Sample
 from millpond.evals.task import Kind, Task, task
+from millpond.inspector.token_text import encode_pieces
 from millpond.option_ranges import SOME_POSITIONS
 
 _WORD, _SPACE, _BEGIN = re.compile(r"\S"), re.compile(r"\s"), re.compile(r"(?<=\s)\S")

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millpond.models.load import BUNDLED
 from millpond.models.pond.tokenizer import build_tokenizer
 from millpond.models.pond.words import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
 from millpond.train.common.generation import greedy
@@ -15,7 +16,7 @@ from millpond.train.common.progress_bars import no_bars
 
 MAX_POSITIONS = 8192
 ANSWER_TOKENS = 16
-BUNDLED_DIR = Path(__file__).resolve().parents[2] / "models" / "bundled" / "pond-recall"
+BUNDLED_DIR = BUNDLED / "pond-recall"
 
 
 def recall_config() -> LlamaConfig:

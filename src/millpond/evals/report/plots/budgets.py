@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from millpond.errors import DataError
-from millpond.evals.inspector.trace import Trace
-from millpond.evals.report.palette import FAINT, text_on, water
 from millpond.evals.report.plots.style import SCALE, calm, figure, heading
+from millpond.inspector.palette import FAINT, text_on, water
+from millpond.inspector.trace import Trace
 
 #: Heads up to which each shows its number.
 NUMBERED = 160

@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from millpond.budget import Budget
 from millpond.evals.report.curves import Curve, CurvePanel
-from millpond.evals.report.palette import FAINT, INK, PAPER, colour_of
 from millpond.evals.report.plots import style
+from millpond.inspector.palette import FAINT, INK, PAPER, colour_of
 
 PANEL = (3.3, 2.6)  #: inches
 

@@ -12,12 +12,12 @@ from millpond.errors import DataError, unknown
 from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.harness.results import cell_of, read_rows, read_samples
 from millpond.evals.harness.store import SUMMARY
-from millpond.evals.inspector.trace import read_trace
 from millpond.evals.report.plots.budgets import budget_map, budgets_of_trace
 from millpond.evals.report.plots.needle import needle, panels_of
 from millpond.evals.report.plots.pareto import pareto
 from millpond.evals.report.plots.quality import quality
 from millpond.evals.report.plots.style import write
+from millpond.inspector.trace import read_trace
 
 TRACES = "*.trace.json"
 

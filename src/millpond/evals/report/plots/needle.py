@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from millpond.errors import DataError
 from millpond.evals.decoding.record import Cell, Record
-from millpond.evals.report.palette import FAINT, text_on, water
 from millpond.evals.report.plots.style import SCALE, calm, figure, heading, title
+from millpond.inspector.palette import FAINT, text_on, water
 
 COLUMNS = 4
 #: Cells up to which each shows its number.

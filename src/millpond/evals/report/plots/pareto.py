@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 from millpond.errors import DataError
 from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.harness.summary import scored_text
-from millpond.evals.report.palette import FAINT, INK, PAPER, colour_of
 from millpond.evals.report.pareto_front import pareto_front
 from millpond.evals.report.plots.style import calm, figure, heading, title
+from millpond.inspector.palette import FAINT, INK, PAPER, colour_of
 
 PANEL = (7.2, 3.4)  #: inches
 #: Markers by place in the order of the budgets.

@@ -14,8 +14,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from millpond.errors import DataError
 from millpond.evals.decoding.record import SummaryRow
 from millpond.evals.harness.summary import scored_text
-from millpond.evals.report.palette import FAINT, INK, PAPER, colour_of, marker_of
 from millpond.evals.report.plots.style import calm, figure, heading, title
+from millpond.inspector.palette import FAINT, INK, PAPER, colour_of, marker_of
 
 COLUMNS = 3
 PANEL = (3.6, 2.7)  #: inches

@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from millpond.evals.report.palette import FAINT, GRID, INK, PAPER, water
+from millpond.inspector.palette import FAINT, GRID, INK, PAPER, water
 
 SCALE = LinearSegmentedColormap.from_list("water", water(32))
 #: Text stays text in SVG and PDF; ids in an SVG do not change from run to run.

@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond.evals.inspector import page, payload
-from millpond.evals.inspector.token_text import encode_pieces
-from millpond.evals.inspector.trace import Change, HeadTrace, Trace, read_trace
-from millpond.evals.inspector.trace_recorder import record_trace
-from millpond.evals.report.palette import DEEP, contrast, luminance, text_on, water
 from millpond.hf.compress import compress
+from millpond.inspector import page, payload
+from millpond.inspector.palette import DEEP, contrast, luminance, text_on, water
+from millpond.inspector.token_text import encode_pieces
+from millpond.inspector.trace import Change, HeadTrace, Trace, read_trace
+from millpond.inspector.trace_recorder import record_trace
 from tests.helpers.evals.browser import CHROMIUM, Browser
 from tests.helpers.evals.small import save_tiny, text, tiny_model, tiny_tokenizer
 

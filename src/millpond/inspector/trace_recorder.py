@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from millpond.errors import OptionError
-from millpond.evals.inspector.token_text import Encoded, continuation
-from millpond.evals.inspector.trace import Change, HeadTrace, Trace, change_between, levels_of
 from millpond.hf.cache import MillpondCache
+from millpond.inspector.token_text import Encoded, continuation
+from millpond.inspector.trace import Change, HeadTrace, Trace, change_between, levels_of
 from millpond.models.cache_argument import cache_argument
 
 #: Bytes that the scores of a trace may take; beyond them only every second, fourth, ... step keeps its own.

@@ -15,11 +15,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from millpond.errors import DataError, OptionError
-from millpond.evals.inspector.token_text import continuation, encode_pieces
-from millpond.evals.inspector.trace import Trace, levels_of, read_trace, scores_of
-from millpond.evals.inspector.trace_recorder import Recorder, record_trace
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
+from millpond.inspector.token_text import continuation, encode_pieces
+from millpond.inspector.trace import Trace, levels_of, read_trace, scores_of
+from millpond.inspector.trace_recorder import Recorder, record_trace
 from tests.helpers.evals.small import text, tiny_model, tiny_tokenizer
 
 NEW = 9

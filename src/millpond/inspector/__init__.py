@@ -1,4 +1,7 @@
-"""The inspector: one HTML page that shows a trace; its static files are in this folder."""
+"""The inspector: one HTML page that shows a trace; its static files are in this folder.
+
+Imports: errors, hf, models.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from millpond.evals.inspector.trace import HeadTrace, Trace
-from millpond.evals.report.palette import text_on, water
+from millpond.inspector.palette import text_on, water
+from millpond.inspector.trace import HeadTrace, Trace
 
 #: Steps of the colour scale; the page's script knows the same number.
 COLOURS = 12
@@ -23,7 +26,7 @@ def page(trace: Trace) -> str:
     title = title_of(trace)
     parts = {
         "title": html.escape(f"{title} · Millpond"),
-        "palette": palette(),
+        "palette": palette_css(),
         "style": _read("style.css"),
         "script": "\n".join(map(_read, SCRIPTS)),
         "trace": json.dumps(payload(trace), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
@@ -71,7 +74,7 @@ def _head(head: HeadTrace, n: int) -> dict[str, Any]:
     return data
 
 
-def palette() -> str:
+def palette_css() -> str:
     """The colour scale as style sheet: `--c0` to `--c11`, and a class for each, in light and dark."""
     light, dark = water(COLOURS), water(COLOURS, dark=True)
     classes = "".join(f".c{i}{{background:var(--c{i});color:var(--t{i})}}" for i in range(COLOURS))
