@@ -37,7 +37,7 @@ class LocalWorker:
         self.resumed: list[Request] = []
         self.refuses: list[Exception] = []  # what the next calls of `take` raise
         self.hold = 0  # tokens of an answer at which its engine waits for `go`; 0: it never waits
-        self.paused = False  # whether its engine waits for `go` before any step
+        self.paused = False  # whether its engine waits for `go` before any step that has a request
         self.go = threading.Event()
         self.answers = True  # whether calls of `take` are done before `answer_now`
         self.late = False  # whether calls of `take` and `resume`, which were done, are answered only then
@@ -75,7 +75,7 @@ class LocalWorker:
 
         def held_step() -> list[RequestOutput]:
             held = self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values())
-            if (held or self.paused) and not self.go.wait(0.005):
+            if (held or (self.paused and engine._live)) and not self.go.wait(0.005):
                 return []  # so that calls of the engine go on
             return step()
 
