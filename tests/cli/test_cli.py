@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 import millpond
-from millpond.cli import model_options
+from millpond.cli import options as model_options
 from millpond.cli.app import app
 from millpond.cli.console import size
 from millpond.models.load import load_model, resolve

@@ -9,8 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from millpond.cli.cache_options import CacheChoice
-from millpond.cli.option_groups import OptionGroup, expand_groups
+from millpond.cli.options import CacheChoice, OptionGroup, expand_groups
 from millpond.errors import OptionError
 
 

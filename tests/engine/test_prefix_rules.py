@@ -18,7 +18,7 @@ from millpond.cache.paging.lru import LeastRecentlyUsed
 from millpond.cache.paging.rule import PageFacts
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cli.app import app
-from millpond.cli.serve_options import EngineChoice
+from millpond.cli.serve import EngineChoice
 from millpond.engine.config import EngineConfig
 from millpond.errors import OptionError
 from tests.engine.test_prefix_sharing import TEXTS, alone, one_by_one, request

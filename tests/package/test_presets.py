@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 import millpond as mp
 from cli.test_cli import FILLER, right, wrong
 from millpond.budget import DEFAULT
-from millpond.cli.cache_options import CacheChoice
+from millpond.cli.options import CacheChoice
 from millpond.errors import OptionError
 from millpond.models.load import load_model
 from millpond.presets import PRESETS

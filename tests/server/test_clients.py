@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millpond.cli.serve_options import limits_of
+from millpond.cli.serve import limits_of
 from millpond.engine.request import Request
 from millpond.errors import OptionError
 from millpond.server.admission import AdmissionControl

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
-from millpond.cli.serve_options import KEYS_VARIABLE
+from millpond.cli.serve import KEYS_VARIABLE
 from millpond.cli.serve_summary import summary
 from millpond.install_command import install_command
 from millpond.server.request_log import LOG
@@ -225,7 +225,7 @@ def test_a_plan_says_how_many_workers_do_what(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr("millpond.cluster.async_llm.AsyncClusterLLM", Cluster)
     monkeypatch.setattr(millpond.server.uvicorn_server, "run", lambda *_, **__: None)
-    monkeypatch.setattr("millpond.cli.serve_options.usable_cpus", lambda: 3)
+    monkeypatch.setattr("millpond.cli.serve.usable_cpus", lambda: 3)
     plan = tmp_path / "plan.json"
 
     def serve(workers: list[tuple[str, int]], *options: str) -> Any:

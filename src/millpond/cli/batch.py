@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, notes
-from millpond.cli.model_options import device_of_engine
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DeviceMemory, DeviceName, Disk, DtypeName, Memory, ModelName, Threads, optional
-from millpond.cli.serve import name_of
-from millpond.cli.serve_options import EngineChoice
+from millpond.cli.options import (
+    CacheChoice,
+    DeviceMemory,
+    DeviceName,
+    Disk,
+    DtypeName,
+    Memory,
+    ModelName,
+    Threads,
+    device_of_engine,
+    expand_groups,
+    optional,
+)
+from millpond.cli.serve import EngineChoice, name_of
 from millpond.errors import OptionError
 from millpond.install_command import install_command
 

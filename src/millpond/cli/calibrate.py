@@ -11,9 +11,7 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, size
-from millpond.cli.model_options import ModelOptions
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import optional
+from millpond.cli.options import ModelOptions, expand_groups, optional
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from millpond.cli.console import held_of
-from millpond.cli.forgotten_text import forgotten_text
+from millpond.cli.console import forgotten_text, held_of
 from millpond.errors import DataError, OptionError
 
 if TYPE_CHECKING:

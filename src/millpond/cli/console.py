@@ -1,13 +1,17 @@
-"""Output of the command line: results to stdout, notes and errors to stderr."""
+"""Output of the command line: results to stdout, notes and errors to stderr, words for what a cache evicted."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from millpond.engine.outputs import Forgotten
 
 
 def output() -> Console:
@@ -71,3 +75,18 @@ def size(n_bytes: float) -> str:
             break
         n_bytes /= 1024
     return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+
+
+def forgotten_text(found: Forgotten, of: str = "the prompt") -> str:
+    """The shares of a span that no head, and fewer than half of the heads, still hold.
+
+    Example:
+        >>> from millpond.engine.outputs import Forgotten
+        >>> forgotten_text(Forgotten(0, 400, 0.125, 0.5, 0.4))
+        'of the prompt 12.5% held by no head, 50.0% by fewer than half'
+        >>> forgotten_text(Forgotten(0, 400, 0.0, 0.0, 1.0))
+        'nothing of the prompt forgotten'
+    """
+    if not found.fewer_than_half:
+        return f"nothing of {of} forgotten"
+    return f"of {of} {found.share:.1%} held by no head, {found.fewer_than_half:.1%} by fewer than half"

@@ -8,12 +8,19 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
-from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, held_of, notes, output, size, working
-from millpond.cli.model_options import ModelOptions, load_on
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DeviceName, NewTokens, TrustRemoteCode, optional
-from millpond.cli.prompt_options import PromptSource, wants_template
+from millpond.cli.options import (
+    CacheChoice,
+    DeviceName,
+    ModelOptions,
+    NewTokens,
+    PromptSource,
+    TrustRemoteCode,
+    expand_groups,
+    load_on,
+    optional,
+    wants_template,
+)
 from millpond.errors import DataError
 
 

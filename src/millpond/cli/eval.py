@@ -13,9 +13,16 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes, output
-from millpond.cli.model_options import ModelOptions
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import CalibrationFile, CodecName, Samples, SampleSeed, Threads, optional
+from millpond.cli.options import (
+    CalibrationFile,
+    CodecName,
+    ModelOptions,
+    Samples,
+    SampleSeed,
+    Threads,
+    expand_groups,
+    optional,
+)
 
 if TYPE_CHECKING:
     from millpond.evals.decoding.record import Cell, SummaryRow

@@ -11,9 +11,7 @@ import typer
 from rich.markup import escape
 
 from millpond.cli.console import errors, notes
-from millpond.cli.model_options import ModelOptions
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import MethodName, optional, parse_options
+from millpond.cli.options import MethodName, ModelOptions, expand_groups, optional, parse_options
 
 if TYPE_CHECKING:
     from millpond.evals.fit import Progress

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import notes, output, size
-from millpond.cli.model_options import ModelOptions
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Chat, NewTokens, optional
-from millpond.cli.prompt_options import PromptSource, wants_template
+from millpond.cli.options import (
+    CacheChoice,
+    Chat,
+    ModelOptions,
+    NewTokens,
+    PromptSource,
+    expand_groups,
+    optional,
+    wants_template,
+)
 from millpond.errors import OptionError
 from millpond.presets import choose
 

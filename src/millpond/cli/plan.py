@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import notes, output, size
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import ModelName, optional
+from millpond.cli.options import CacheChoice, ModelName, expand_groups, optional
 
 if TYPE_CHECKING:
     from millpond.engine.offload.plan import Plan

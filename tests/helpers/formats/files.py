@@ -17,7 +17,7 @@ from torch import Tensor
 import millpond as mp
 from millpond.budget import Budget
 from millpond.cache.paging.predictor import N_WEIGHTS, load_weights, save_weights
-from millpond.cli.chat_session import ChatSession
+from millpond.cli.chat import ChatSession
 from millpond.cluster.layout_file import load_plan as load_workers
 from millpond.cluster.plan.cache_size import CacheSize
 from millpond.cluster.plan.goodput import Goodput

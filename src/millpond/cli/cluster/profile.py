@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from millpond.cli.cache_options import CacheChoice
 from millpond.cli.console import errors, notes, output
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import DtypeName, ModelName, Threads, TrustRemoteCode
+from millpond.cli.options import CacheChoice, DtypeName, ModelName, Threads, TrustRemoteCode, expand_groups
 from millpond.errors import OptionError
 
 

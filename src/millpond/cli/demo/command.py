@@ -94,7 +94,7 @@ def demo(
 def _on_real_text(name: str, text: Path | None, length: int, budget: str, question: str) -> None:
     if name == "pond-recall" or text is None:
         raise OptionError("--model and --text go together: a real model, and a file for it to read")
-    from millpond.cli.demo.real_text import show
+    from millpond.cli.demo_real_text import show
     from millpond.models.load import load_model, load_tokenizer
 
     show(load_model(name), load_tokenizer(name), name, text, length, budget, question)

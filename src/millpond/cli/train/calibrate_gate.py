@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millpond.cli.model_options import ModelOptions
-from millpond.cli.option_groups import expand_groups
-from millpond.cli.options import Threads, optional
+from millpond.cli.options import ModelOptions, Threads, expand_groups, optional
 from millpond.cli.train.gate import BUNDLED, share_of_text
 from millpond.cli.train.texts_option import DATA_HELP, DataLength, texts_of
 from millpond.errors import DataError, OptionError
