@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond.models.load import OWN, SEPARATE
+from millpond.models.installed import OWN, SEPARATE
 from tests.cli.test_cli import right, wrong
 from tests.helpers.gguf.files import write_gguf
 from tests.helpers.models import needs_real_model

@@ -16,8 +16,9 @@ import pytest
 from helpers.models import needs_pond_text
 from millpond.errors import OptionError
 from millpond.install_command import install_command
-from millpond.models import load as installed
-from millpond.models.load import SEPARATE, installed_models, load_model, load_tokenizer, resolve
+from millpond.models import installed
+from millpond.models.installed import SEPARATE, installed_models
+from millpond.models.load import load_model, load_tokenizer, resolve
 
 
 class DeadHub:

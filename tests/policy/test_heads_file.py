@@ -16,8 +16,9 @@ from millpond.errors import CacheMismatchError, DataError, OptionError
 from millpond.hf import retaining_heads
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.retaining_heads import gates_finder, heads_finder
-from millpond.models import load as installed
-from millpond.models.load import SEPARATE, heads_files, installed_folder, load_model
+from millpond.models import installed
+from millpond.models.installed import SEPARATE, heads_files, installed_folder
+from millpond.models.load import load_model
 from millpond.policy.trained.file import about_file, heads_of, save_heads
 from tests.helpers.matrix.models import llama
 from tests.helpers.models import needs_pond_text

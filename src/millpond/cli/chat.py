@@ -38,7 +38,7 @@ from millpond.cli.options import (
 )
 from millpond.cli.typed_messages import typed
 from millpond.errors import DataError, MillpondError, OptionError
-from millpond.models.load import OWN
+from millpond.models.installed import OWN
 
 HELP = {
     "/reset": "forget the conversation; a system message stays",

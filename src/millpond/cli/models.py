@@ -87,7 +87,7 @@ class _Row(NamedTuple):
 def _rows() -> list[_Row]:
     from millpond.models.downloads import DOWNLOADS
     from millpond.models.gguf.converted import converted_folders
-    from millpond.models.load import OWN, SEPARATE, installed_folder, installed_models
+    from millpond.models.installed import OWN, SEPARATE, installed_folder, installed_models
 
     rows, installed = [], installed_models()
     for name in installed:

@@ -341,7 +341,7 @@ def pick_device(name: str | None) -> torch.device:
     """
     import torch
 
-    from millpond.models.load import usable_device
+    from millpond.models.device import usable_device
 
     return usable_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), f"--device {name}")
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.calibration.load import model_mark
-from millpond.models.load import heads_files
+from millpond.models.installed import heads_files
 from millpond.option_files import read_file
 from millpond.policy.scores.trained import FindGates, FindHeads
 from millpond.policy.trained.file import GATE, RETAIN, NetworkKind, about_file, gates_of, heads_of

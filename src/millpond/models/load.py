@@ -1,4 +1,7 @@
-"""Loading of a model and its tokenizer: from a folder, a GGUF file, the hub, or one that is installed."""
+"""Loading of a model and its tokenizer: from a folder, a GGUF file, the hub, or by the name of one that is at hand.
+
+This module knows nothing of caches: what it returns is a stock transformers model.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,67 +30,14 @@ from transformers.utils import logging
 
 from millpond.codec import DTYPES
 from millpond.errors import MillpondError, OptionError, unknown
-from millpond.install_command import install_command
 from millpond.models.downloads import downloadable_models, downloaded_gguf
 from millpond.models.dtype_name import dtype_name
 from millpond.models.gguf.convert import converted_folder, find_gguf
 from millpond.models.gguf.converted import NOTE
+from millpond.models.installed import installed_folder, installed_models
 from millpond.models.untrusted.config import check_config, check_parameters
 from millpond.models.untrusted.folder import check_model_folder
 from millpond.models.untrusted.template import check_templates
-
-#: Models that come with the package millpond-models.
-SEPARATE = ("pond-text", "pond-text-long")
-#: What models of our own making know; they are for tests, and their answers say nothing about larger ones.
-OWN = {
-    "pond-recall": "a tiny model of our own making: it knows pairs of a name and a thing, and nothing else",
-    "pond-text": "a tiny model of our own making: it goes on with old books, and answers no questions",
-    "pond-text-long": "a tiny model of our own making: it goes on with old books, and answers no questions",
-}
-
-_HEADS = Path(__file__).parent / "heads"
-#: The folder of the models that come with the package.
-BUNDLED = Path(__file__).parent / "bundled"
-
-
-def installed_models() -> list[str]:
-    """The names of the installed models, sorted."""
-    return sorted(config.parent.name for folder in _folders() for config in folder.glob("*/config.json"))
-
-
-def installed_folder(name: str) -> Path | None:
-    """The folder of the model of that name; None where there is no such model.
-
-    Raises:
-        OptionError: the model comes with millpond-models, which is not installed.
-
-    Example:
-        >>> installed_folder("pond-recall").name
-        'pond-recall'
-    """
-    if name not in installed_models():
-        if name in SEPARATE:
-            raise OptionError(f"model {name!r} is in millpond-models; install it with: {install_command('models')}")
-        return None
-    return next(folder / name for folder in _folders() if (folder / name / "config.json").exists())
-
-
-def heads_files() -> list[Path]:
-    """The files of trained heads and gates that come with the package and with millpond-models, each for one model."""
-    folders = [_HEADS, *(place / "heads" for place in _separate())]
-    return sorted(file for folder in folders for file in folder.glob("*.safetensors"))
-
-
-def _folders() -> list[Path]:
-    """Where models lie."""
-    return [BUNDLED, *_separate()]
-
-
-def _separate() -> list[Path]:
-    """The folders of the package millpond-models, which is found, not imported; none where it is not installed."""
-    spec = find_spec("millpond_models")
-    return [Path(place) for place in (spec.submodule_search_locations or () if spec else ())]
-
 
 T = TypeVar("T")
 
@@ -315,21 +264,3 @@ def _without_collecting() -> Iterator[None]:
     finally:
         if collected:
             gc.enable()
-
-
-def usable_device(name: str, said: str) -> torch.device:
-    """The device of that name.
-
-    Args:
-        said: how the user gave it, for the error: "device='cuda'" or "--device cuda".
-
-    Raises:
-        OptionError: torch knows no such device, or cannot use it here.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise OptionError(f"{said}: torch cannot use it here ({reason})") from error
-    return device

@@ -65,7 +65,8 @@ def demo(
     from millpond.cli.demo.picture import draw
     from millpond.cli.demo.task import PAIRS, DemoTask, run_method
     from millpond.methods import METHODS as registry
-    from millpond.models.load import OWN, load_model
+    from millpond.models.installed import OWN
+    from millpond.models.load import load_model
 
     names = [registry.get(name.strip()).name for name in methods.split(",")]
     model = load_model("pond-recall")

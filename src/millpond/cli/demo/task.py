@@ -19,7 +19,8 @@ from millpond.hf.compress import compress
 from millpond.hf.stopwatch import Stopwatch
 from millpond.methods import METHODS
 from millpond.models.cache_argument import cache_argument
-from millpond.models.load import BUNDLED, load_tokenizer
+from millpond.models.installed import BUNDLED
+from millpond.models.load import load_tokenizer
 from millpond.optional import require
 
 #: The exam that comes with the model, and the module that draws others.

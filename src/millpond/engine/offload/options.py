@@ -18,7 +18,7 @@ from millpond.engine.offload.open_on_device import open_on_device
 from millpond.engine.offload.plan import Plan, load_plan
 from millpond.engine.offload.planner import Workload
 from millpond.errors import OptionError
-from millpond.models.load import usable_device
+from millpond.models.device import usable_device
 from millpond.models.weights.packed_file import Report
 from millpond.models.weights.streamed import Verify, check_verify
 

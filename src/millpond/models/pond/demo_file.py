@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from millpond.models.load import BUNDLED
+from millpond.models.installed import BUNDLED
 from millpond.models.pond.exam import draw_paper
 
 #: The exam in the file, which the demo reads where it has no other.

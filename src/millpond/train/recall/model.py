@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from millpond.models.load import BUNDLED
+from millpond.models.installed import BUNDLED
 from millpond.models.pond.tokenizer import build_tokenizer
 from millpond.models.pond.words import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
 from millpond.train.common.generation import greedy

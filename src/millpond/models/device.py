@@ -1,0 +1,25 @@
+"""The device that a user names."""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.errors import OptionError
+
+
+def usable_device(name: str, said: str) -> torch.device:
+    """The device of that name.
+
+    Args:
+        said: how the user gave it, for the error: "device='cuda'" or "--device cuda".
+
+    Raises:
+        OptionError: torch knows no such device, or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise OptionError(f"{said}: torch cannot use it here ({reason})") from error
+    return device
