@@ -16,7 +16,8 @@ TESTS := $(VENV)/.millpond-tests
 TOOLS := $(VENV)/.millpond-tools
 LOG := $(VENV)/install.log
 MODELS := packages/millpond-models
-SOURCES := pyproject.toml $(MODELS)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
+LAB := packages/millpond-lab
+SOURCES := pyproject.toml $(MODELS)/pyproject.toml $(LAB)/pyproject.toml CMakeLists.txt $(wildcard src/millpond/kernels/native/csrc/*/*)
 YAML := mkdocs.yml .pre-commit-config.yaml $(wildcard .github/*/*.yml)
 KVPRESS := build/kvpress/bin/python
 
@@ -68,6 +69,7 @@ $(READY): $(SOURCES) $(NEEDS)
 
 $(TESTS): $(READY)
 	$(call install,./$(MODELS))
+	$(call install,--no-deps --editable ./$(LAB))
 	$(call extras,test)
 	@touch $@
 

@@ -26,19 +26,19 @@ from generated.speed_tables import result_table, savings
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
 
-from millpond.bench.model_types import page as model_types
-from millpond.evals.decoding.record import SummaryRow
-from millpond.evals.harness.results import read_notes, read_rows, unite
-from millpond.evals.harness.store import SUMMARY
-from millpond.evals.report import claims_page
-from millpond.evals.report.claim_results import read_findings
-from millpond.evals.report.curves import CurvePanel, curves_of, panels
-from millpond.evals.report.leaderboard import render
-from millpond.evals.report.plots.curve import curve_picture, digest, is_current
-from millpond.evals.report.plots.style import write
 from millpond.install_command import shown_command
-from millpond.markdown import one_per_line
 from millpond.methods import METHODS
+from millpond_lab.bench.model_types import page as model_types
+from millpond_lab.evals.decoding.record import SummaryRow
+from millpond_lab.evals.harness.results import read_notes, read_rows, unite
+from millpond_lab.evals.harness.store import SUMMARY
+from millpond_lab.evals.report import claims_page
+from millpond_lab.evals.report.claim_results import read_findings
+from millpond_lab.evals.report.curves import CurvePanel, curves_of, panels
+from millpond_lab.evals.report.leaderboard import render
+from millpond_lab.evals.report.plots.curve import curve_picture, digest, is_current
+from millpond_lab.evals.report.plots.style import write
+from millpond_lab.markdown import one_per_line
 
 #: Commands that follow from where the package can be installed from, see `millpond.install_command`.
 INSTALLS = re.compile(r"pip install '(?:millpond|\.)\[([\w,-]+)\]'")

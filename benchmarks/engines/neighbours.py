@@ -19,13 +19,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.optional_peer import OptionalPeer
-from millpond.bench.common.report import markdown_table, model_phrase, write_report
-from millpond.bench.engines.candidates import EngineCandidate, openvino, ours
-from millpond.bench.engines.weights import Weights
-from millpond.bench.generate.candidates import BenchModel, ModelShape, draw_prompts
-from millpond.bench.generate.saved_model import SavedModel
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.optional_peer import OptionalPeer
+from millpond_lab.bench.common.report import markdown_table, model_phrase, write_report
+from millpond_lab.bench.engines.candidates import EngineCandidate, openvino, ours
+from millpond_lab.bench.engines.weights import Weights
+from millpond_lab.bench.generate.candidates import BenchModel, ModelShape, draw_prompts
+from millpond_lab.bench.generate.saved_model import SavedModel
 
 #: Ends with the process that started it, also where that one was killed.
 BUSY = "import os; os.sched_setaffinity(0, {{{core}}}); mine = os.getppid()\nwhile os.getppid() == mine: pass"

@@ -3,7 +3,7 @@
     python benchmarks/models/model_types.py [TYPE ...] [--json benchmarks/results/model-types.json]
 
 Random weights, float32, a padded batch of two, each type in a process of its own. Types given by name are updated in an
-existing file; without names the file is written from scratch. `millpond.bench.model_types` defines equality.
+existing file; without names the file is written from scratch. `millpond_lab.bench.model_types` defines equality.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from millpond.bench.model_types.survey import survey
-from millpond.bench.model_types.tiny_model import causal_types, composite_types
+from millpond_lab.bench.model_types.survey import survey
+from millpond_lab.bench.model_types.tiny_model import causal_types, composite_types
 
 
 def main() -> None:

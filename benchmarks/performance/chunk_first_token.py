@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table
 
 
 def first_token_s(llm: mp.LLM, prompt: mp.Prompt, recompute: Any) -> tuple[float, float]:

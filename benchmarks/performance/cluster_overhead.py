@@ -22,9 +22,9 @@ from typing import Any
 from script import begin, interval, keep
 
 import millpond as mp
-from millpond.bench.common.report import markdown_table
-from millpond.bench.generate.candidates import draw_prompts
 from millpond.engine.request import Request
+from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.bench.generate.candidates import draw_prompts
 
 LAYOUTS: dict[str, dict[str, int]] = {"replica": {"replicas": 1}, "split": {"prefill": 1, "decode": 1}}
 

@@ -20,9 +20,9 @@ import torch
 from script import begin, keep
 from torch import Tensor
 
-from millpond.bench.generate.candidates import draw_prompts
 from millpond.hf.compress import compress
 from millpond.hf.stopwatch import Stopwatch
+from millpond_lab.bench.generate.candidates import draw_prompts
 
 
 def go_on(model: Any, text: Tensor, cache: Any, tokens: int) -> tuple[Tensor, list[float]]:

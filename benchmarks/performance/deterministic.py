@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from script import begin, keep
 
 import millpond as mp
-from millpond.bench.common.report import markdown_table
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.scheduler import Step
 from millpond.models.load import load_model
+from millpond_lab.bench.common.report import markdown_table
 
 
 @dataclass(frozen=True)

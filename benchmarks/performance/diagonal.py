@@ -19,7 +19,6 @@ from typing import Any
 
 from script import begin, interval, keep
 
-from millpond.bench.generate.candidates import ModelShape
 from millpond.engine.age_spread import FILLINGS
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
@@ -27,6 +26,7 @@ from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import Plan, Schedule
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond_lab.bench.generate.candidates import ModelShape
 
 SCHEDULES: tuple[Schedule, ...] = ("zigzag", "diagonal")
 

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from script import begin, interval, keep
 
-from millpond.bench.offload.shapes import SHAPES, make_model, prompts_of
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import Plan
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond_lab.bench.offload.shapes import SHAPES, make_model, prompts_of
 
 #: What is compared: seconds.
 FIGURES = ("prompts_s", "step_s", "prompts_core_s", "step_core_s")

@@ -17,10 +17,10 @@ from typing import Any
 
 from script import begin, keep
 
-from millpond.bench.generate.candidates import draw_prompts
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond_lab.bench.generate.candidates import draw_prompts
 
 
 @dataclass(frozen=True)

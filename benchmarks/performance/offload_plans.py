@@ -25,7 +25,6 @@ from typing import Any
 
 from script import begin, interval, keep
 
-from millpond.bench.offload.shapes import make_model, prompts_of
 from millpond.budget import parse_bytes
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
@@ -39,6 +38,7 @@ from millpond.engine.offload.search import Limits, blocks, predicted, search, so
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import BudgetError
+from millpond_lab.bench.offload.shapes import make_model, prompts_of
 
 KINDS = ("random", "choice", "overlap", "schedules")
 #: Schedules in which all of a block is there at once.

@@ -92,9 +92,9 @@ def make(folder: Path) -> None:
 def run(folder: Path, case: Case) -> dict[str, Any]:
     """The growth of this process, which begins here."""
     import millpond as mp
-    from millpond.bench.common.memory import PeakMemory
     from millpond.engine.offload.plan import Plan
     from millpond.engine.offload.planner import EXAMPLE
+    from millpond_lab.bench.common.memory import PeakMemory
 
     warnings.simplefilter("ignore")
     params = mp.SamplingParams(max_tokens=case.new, temperature=0, ignore_eos=True)

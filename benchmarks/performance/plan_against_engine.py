@@ -28,21 +28,21 @@ from typing import Any
 
 import numpy as np
 
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.generate.candidates import ModelShape
-from millpond.bench.serve.requests import TokenBlocks
-from millpond.bench.serve.traces import azure
 from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.plan.fit import fit
-from millpond.cluster.plan.goodput import ATTAINED, Demand, ServiceLevels, goodput
-from millpond.cluster.plan.layout import ClusterLayout, Link, WorkerPlan
-from millpond.cluster.plan.measure import measure
-from millpond.cluster.plan.profile import StepLoad
-from millpond.cluster.plan.profile_file import Profile, load_profile, save_profile
-from millpond.cluster.plan.requests import PlannedRequest, sample
-from millpond.cluster.plan.simulate import RequestTimes, Simulation
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.generate.candidates import ModelShape
+from millpond_lab.bench.serve.requests import TokenBlocks
+from millpond_lab.bench.serve.traces import azure
+from millpond_lab.cluster_plan.fit import fit
+from millpond_lab.cluster_plan.goodput import ATTAINED, Demand, ServiceLevels, goodput
+from millpond_lab.cluster_plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond_lab.cluster_plan.measure import measure
+from millpond_lab.cluster_plan.profile import StepLoad
+from millpond_lab.cluster_plan.profile_file import Profile, load_profile, save_profile
+from millpond_lab.cluster_plan.requests import PlannedRequest, sample
+from millpond_lab.cluster_plan.simulate import RequestTimes, Simulation
 
 SHAPE = ModelShape()
 #: By name: roles and threads of the workers.

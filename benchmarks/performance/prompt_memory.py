@@ -25,8 +25,8 @@ from script import begin, keep
 from transformers import DynamicCache
 
 from millpond import compress
-from millpond.bench.generate.candidates import GenerateTiming, ModelShape, draw_prompts, timed
 from millpond.models.load import load_model
+from millpond_lab.bench.generate.candidates import GenerateTiming, ModelShape, draw_prompts, timed
 
 #: Tokens between two evictions while a prompt is read.
 EVERY = 256

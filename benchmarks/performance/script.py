@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.generate.candidates import TINY, ModelShape
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.generate.candidates import TINY, ModelShape
 
 
 def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, ModelShape]:

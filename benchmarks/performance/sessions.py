@@ -26,10 +26,10 @@ from typing import Any
 from script import begin, interval, keep
 
 import millpond as mp
-from millpond.bench.common.report import markdown_table
 from millpond.budget import parse_bytes
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
+from millpond_lab.bench.common.report import markdown_table
 
 
 def words(n: int, *seed: int) -> list[int]:

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millpond.bench.serve.requests import TokenBlocks
-from millpond.bench.serve.traces import TRACES
-from millpond.cluster.plan.goodput import Demand, Goodput, ServiceLevels
-from millpond.cluster.plan.layout import Link
-from millpond.cluster.plan.place import Devices, compare
-from millpond.cluster.plan.profile_file import built_in
-from millpond.cluster.plan.report import judge, to_json
+from millpond_lab.bench.serve.requests import TokenBlocks
+from millpond_lab.bench.serve.traces import TRACES
+from millpond_lab.cluster_plan.goodput import Demand, Goodput, ServiceLevels
+from millpond_lab.cluster_plan.layout import Link
+from millpond_lab.cluster_plan.place import Devices, compare
+from millpond_lab.cluster_plan.profile_file import built_in
+from millpond_lab.cluster_plan.report import judge, to_json
 
 #: Gbit per second between two workers.
 LINKS = (1, 10, 100, 400)

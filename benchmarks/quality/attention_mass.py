@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from millpond.bench.common.machine import describe_machine
 from millpond.models.load import load_tokenizer, resolve
-from millpond.train.text.analysis import even_columns, gathered, sparsity, spread_windows
-from millpond.train.text.corpus import read_document
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.train.text.analysis import even_columns, gathered, sparsity, spread_windows
+from millpond_lab.train.text.corpus import read_document
 
 SINK, NEXT, BUDGET, SEED = 4, 64, 0.2, 7
 SHARES = (0.05, 0.20)

@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 
-from millpond.bench.common.report import markdown_table
-from millpond.cli.train.heavy_hitters import BEGIN, END
-from millpond.evals.report.plots.style import SCALE, calm, figure, title, write
 from millpond.inspector.palette import INK
+from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.cli.train.heavy_hitters import BEGIN, END
+from millpond_lab.evals.report.plots.style import SCALE, calm, figure, title, write
 
 Found = dict[str, Any]
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
 from millpond.models.chat_template import chat_ids
 from millpond.presets import PRESETS
+from millpond_lab.bench.common.machine import describe_machine
 
 Message = dict[str, str]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from real_recall import compared, read
 
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.report import markdown_table
 
 #: Most bytes of the full cache's, when the first token is predicted.
 SHARES = (0.34, 0.23, 0.135)

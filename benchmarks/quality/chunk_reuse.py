@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table
 from millpond.cache.chunks.store import ChunkStore
 from millpond.engine.chunks.prompt import PromptSpan
 from millpond.engine.chunks.reuse import ChunkReuse, model_mark
@@ -35,6 +33,8 @@ from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions
 from millpond.engine.step_executor import PromptSegment, run
 from millpond.policy.reuse import Pick
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table
 
 SHARES = (0.05, 0.15, 0.30)
 PICKS: tuple[Pick, ...] = ("attention", "head", "deviation", "random")

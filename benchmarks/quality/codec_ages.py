@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table, write_report
-from millpond.evals.fit import fit
-from millpond.evals.intervals import bootstrap
 from millpond.hf.fit import FitRow, load_fit
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table, write_report
+from millpond_lab.evals.intervals import bootstrap
+from millpond_lab.fit import fit
 
 #: Below it two predictions are the same up to rounding, in nats.
 LEAST_KL = 1e-9

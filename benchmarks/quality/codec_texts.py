@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
 from millpond.models.cache_argument import cache_argument
+from millpond_lab.bench.common.machine import describe_machine
 
 FULL = "auto"
 #: Of a text that are tokenized.

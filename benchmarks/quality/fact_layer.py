@@ -22,17 +22,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.bench.common.machine import describe_machine
-from millpond.evals.candidates.candidate import Compressed
-from millpond.evals.candidates.lookahead import later_attention, run_ahead
-from millpond.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
-from millpond.evals.decoding.record import Protocol, Record
-from millpond.evals.harness.evaluator import Evaluator
-from millpond.evals.harness.paired_difference import difference
-from millpond.evals.intervals import share_interval
-from millpond.evals.report.leaderboard import markdown_table
-from millpond.evals.spec import Spec
-from millpond.evals.task import TASKS
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond.kernels.decode_rules import Evict, Signal
@@ -41,6 +30,17 @@ from millpond.models.load import load_model, load_tokenizer
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.evals.candidates.candidate import Compressed
+from millpond_lab.evals.candidates.lookahead import later_attention, run_ahead
+from millpond_lab.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
+from millpond_lab.evals.decoding.record import Protocol, Record
+from millpond_lab.evals.harness.evaluator import Evaluator
+from millpond_lab.evals.harness.paired_difference import difference
+from millpond_lab.evals.intervals import share_interval
+from millpond_lab.evals.report.leaderboard import markdown_table
+from millpond_lab.evals.spec import Spec
+from millpond_lab.evals.task import TASKS
 
 MODEL, METHOD, CODEC = "pond-recall", "h2o", "auto"
 TASK = "recall:length=1024"

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table, write_report
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table, write_report
 
 THINGS = ("bicycle", "garden gate", "blue box", "office", "boat", "cellar", "piano", "attic", "old safe", "kitchen")
 #: A text: ids, the spans of its messages, and of each fact the question's ids and the answer's.

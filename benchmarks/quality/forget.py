@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table, write_report
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table, write_report
 
 #: Name in the table, and method, budget.
 CACHES = {"full": ("full", None), "h2o 50%": ("h2o", "50%")}

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table, write_report
-from millpond.models.pond import words as w
-from millpond.models.pond.text import filler
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table, write_report
+from millpond_lab.pond import words as w
+from millpond_lab.pond.text import filler
 
 #: Name in the table, method and options.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millpond.bench.common.machine import describe_machine
-from millpond.evals.report.leaderboard import markdown_table
 from millpond.hf.retaining_heads import heads_of_package
 from millpond.models.load import load_model
-from millpond.models.pond.words import EOS_ID
-from millpond.train.retain.features import TextReader
-from millpond.train.retain.objective import overlap
-from millpond.train.retain.texts import RecallTexts
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.evals.report.leaderboard import markdown_table
+from millpond_lab.pond.words import EOS_ID
+from millpond_lab.train.retain.features import TextReader
+from millpond_lab.train.retain.objective import overlap
+from millpond_lab.train.retain.texts import RecallTexts
 
 MODEL, STREAM, SEED = "pond-recall", "retain-check", 0
 SHARE = 0.1

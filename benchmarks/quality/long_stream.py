@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.memory import resident_bytes
-from millpond.evals.spec import parse_specs
 from millpond.hf.compress import compress
 from millpond.models.load import load_model, load_tokenizer, resolve
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.memory import resident_bytes
+from millpond_lab.evals.spec import parse_specs
 
 
 def read(model: str, texts: list[Path], tokens: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.report import markdown_table
 
 STRETCH = 100_000
 

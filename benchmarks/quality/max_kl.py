@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 import millpond as mp
-from millpond.bench.common.machine import describe_machine
-from millpond.bench.common.report import markdown_table, write_report
 from millpond.errors import OptionError
-from millpond.evals.fit import fit
-from millpond.evals.intervals import share_interval
 from millpond.hf.fit import Fit, FitRow, load_fit
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.bench.common.report import markdown_table, write_report
+from millpond_lab.evals.intervals import share_interval
+from millpond_lab.fit import fit
 
 
 def measured(args: argparse.Namespace, model: Any, tokenizer: Any, text: Path, grid: tuple[str, str], n: int) -> Fit:

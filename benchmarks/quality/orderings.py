@@ -1,7 +1,7 @@
 """What the papers' orderings and kvpress come to, on the samples of runs: DIR ... --out FILE. `make docs` shows it.
 
 Samples are not committed; what this writes is. With --renew, what FILE says of pairs without samples here stays;
---claim NAME leaves it at the pairs of one claim (src/millpond/evals/report/claims.py).
+--claim NAME leaves it at the pairs of one claim (packages/millpond-lab/src/millpond_lab/evals/report/claims.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from millpond.evals.report.claim_results import Runs, read_findings, renewed, write_findings
-from millpond.evals.report.claims import CLAIMS
+from millpond_lab.evals.report.claim_results import Runs, read_findings, renewed, write_findings
+from millpond_lab.evals.report.claims import CLAIMS
 
 
 def main() -> None:

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from millpond.bench.common.machine import describe_machine
 from millpond.budget import Budget
-from millpond.evals.decoding.batch import encode
-from millpond.evals.intervals import paired_interval, resampled_interval, share_interval
-from millpond.evals.report.leaderboard import markdown_table
-from millpond.evals.sample import Question, Sample
-from millpond.evals.spec import Spec
-from millpond.evals.task import TASKS, Task
 from millpond.models.cache_argument import cache_argument
 from millpond.models.load import load_model, load_tokenizer
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.selection import keep_best
 from millpond.policy.view import View
+from millpond_lab.bench.common.machine import describe_machine
+from millpond_lab.evals.decoding.batch import encode
+from millpond_lab.evals.intervals import paired_interval, resampled_interval, share_interval
+from millpond_lab.evals.report.leaderboard import markdown_table
+from millpond_lab.evals.sample import Question, Sample
+from millpond_lab.evals.spec import Spec
+from millpond_lab.evals.task import TASKS, Task
 
 FULL, PAPER = "full", "max 7"
 #: Tasks (numbers of seven digits and of three) and most samples of each, by protocol. Compressed before

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from millpond.evals.tasks.text import text
+from millpond_lab.evals.tasks.text import text
 
 NAME = "millpond_search"
 #: Queries whose attention is computed at once.

@@ -8,7 +8,7 @@ from types import ModuleType
 import millpond
 import millpond.plugins
 from generated.results import ROOT
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.report import markdown_table
 
 GROUPS = {
     "Caches for `generate()`": (

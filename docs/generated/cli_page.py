@@ -7,8 +7,8 @@ from typing import Any
 import typer.main
 
 from generated.markup import NOTE, cell, left
-from millpond.bench.common.report import markdown_table
 from millpond.cli.app import app
+from millpond_lab.bench.common.report import markdown_table
 
 
 def cli_page() -> str:

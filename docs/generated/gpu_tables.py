@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.report import markdown_table
 
 Row = dict[str, Any]
 #: What the tables show of the kernels of one layer; the file has more.

@@ -10,14 +10,14 @@ from typing import Any
 from generated.markup import NOTE, cell, left
 from generated.options import option_table, paper
 from generated.trained_sections import gate_section, trained_section
-from millpond.bench.common.report import markdown_table
-from millpond.evals.decoding.record import SummaryRow
-from millpond.evals.report.curve_section import quality_section
-from millpond.evals.report.curves import CurvePanel
 from millpond.kernels.decode_rules import Evict
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.registry import Entry
+from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.evals.decoding.record import SummaryRow
+from millpond_lab.evals.report.curve_section import quality_section
+from millpond_lab.evals.report.curves import CurvePanel
 
 
 def method_table(folder: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from generated.markup import cell, left
-from millpond.bench.common.report import markdown_table
 from millpond.registry import Entry
+from millpond_lab.bench.common.report import markdown_table
 
 
 def option_table(entry: Entry[Any]) -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from generated.results import ROOT
-from millpond.bench.common.report import markdown_table
 from millpond.codec.presets import PRESETS
-from millpond.evals.decoding.record import SummaryRow
-from millpond.evals.report.curves import CurvePanel
-from millpond.evals.task import TASKS
 from millpond.methods import METHODS
 from millpond.registry import Entry
+from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.evals.decoding.record import SummaryRow
+from millpond_lab.evals.report.curves import CurvePanel
+from millpond_lab.evals.task import TASKS
 
 BUDGET = "20%"
 #: Test files whose name is not that of the method, the number format or the task.
@@ -72,8 +72,11 @@ SERVING = (
     ),
     (
         "Paging with Succinct Predictions (Antoniadis et al., ICML 2023, arXiv:2210.02775)",
-        ("src/millpond/cache/paging/mark0.py", "src/millpond/cache/paging/mark_predict.py"),
-        ("tests/cache/paging/test_mark0.py", "tests/cache/paging/test_replay.py"),
+        (
+            "packages/millpond-lab/src/millpond_lab/paging/mark0.py",
+            "packages/millpond-lab/src/millpond_lab/paging/mark_predict.py",
+        ),
+        ("tests/lab/paging/test_mark0.py", "tests/lab/paging/test_replay.py"),
         "[paging.md](../../benchmarks/results/paging.md): `mark0` hits .1738 and LRU .1393 of the accesses with 6,000 "
         "blocks",
         "Blocks follow each other, so `mark0` counts a 0 behind an excess of 1s as 1. `mark_predict` takes discard "
@@ -140,7 +143,10 @@ def _test(name: str) -> str:
 
 def _task_test(entry: Entry[Any]) -> str:
     """The first test file of the evaluation that names the task."""
-    for file in [*sorted((ROOT / "tests" / "evals").glob("test_*task*.py")), ROOT / "tests/evals/test_ruler_files.py"]:
+    for file in [
+        *sorted((ROOT / "tests" / "lab" / "evals").glob("test_*task*.py")),
+        ROOT / "tests/lab/evals/test_ruler_files.py",
+    ]:
         if re.search(rf"\b{entry.name}\b", file.read_text(encoding="utf-8")):
             return _file(str(file.relative_to(ROOT)))
     raise ValueError(f"no test in tests/evals names the task {entry.name}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from generated.markup import left
 from generated.results import read
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.report import markdown_table
 
 #: Methods that evict while they decode; the others keep what follows the prompt.
 EVICTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from generated.results import read
-from millpond.bench.common.report import generate_table, markdown_table
+from millpond_lab.bench.common.report import generate_table, markdown_table
 
 
 def result_table() -> str:

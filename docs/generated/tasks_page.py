@@ -6,7 +6,7 @@ import inspect
 
 from generated.markup import NOTE
 from generated.options import option_table, paper
-from millpond.evals.task import TASKS
+from millpond_lab.evals.task import TASKS
 
 
 def tasks_page() -> str:

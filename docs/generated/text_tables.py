@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from generated.markup import left
 from generated.results import read
-from millpond.bench.common.report import markdown_table
+from millpond_lab.bench.common.report import markdown_table
 
 
 def chat_facts() -> str:

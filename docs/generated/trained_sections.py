@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import chain
 
 from generated.results import RESULTS, read
-from millpond.bench.common.report import markdown_table
 from millpond.budget import Budget
-from millpond.evals.decoding.record import SummaryRow
-from millpond.evals.harness.results import read_notes, read_rows
-from millpond.evals.report.curves import curves_of
+from millpond_lab.bench.common.report import markdown_table
+from millpond_lab.evals.decoding.record import SummaryRow
+from millpond_lab.evals.harness.results import read_notes, read_rows
+from millpond_lab.evals.report.curves import curves_of
 
 LOCRET = RESULTS / "locret"
 GATE = RESULTS / "gate"

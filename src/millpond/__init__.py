@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WouldForgetError,
     )
-    from millpond.evals.fit import fit
     from millpond.hf.ask import TextAnswer, ask
     from millpond.hf.cache import MillpondCache
     from millpond.hf.compress import compress
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from millpond.models.load import load_model, load_tokenizer
     from millpond.policy.policy import Policy
     from millpond.presets import preset
+    from millpond_lab.fit import fit
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ _HOME = {
     "WouldForgetError": "millpond.errors",
     "ask": "millpond.hf.ask",
     "compress": "millpond.hf.compress",
-    "fit": "millpond.evals.fit",
+    "fit": "millpond_lab.fit",
     "list_codecs": "millpond.codec",
     "list_methods": "millpond.methods",
     "load_model": "millpond.models.load",

@@ -19,7 +19,7 @@ from millpond.cli import options as model_options
 from millpond.cli.app import app
 from millpond.cli.console import size
 from millpond.models.load import load_model, resolve
-from millpond.models.pond.words import VOCABULARY
+from millpond_lab.pond.words import VOCABULARY
 
 COMMANDS = [
     [],
@@ -300,7 +300,7 @@ def test_demo_refuses(tmp_path: Path, options: list[str], sentence: str) -> None
 
 
 def test_bench_kernels_writes_json_and_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond.bench.kernels import attention, quantized_decode, shared_prefix
+    from millpond_lab.bench.kernels import attention, quantized_decode, shared_prefix
 
     rows = [
         attention.KernelRow("read bandwidth", 1.0, 40.0, 1.0, "itself"),

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond.evals.harness.plan import EvalPlan
-from millpond.evals.harness.store import RUN, SAMPLES
-from millpond.evals.spec import parse_specs
+from millpond_lab.evals.harness.plan import EvalPlan
+from millpond_lab.evals.harness.store import RUN, SAMPLES
+from millpond_lab.evals.spec import parse_specs
 
 
 def run(*arguments: str) -> str:

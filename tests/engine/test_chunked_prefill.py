@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.bench.generate.candidates import ModelShape
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
+from millpond_lab.bench.generate.candidates import ModelShape
 from tests.helpers.engine.helpers import add, finish, greedy, prompt, tokens
 from tests.helpers.hf.families import generate, shared_model
 

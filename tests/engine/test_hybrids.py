@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
+from millpond_lab.bench.model_types.tiny_model import tiny_model
 from tests.helpers.engine.alone import BUDGETS, LENGTHS, WITHIN, alone, ask, engine_for, model_of
 from tests.helpers.engine.helpers import add, finish, prompt, tokens
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.bench.common.memory import PeakMemory
 from millpond.models.load import load_model
 from millpond.runner import native_forward
+from millpond_lab.bench.common.memory import PeakMemory
 from tests.helpers.hf.families import family
 from tests.helpers.models import REAL, needs_real_model
 

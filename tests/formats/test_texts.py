@@ -30,7 +30,7 @@ def build() -> Policy:
     return Policy(Recency())
 """
 TASK = """
-from millpond.evals.task import task
+from millpond_lab.evals.task import task
 
 @task("{name}")
 class Kept:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 from transformers import PreTrainedModel
 
-from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.errors import OptionError
 from millpond.hf import retaining_heads
 from millpond.policy.trained.networks import Gates, RetainingHeads
-from millpond.train.retain.features import TextReader
+from millpond_lab.bench.methods.random_heads import random_gates, random_heads
+from millpond_lab.train.retain.features import TextReader
 
 #: Families whose heads all have keys of their own, whatever number of KV heads tiny configurations name.
 MULTI_HEAD = ("opt", "gpt_neox", "gpt2")

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import millpond as mp
-from millpond.bench.model_types.greedy import compare, generated, masked_run, prompts
-from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.hf.document import checksum
 from millpond.hf.model_profile import RESTARTING
+from millpond_lab.bench.model_types.greedy import compare, generated, masked_run, prompts
+from millpond_lab.bench.model_types.tiny_model import tiny_model
 from tests.helpers.hf.tiny_types import STEPS, WITHIN, ids_of, model_of, stock_of, write
 
 FAST = ["lfm2", "qwen3_next", "zamba2", "jamba"]

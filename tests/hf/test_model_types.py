@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import millpond as mp
-from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.hf.attention import attention, begin_pass, break_off, tag
 from millpond.runner.packed_model import PackedModel
+from millpond_lab.bench.model_types.tiny_model import tiny_model
 from tests.helpers.hf.families import COMMON, build, generate, one, run
 
 #: type -> configuration, model, settings beside the common ones.

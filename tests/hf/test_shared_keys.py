@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import millpond as mp
-from millpond.bench.model_types.greedy import LENGTHS, Wrong, compare, generated, masked_run, prompts
-from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.cache.layer.shared_entries import SharedEntries
 from millpond.codec.rotate import rotate
 from millpond.hf.calibration.measure import calibrate
 from millpond.hf.model_profile import ModelProfile
+from millpond_lab.bench.model_types.greedy import LENGTHS, Wrong, compare, generated, masked_run, prompts
+from millpond_lab.bench.model_types.tiny_model import tiny_model
 from tests.helpers.hf.tiny_types import STEPS, WITHIN, ids_of, model_of, stock_of, write
 
 TYPES = ["gemma3n_text", "gemma4_text", pytest.param("gemma4_unified_text", marks=pytest.mark.slow)]

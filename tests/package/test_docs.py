@@ -23,7 +23,7 @@ from millpond import errors
 from millpond.cli.app import app
 from millpond.methods.kvzip import kvzip
 from millpond.models.downloads import DOWNLOADS
-from millpond.models.pond.words import UNK
+from millpond_lab.pond.words import UNK
 from tests.helpers.evals.scored import row
 from tests.helpers.package.snippets import FAILURES, agrees, outputs, snippets
 

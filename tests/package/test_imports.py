@@ -11,47 +11,59 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "millpond"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+#: The folders of the two packages, by name.
+FOLDERS = {
+    "millpond": ROOT / "src" / "millpond",
+    "millpond_lab": ROOT / "packages" / "millpond-lab" / "src" / "millpond_lab",
+}
+MODULES = {name: sorted(folder.rglob("*.py")) for name, folder in FOLDERS.items()}
 
 #: A part imports only what stands to its left.
-ORDER = [
-    {
-        "errors",
-        "scalar",
-        "budget",
-        "cpu_limit",
-        "install_command",
-        "markdown",
-        "optional",
-        "option_files",
-        "option_ranges",
-        "peer_process",
-        "registry",
-    },
-    {"kernels"},
-    {"tiers"},
-    {"codec"},
-    {"policy"},
-    {"methods", "presets"},
-    {"plugins"},
-    {"cache"},
-    {"models"},
-    {"hf"},
-    {"inspector", "runner"},
-    {"engine"},
-    {"cluster", "server", "evals", "bench", "train"},
-    {"cli"},
-]
-RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
-#: What the benchmarks of a server share with the command line; they import no other part to their right.
-SHARED = {("bench", "millpond.cli.chat_backend")}
-#: Libraries and the parts that may know them. bench compares with transformers' own caches; the command line takes
-#: its types and its streamer.
+ORDER = {
+    "millpond": [
+        {
+            "errors",
+            "scalar",
+            "budget",
+            "cpu_limit",
+            "install_command",
+            "optional",
+            "option_files",
+            "option_ranges",
+            "registry",
+            "typed_json",
+        },
+        {"kernels"},
+        {"tiers"},
+        {"codec"},
+        {"policy"},
+        {"methods", "presets"},
+        {"plugins"},
+        {"cache"},
+        {"models"},
+        {"hf"},
+        {"inspector", "runner"},
+        {"engine"},
+        {"cluster", "server"},
+        {"cli"},
+    ],
+    "millpond_lab": [
+        {"markdown", "peer_process"},
+        {"paging", "pond"},
+        {"evals"},
+        {"bench", "cluster_plan", "train"},
+        {"fit", "papers"},
+        {"cli"},
+    ],
+}
+RANK = {(package, part): rank for package, order in ORDER.items() for rank, parts in enumerate(order) for part in parts}
+PARTS = sorted(RANK)
+#: Libraries and the parts of `millpond` that may know them; the command line takes transformers' types and streamer.
 OUTSIDE = {
-    "transformers": {"models", "hf", "inspector", "runner", "evals", "train", "bench", "cli"},
-    "matplotlib": {"cli", "evals", "bench"},
-    "rich": {"cli", "bench", "engine", "models", "train"},
+    "transformers": {"models", "hf", "inspector", "runner", "cli"},
+    "matplotlib": {"cli"},
+    "rich": {"cli", "engine", "models"},
     "typer": {"cli"},
     "triton": {"kernels"},
     "ray": {"cluster"},
@@ -59,10 +71,14 @@ OUTSIDE = {
     "xgrammar": {"engine"},
     "scipy": {"engine"},
 }
+#: Modules that name the lab, which may be absent: `mp.fit`, the exam of the demo.
+NAMES_LAB = {"__init__", "cli/demo/task"}
 
 
-def part_of(module: Path) -> str:
-    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def home(module: Path) -> tuple[str, str]:
+    """The package and the part of a module."""
+    package = next(name for name, folder in FOLDERS.items() if module.is_relative_to(folder))
+    return package, module.relative_to(FOLDERS[package]).parts[0].removesuffix(".py")
 
 
 def imported(module: Path) -> Iterator[str]:
@@ -72,27 +88,46 @@ def imported(module: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
-            if node.module == "millpond":
-                yield from (f"millpond.{alias.name}" for alias in node.names)
+            if node.module in FOLDERS:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module or ""
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
-def test_a_part_imports_only_what_stands_to_its_left(module: Path) -> None:
-    part = part_of(module)
-    if part in ("__init__", "__main__"):
-        return
-    assert part in RANK, f"{part} has no place in the order"
-    for name in imported(module):
-        top, _, rest = name.partition(".")
-        if top == "millpond" and rest and (part, name) not in SHARED:
-            other = rest.split(".")[0]
-            assert other == part or other not in RANK or RANK[other] < RANK[part] or RANK[other] == RANK[part] == 0, (
-                f"{part} imports {name}"
-            )
-        if top in OUTSIDE:
-            assert part in OUTSIDE[top], f"{part} imports {top}"
+def test_every_part_has_a_place_in_the_order() -> None:
+    found = {home(module) for modules in MODULES.values() for module in modules}
+    assert {(package, part) for package, part in found if part not in ("__init__", "__main__")} == set(PARTS)
+
+
+@pytest.mark.parametrize(("package", "part"), PARTS)
+def test_a_part_imports_only_what_stands_to_its_left(package: str, part: str) -> None:
+    for module in MODULES[package]:
+        if home(module) != (package, part):
+            continue
+        for name in imported(module):
+            top, _, rest = name.partition(".")
+            other = (top, rest.split(".")[0])
+            if top == package and other in RANK and other != (package, part):
+                free = package == "millpond" and RANK[other] == RANK[package, part] == 0
+                assert free or RANK[other] < RANK[package, part], f"{module} imports {name}"
+            if package == "millpond":
+                assert part in OUTSIDE.get(top, {part}), f"{module} imports {top}"
+
+
+def test_the_package_runs_without_its_lab() -> None:
+    """What names the lab imports it where it is called."""
+    for module in MODULES["millpond"]:
+        if any(name.partition(".")[0] == "millpond_lab" for name in imported(module)):
+            assert str(module.relative_to(FOLDERS["millpond"]).with_suffix("")) in NAMES_LAB, module
+    code = (
+        "import sys; sys.modules['millpond_lab'] = None\n"
+        "import pkgutil, importlib, millpond\n"
+        "skipped = ('__main__', '.gpu', 'ray', 'millpond_')\n"
+        "for module in pkgutil.walk_packages(millpond.__path__, 'millpond.'):\n"
+        "    if not any(part in module.name for part in skipped): importlib.import_module(module.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def at_module_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -104,10 +139,11 @@ def at_module_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFro
             yield from at_module_level([*node.body, *node.orelse])
 
 
-def test_no_import_circle() -> None:
+@pytest.mark.parametrize("package", FOLDERS)
+def test_no_import_circle(package: str) -> None:
     names = {
-        ".".join(("millpond", *m.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): m
-        for m in MODULES
+        ".".join((package, *m.relative_to(FOLDERS[package]).with_suffix("").parts)).removesuffix(".__init__"): m
+        for m in MODULES[package]
     }
     graph: dict[str, set[str]] = {}
     for name, module in names.items():
@@ -118,29 +154,20 @@ def test_no_import_circle() -> None:
             else:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= (inside & names.keys()) or {node.module or ""}
-        graph[name] = (found & names.keys()) - {name, "millpond"}
+        graph[name] = (found & names.keys()) - {name, package}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
+PACKAGES = sorted(path.parent for folder in FOLDERS.values() for path in folder.rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
 def test_every_package_says_what_it_holds(package: Path) -> None:
     doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
     assert doc
     assert doc.splitlines()[0].endswith((".", "`")), doc
     modules = [file for file in package.glob("*.py") if file.stem != "__init__"]
     assert modules or list(package.glob("*/__init__.py")), "a package that holds nothing"
-
-
-def test_peers_of_one_rank_do_not_import_each_other() -> None:
-    for module in MODULES:
-        part = part_of(module)
-        for name in imported(module):
-            other = name.removeprefix("millpond.").split(".")[0]
-            if name.startswith("millpond.") and other != part and RANK.get(part, 0) > 0 and (part, name) not in SHARED:
-                assert RANK.get(other, -1) < RANK[part], f"{module}: {name}"
 
 
 def test_importing_the_package_loads_neither_torch_nor_anything_optional() -> None:

@@ -13,12 +13,12 @@ import pytest
 from millpond.budget import Budget
 from millpond.cache.paging import PAGING
 from millpond.errors import BudgetError, OptionError
-from millpond.evals.candidates.candidate import CANDIDATES
-from millpond.evals.task import TASKS
 from millpond.methods import METHODS
 from millpond.methods._base import based_on
 from millpond.option_ranges import MOST_POSITIONS, POSITIONS, SHARE, Range, check_parts
 from millpond.registry import Option, Registry
+from millpond_lab.evals.candidates.candidate import CANDIDATES
+from millpond_lab.evals.task import TASKS
 from tests.helpers.package.wheels import ROOT
 
 REGISTRIES: tuple[Registry[Any], ...] = (METHODS, PAGING, CANDIDATES, TASKS)

@@ -49,7 +49,7 @@ def test_the_library_needs_no_extra() -> None:
     ("code", "extra"),
     [
         ("from millpond.cli import main; main()", "cli"),
-        ("import millpond.evals.report.plots.style", "plot"),
+        ("import millpond_lab.evals.report.plots.style", "plot"),
         ("from millpond import LLM; list(LLM('pond-recall').stream(['a'], progress=True))", "cli"),
     ],
 )

@@ -12,13 +12,13 @@ from millpond.engine.llm import LLM
 from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
-from millpond.evals.candidates.candidate import find_candidate
-from millpond.evals.spec import Spec
 from millpond.methods import METHODS
 from millpond.methods._base import base_spec
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import WindowAttention
 from millpond.server.schemas import CacheFields
+from millpond_lab.evals.candidates.candidate import find_candidate
+from millpond_lab.evals.spec import Spec
 from tests.cli.test_cli import right
 from tests.helpers.matrix.models import llama
 

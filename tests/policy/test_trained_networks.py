@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millpond.bench.generate.candidates import TINY
-from millpond.bench.methods.random_heads import random_gates, random_heads
 from millpond.kernels.linear import has_products
 from millpond.policy.trained.networks import features_of
+from millpond_lab.bench.generate.candidates import TINY
+from millpond_lab.bench.methods.random_heads import random_gates, random_heads
 
 Q, KV, DIM = TINY.heads, TINY.kv_heads, TINY.head_dim
 MODEL = TINY.build()

@@ -16,18 +16,6 @@ Command = typer.Typer | Callable[..., None]
 
 #: Entry points of this group name a Typer app or a function each.
 GROUP = "millpond.commands"
-#: Commands of the lab as they lie today; as a package of its own it names them as entry points.
-BUILT_IN = {
-    "bench": "millpond.cli.bench.app:app",
-    "cluster": "millpond.cli.cluster.app:app",
-    "eval": "millpond.cli.eval:evaluate",
-    "eval-peer": "millpond.cli.eval_peer:eval_peer",
-    "fit": "millpond.cli.fit:fit",
-    "leaderboard": "millpond.cli.leaderboard:leaderboard",
-    "lm-eval": "millpond.cli.lm_eval:lm_eval",
-    "plot": "millpond.cli.plot:plot",
-    "train": "millpond.cli.train.app:app",
-}
 #: Of a command that reads all of its arguments itself.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -38,9 +26,8 @@ def added_commands(lab: Iterable[str]) -> dict[str, Command]:
     Args:
         lab: names of commands of millpond-lab; where it is not installed, calling one says how to get it.
     """
-    points = [*entry_points(group=GROUP), *(EntryPoint(name, value, GROUP) for name, value in BUILT_IN.items())]
     commands: dict[str, Command] = {}
-    for point in points:
+    for point in entry_points(group=GROUP):
         if point.name not in commands:
             commands[point.name] = _load(point)
     for name in lab:

@@ -1,6 +1,6 @@
 """Fidelity tables: what budgets and number formats cost a model's predictions on a user's own text.
 
-`millpond.evals.fit` measures them. `compress` and the engine read from one which setting is the smallest that keeps a
+`millpond_lab.fit` measures them. `compress` and the engine read from one which setting is the smallest that keeps a
 bound. A table belongs to the weights of a model, and to a method with its options.
 """
 

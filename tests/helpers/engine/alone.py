@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import millpond as mp
-from millpond.bench.model_types.tiny_model import tiny_model
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
+from millpond_lab.bench.model_types.tiny_model import tiny_model
 from tests.helpers.engine.helpers import greedy, prompt
 
 LENGTHS, NEW, WITHIN = (40, 57, 1, 31), 14, 1e-5

@@ -14,13 +14,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from millpond.evals.candidates.candidate import find_candidate
-from millpond.evals.decoding.batch import batches, encode
-from millpond.evals.decoding.record import Protocol, Record
-from millpond.evals.harness.evaluator import Evaluator
-from millpond.evals.sample import Question, Sample
-from millpond.evals.spec import Spec
-from millpond.evals.task import Kind
+from millpond_lab.evals.candidates.candidate import find_candidate
+from millpond_lab.evals.decoding.batch import batches, encode
+from millpond_lab.evals.decoding.record import Protocol, Record
+from millpond_lab.evals.harness.evaluator import Evaluator
+from millpond_lab.evals.sample import Question, Sample
+from millpond_lab.evals.spec import Spec
+from millpond_lab.evals.task import Kind
 from tests.helpers.matrix.models import llama
 
 WORDS = ["<pad>", "<bos>", *(f"w{i}" for i in range(2, 96))]

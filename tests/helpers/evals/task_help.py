@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from millpond.evals.sample import Sample
-from millpond.evals.task import TASKS, Task
+from millpond_lab.evals.sample import Sample
+from millpond_lab.evals.task import TASKS, Task
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 

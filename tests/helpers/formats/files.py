@@ -19,14 +19,6 @@ from millpond.budget import Budget
 from millpond.cache.paging.predictor import N_WEIGHTS, load_weights, save_weights
 from millpond.cli.chat import ChatSession
 from millpond.cluster.layout_file import load_plan as load_workers
-from millpond.cluster.plan.cache_size import CacheSize
-from millpond.cluster.plan.goodput import Goodput
-from millpond.cluster.plan.layout import ClusterLayout, WorkerPlan
-from millpond.cluster.plan.move_times import MoveTimes
-from millpond.cluster.plan.profile import DecodeTimes, StepTimes
-from millpond.cluster.plan.profile_file import Profile, load_profile, save_profile
-from millpond.cluster.plan.report import Verdict
-from millpond.cluster.plan.report import save_plan as save_workers
 from millpond.codec.calibration import Calibration, Numbers, load_calibration
 from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import read as read_machine
@@ -39,6 +31,14 @@ from millpond.hf.offline import find_patterns, save_filters
 from millpond.inspector.trace import Change, HeadTrace, Trace, read_trace
 from millpond.policy.trained.file import gates_of, heads_of, save_heads
 from millpond.policy.trained.networks import Gates, LayerGate, LayerHeads, RetainingHeads
+from millpond_lab.cluster_plan.cache_size import CacheSize
+from millpond_lab.cluster_plan.goodput import Goodput
+from millpond_lab.cluster_plan.layout import ClusterLayout, WorkerPlan
+from millpond_lab.cluster_plan.move_times import MoveTimes
+from millpond_lab.cluster_plan.profile import DecodeTimes, StepTimes
+from millpond_lab.cluster_plan.profile_file import Profile, load_profile, save_profile
+from millpond_lab.cluster_plan.report import Verdict
+from millpond_lab.cluster_plan.report import save_plan as save_workers
 from tests.helpers.formats.documents import CALIBRATION, GATE
 from tests.helpers.formats.engine_files import PLAN
 from tests.helpers.formats.model import DATA, ids, of_heads, prompt

@@ -3,7 +3,7 @@
 import sys
 
 import millpond as mp
-from millpond.evals.task import TASKS
+from millpond_lab.evals.task import TASKS
 
 if __name__ == "__main__":
     print(*sorted({*mp.list_methods(), *TASKS.names()} & {*sys.argv[1:]}))

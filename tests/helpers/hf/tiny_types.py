@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millpond.bench.model_types.greedy import Run, generated
-from millpond.bench.model_types.tiny_model import tiny_model
+from millpond_lab.bench.model_types.greedy import Run, generated
+from millpond_lab.bench.model_types.tiny_model import tiny_model
 
 STEPS, WITHIN = 64, 1e-5
 

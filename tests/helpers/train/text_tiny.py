@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from millpond.train.text.recipe import Tasks, TextRecipe
+from millpond_lab.train.text.recipe import Tasks, TextRecipe
 
 TINY = TextRecipe(
     "tiny",

@@ -24,7 +24,7 @@ from millpond.models.load import load_tokenizer
 from millpond.optional import require
 
 #: The exam that comes with the model, and the module that draws others.
-FILE, EXAMS = BUNDLED / "pond-recall" / "demo.json", "millpond.models.pond.demo_file"
+FILE, EXAMS = BUNDLED / "pond-recall" / "demo.json", "millpond_lab.pond.demo_file"
 PAIRS = 32
 STEPS = 16  #: tokens generated for each question: the answer, and the rest for the clock
 

@@ -1,0 +1,1 @@
+"""Evaluation, benchmarks, training and planning for Millpond."""

@@ -1,0 +1,124 @@
+"""`millpond bench generate`: unmodified generate() under our caches and under those of others, in turns.
+
+Every repetition runs all candidates once, in shuffled order, so that a busy machine slows all of them alike;
+medians and ratios are reported. Peers that need other versions of their libraries run in a process of their own,
+one request at a time, inside the same turns.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from millpond_lab.bench.common.machine import describe_machine, torch_threads
+from millpond_lab.bench.generate.candidates import GenerateCandidate, GenerateTiming, default_candidates, draw_prompts
+from millpond_lab.bench.generate.kvpress import KVPress
+from millpond_lab.bench.generate.plan import GeneratePlan
+
+WARM_UP = 256  #: tokens of the prompts before the clock runs
+ANCHOR = "transformers DynamicCache"
+
+
+@dataclass
+class GenerateResult:
+    """All readings of one candidate in one cell."""
+
+    name: str
+    setting: str
+    batch: int
+    prompt: int
+    readings: list[GenerateTiming] = field(default_factory=list)
+    failure: str = ""
+
+    def median(self, field_name: str) -> float | None:
+        """The median of one number over the repetitions."""
+        values = [getattr(reading, field_name) for reading in self.readings]
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the medians and every reading."""
+        fields = ("prefill_s", "decode_ms", "kv_bytes", "peak_bytes")
+        return {
+            "name": self.name,
+            "setting": self.setting,
+            "batch": self.batch,
+            "prompt": self.prompt,
+            **{name: self.median(name) for name in fields},
+            "readings": [{name: getattr(reading, name) for name in fields} for reading in self.readings],
+            **({"failure": self.failure} if self.failure else {}),
+        }
+
+
+def run(
+    plan: GeneratePlan,
+    candidates: Sequence[GenerateCandidate] | None = None,
+    peer: KVPress | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measure every candidate in every cell; returns what `report` writes."""
+    everyone = list(default_candidates(plan.budget) if candidates is None else candidates)
+    if peer is not None:
+        everyone += peer.candidates(plan)
+    with torch_threads(plan.threads):
+        model, machine = plan.shape.build(plan.seed), describe_machine()
+        results = [r for cell in plan.cells for r in _cell(plan, model, everyone, *cell, progress)]
+    return {
+        **machine.header("generate"),
+        "model": {**plan.shape.config(), "parameters": model.num_parameters(), "dtype": "bfloat16"},
+        "new_tokens": plan.new_tokens,
+        "repeats": plan.repeats,
+        "budget": plan.budget,
+        "seed": plan.seed,
+        "anchor": ANCHOR,
+        "peer": peer.note if peer is not None else "kvpress was not requested",
+        "results": [result.as_dict() for result in results],
+    }
+
+
+def _cell(
+    plan: GeneratePlan,
+    model: PreTrainedModel,
+    candidates: Sequence[GenerateCandidate],
+    batch: int,
+    length: int,
+    progress: Callable[[str], None],
+) -> list[GenerateResult]:
+    results = {c: GenerateResult(c.name, c.setting, batch, length) for c in candidates}
+    rng = random.Random(plan.seed)
+    warm_up = draw_prompts(plan.shape, batch, min(length, WARM_UP), plan.seed)
+    for turn in range(-1, plan.repeats):
+        prompts = warm_up if turn < 0 else draw_prompts(plan.shape, batch, length, plan.seed + turn)
+        for candidate in rng.sample(list(candidates), len(candidates)):
+            where = f"batch {batch}, prompt {length}, turn {turn + 1} of {plan.repeats}"
+            progress(f"{where}: {candidate.name} {candidate.setting}")
+            _take(results[candidate], candidate, model, prompts, 4 if turn < 0 else plan.new_tokens, keep=turn >= 0)
+    return list(results.values())
+
+
+def _take(
+    result: GenerateResult,
+    candidate: GenerateCandidate,
+    model: PreTrainedModel,
+    prompts: torch.Tensor,
+    new_tokens: int,
+    *,
+    keep: bool,
+) -> None:
+    """One reading. A candidate that fails is reported with its reason and not run again in this cell."""
+    if result.failure:
+        return
+    try:
+        with torch.inference_mode():
+            reading = candidate.run(model, prompts, new_tokens)
+    except Exception as error:  # a peer may fail in any way; the others continue
+        result.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return
+    if keep:
+        result.readings.append(reading)

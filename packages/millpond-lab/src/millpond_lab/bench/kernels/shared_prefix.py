@@ -1,0 +1,88 @@
+"""Speed of decode attention where sequences share a prefix: in two phases, or each reading everything itself.
+
+Rounds are paired: each times both ways one after the other, in an order of its own, and a row's share is the median of
+the ratios of its rounds, so that a machine that others use slows both alike.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from millpond.kernels import ops
+from millpond.kernels.args import AttendArgs, AttentionShape, DecodeArgs, PageRegions, StepRegions
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED
+from millpond_lab.bench.kernels.attention import DecodeSetup, KernelRow
+
+BATCH, LENGTH = 32, 2048
+#: KV heads, query heads of each, head_dim: caches without groups, as ChunkAttention's kernels have them, and with.
+HEADS = {
+    "MHA, 8 heads of 128": (8, 1, 128),
+    "MHA, 16 heads of 64": (16, 1, 64),
+    "GQA 4:1, 4 heads of 128": (4, 4, 128),
+    "GQA 4:1, 4 heads of 64": (4, 4, 64),
+}
+#: Percent of each sequence that all share, and the required speedup over separate reads.
+ASKED = {0: 0.95, 50: 1.5, 100: 10.0}
+
+
+def two_phases(setup: DecodeSetup) -> Callable[[int], Callable[[], object]]:
+    """A step of `setup` by the entries that all share, as `Attention.step` runs it: whole pages, 0 to LENGTH."""
+    pages, table = setup.fill()
+    lens, n_kv_heads = setup.region_lens(), setup.n_kv_heads
+    q = torch.randn(setup.n_seq, n_kv_heads * setup.group, setup.dim).to(setup.dtype)
+    new = torch.randn(setup.n_seq, n_kv_heads, setup.dim).to(setup.dtype)
+    caps, recent = torch.full_like(lens, UNBOUNDED), torch.zeros_like(lens)
+    q_pos, shape = torch.full((setup.n_seq,), LENGTH, dtype=torch.int32), AttentionShape(setup.dim**-0.5)
+    members = torch.arange(setup.n_seq)
+
+    def step(shared: int) -> Callable[[], object]:
+        own, rest = table[:, shared // setup.slots :].contiguous(), lens - shared
+        shared_entries = PageRegions(pages, table[:n_kv_heads], torch.full_like(lens[:n_kv_heads], shared))
+
+        def call() -> Tensor:
+            regions = StepRegions(PageRegions(pages, own, rest.clone()), caps, recent, q_pos, KEEP_ALL, shape)
+            out, lse, _ = ops.decode(DecodeArgs(q, new, new, regions))
+            if not shared:
+                return out
+            return ops.attend(AttendArgs(q, shared_entries, shape.scale, members=members, found=(out, lse))).out
+
+        return call
+
+    return step
+
+
+def paired(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+    """Median milliseconds of both, and the median over the rounds of how many times as long `one` took."""
+    times: list[tuple[float, float]] = []
+    rng = random.Random(0)
+    for _ in range(rounds + 2):
+        took = [0.0, 0.0]
+        for which in rng.sample((0, 1), 2):
+            start = time.perf_counter()
+            (one, other)[which]()
+            took[which] = 1e3 * (time.perf_counter() - start)
+        times.append((took[0], took[1]))
+    ours, theirs = zip(*times[2:], strict=True)
+    return statistics.median(ours), statistics.median(theirs), statistics.median(a / b for a, b in times[2:])
+
+
+def shared_rows(rounds: int = 20) -> list[KernelRow]:
+    """Two phases at several lengths of the shared prefix, against every sequence reading a copy of its own."""
+    rows = []
+    for name, (n_kv_heads, group, dim) in HEADS.items():
+        setup = DecodeSetup(
+            torch.bfloat16, 32, n_seq=BATCH, n_kv_heads=n_kv_heads, group=group, dim=dim, lens=(LENGTH,) * BATCH
+        )
+        step = two_phases(setup)
+        for percent, asked in ASKED.items():
+            alone, together, share = paired(step(0), step(LENGTH * percent // 100), rounds)
+            holds = "holds" if share >= asked else "missed"
+            of = f"each alone ({alone:.2f} ms); {100 * asked:.0f}% required: {holds}"
+            rows.append(KernelRow(f"{BATCH} x {LENGTH}, {name}, {percent}% shared", together, 0.0, share, of))
+    return rows

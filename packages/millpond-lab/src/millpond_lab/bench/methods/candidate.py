@@ -1,0 +1,171 @@
+"""A method in `bench methods`: its options, the bound on its cost, and the measured cost."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from millpond.errors import OptionError
+from millpond.methods import METHODS
+from millpond.policy.policy import Policy
+from millpond.policy.token_classes import TokenClasses
+from millpond.policy.trained.networks import Gates, RetainingHeads
+from millpond_lab.bench.methods.random_heads import random_gates, random_heads
+
+PLAN_BOUND = 0.05  #: most of a prefill that may be planning
+
+
+@dataclass(frozen=True)
+class MethodTiming:
+    """One run of one method.
+
+    Attributes:
+        prefill_s: to the first token, and to the end of the prompt's plan where that comes later.
+        plan_s: those of them that went into the plan.
+        decode_ms: of a step, the median; a share of what is done every few steps is in it.
+        kv_bytes: held at the end.
+        passes: of the model before the first token.
+        ratio: of its turns to those of the anchor right before and behind, the median; None where it took no part.
+    """
+
+    prefill_s: float
+    plan_s: float
+    decode_ms: float
+    kv_bytes: int
+    passes: int
+    ratio: float | None = None
+
+
+@dataclass
+class MethodCandidate:
+    """A method that takes part, and its readings.
+
+    Attributes:
+        given: what it needs in addition to a prompt, and was given.
+        again: it is the anchor once more: what differs is noise.
+    """
+
+    name: str
+    setting: str
+    policy: Policy
+    given: str = ""
+    again: bool = False
+    readings: list[MethodTiming] = field(default_factory=list)
+    failure: str = ""
+
+    @classmethod
+    def of(cls, name: str, options: dict[str, str], vocab: int) -> MethodCandidate:
+        """The method called `name`, with what it needs to run on a random model.
+
+        Raises:
+            OptionError: no such method or option, a value that does not fit, or an option that must be given.
+        """
+        entry = METHODS.get(name)
+        required = [o.name for o in entry.options.values() if o.default is inspect.Parameter.empty]
+        missing = [option for option in required if option not in options]
+        if missing:
+            raise OptionError(f"{name} has no default for {', '.join(missing)}; name it, as {name}:{missing[0]}=...")
+        source = _RandomTokens(vocab)
+        policy = entry(**options).with_tokens(source)
+        return cls(name, ":".join(f"{k}={v}" for k, v in options.items()), policy, source.given)
+
+    def take_random_heads(self, model: PreTrainedModel) -> None:
+        """Score entries by random networks, where the method has trained ones and this model has none."""
+
+        def heads(trained: RetainingHeads | None) -> RetainingHeads:
+            self.given = "retaining heads are random"
+            return random_heads(model)
+
+        def gates(trained: Gates | None) -> Gates:
+            self.given = "gates are random"
+            return random_gates(model)
+
+        self.policy = self.policy.with_heads(heads).with_gates(gates)
+
+    @property
+    def kind(self) -> tuple[str, float | None]:
+        """What the method does while it decodes, and how many times the anchor's step one of its may take."""
+        policy = self.policy
+        if self.again:
+            return "noise: the same once more", None
+        if policy.keeps_all:
+            return "keeps everything", None
+        if policy.plans_each_step:
+            at = f"every {policy.plan_every} steps" if policy.plan_every > 1 else ""
+            if policy.merge is not None:
+                return f"merges {at}".rstrip(), 1.3
+            return f"plans {at or 'at each step'}", 1.15
+        return ("evicts", 1.15) if policy.every_step else ("grows", 1.05)
+
+    def median(self, of: Callable[[MethodTiming], float]) -> float | None:
+        """The median of a number over the repetitions."""
+        return statistics.median(map(of, self.readings)) if self.readings else None
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of a decoding step to one of the anchor, one for each repetition."""
+        return [r.ratio for r in self.readings if r.ratio is not None]
+
+    def as_dict(self, anchor: MethodCandidate) -> dict[str, Any]:
+        """For JSON: medians, ratios to the anchor, bounds and whether they hold, and every reading."""
+        kind, bound = self.kind
+        prefill, decode = self.median(lambda r: r.prefill_s), self.median(lambda r: r.decode_ms)
+        share = self.median(lambda r: r.plan_s / r.prefill_s)
+        ratios = self.ratios
+        ratio = statistics.median(ratios) if ratios else None
+        return {
+            "name": self.name,
+            "setting": self.setting,
+            "given": self.given,
+            "kind": kind,
+            "again": self.again,
+            "prefill_s": prefill,
+            "prefill_ratio": _ratio(prefill, anchor.median(lambda r: r.prefill_s)),
+            "plan_share": share,
+            "plan_holds": _within(share, PLAN_BOUND),
+            "decode_ms": decode,
+            "decode_ratio": ratio,
+            "decode_ratio_range": [min(ratios), max(ratios)] if ratios else None,
+            "decode_bound": bound,
+            "decode_holds": _within(ratio, bound),
+            "kv_bytes": self.median(lambda r: r.kv_bytes),
+            "extra_passes": max((r.passes - 1 for r in self.readings), default=None),
+            "repeats_prompt": self.policy.needs.prompt_repeat is not None,
+            "readings": [asdict(reading) for reading in self.readings],
+            **({"failure": self.failure} if self.failure else {}),
+        }
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def _within(value: float | None, bound: float | None) -> bool | None:
+    return None if value is None or bound is None else value <= bound
+
+
+class _RandomTokens:
+    """Tokens of a random model (see `millpond.policy.needs.TokenSource`); `given`: what was requested."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self.given = ""
+
+    def classes(self, given: TokenClasses) -> TokenClasses:
+        if given.known:
+            return given
+        marks = self._vocab // 16
+        self.given = f"1 id is special, {marks} of {self._vocab} are punctuation"
+        return TokenClasses(
+            frozenset({0}) if given.special is None else given.special,
+            frozenset(range(1, 1 + marks)) if given.punctuation is None else given.punctuation,
+        )
+
+    def spell(self, text: str) -> tuple[int, ...]:
+        self.given = "5 ids ask for the repetition"
+        return 1, 2, 3, 4, 5

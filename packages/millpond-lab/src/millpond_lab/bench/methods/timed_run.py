@@ -1,0 +1,107 @@
+"""A timed run: one method on one prompt by unmodified generate(), resumable after each round.
+
+Many courses of one model may be open at once and decode in turns, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millpond.hf.compress import compress
+from millpond.hf.stopwatch import Stopwatch
+from millpond.models.cache_argument import cache_argument
+from millpond.policy.policy import Policy
+from millpond_lab.bench.methods.candidate import MethodTiming
+from millpond_lab.bench.methods.plan_clock import PlanClock
+
+
+class TimedRun:
+    """The cache of one method, open inside a `with` block; `prefill` first, then `go_on` as often as wanted."""
+
+    def __init__(self, model: Any, policy: Policy, prompt: Tensor, budget: str) -> None:
+        self._model = model
+        self._policy = policy
+        self._ids = prompt
+        self._budget = budget
+        self._steps: list[float] = []
+        self._period = period_of(policy)
+
+    def __enter__(self) -> TimedRun:
+        with ExitStack() as stack:
+            budget = self._budget if self._policy.takes_budget else None
+            self._cache = stack.enter_context(compress(self._model, self._policy, budget))
+            self._watch = Stopwatch()
+            self._clock = stack.enter_context(PlanClock(self._model, self._cache, self._watch))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
+
+    def prefill(self) -> None:
+        """Read the prompt, and decode a first token."""
+        self._watch.begun = time.perf_counter()
+        self._generate(self._watch, 1)
+
+    def decode(self, steps: int) -> float:
+        """Time `steps` of decoding, or some more, so that what comes every few steps comes equally often in each turn.
+
+        A step before them, in which generate() begins and the prompt's plan may end, is not timed.
+
+        Returns:
+            Milliseconds of a step of this turn: see `decode_ms`.
+        """
+        watch = Stopwatch()
+        self._generate(watch, -(-steps // self._period) * self._period + 1)
+        self._steps += watch.steps
+        return 1e3 * step_s(watch.steps, self._period)
+
+    @property
+    def decode_ms(self) -> float:
+        """Milliseconds of a decoding step so far: the median, of means where several steps share some work."""
+        return 1e3 * step_s(self._steps, self._period)
+
+    def reading(self, ratios: Sequence[float] = ()) -> MethodTiming:
+        """What was measured; ratios: of each turn to those of the anchor around it."""
+        late, watch = self._clock.late_s, self._watch
+        return MethodTiming(
+            watch.prefill_s + late,
+            self._clock.plan_s,
+            self.decode_ms,
+            self._cache.stats().kv_bytes,
+            self._clock.passes,
+            statistics.median(ratios) if ratios else None,
+        )
+
+    @torch.inference_mode()
+    def _generate(self, watch: Stopwatch, new_tokens: int) -> None:
+        self._ids = self._model.generate(
+            self._ids,
+            attention_mask=torch.ones_like(self._ids),
+            **cache_argument(self._cache),
+            streamer=watch,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            disable_compile=True,
+        )
+
+
+def period_of(policy: Policy) -> int:
+    """After how many decoding steps what the method does is done again."""
+    return max(1, policy.plan_every, policy.decode_allocation.every)
+
+
+def step_s(steps: Sequence[float], period: int) -> float:
+    """Seconds of a decoding step: the median, of the mean of `period` steps where that many share some work."""
+    period = max(1, min(period, len(steps)))
+    return statistics.median(
+        statistics.fmean(steps[begin : begin + period]) for begin in range(0, len(steps) - period + 1, period)
+    )

@@ -1,0 +1,63 @@
+"""Rules under test: those that predict for themselves, and those that are given bits from a replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+
+from millpond.cache.paging import PAGING
+from millpond_lab.paging.replay import Path, ReplayResult, belady_bits, next_uses_of, replay
+
+#: Rules with bits from a replay of the same trace: the rule, what its bits are, and the share of bits flipped.
+WITH_BITS = {
+    "mark0, Belady's bits": ("mark0", "belady", 0.0),
+    "mark0, 5 % of them flipped": ("mark0", "belady", 0.05),
+    "mark0, 20 % of them flipped": ("mark0", "belady", 0.2),
+    "learned, inverted bits": ("learned", "belady", 1.0),
+    "learned, random bits": ("learned", "belady", 0.5),
+    "learned, all discard": ("learned", "discard", 0.0),
+    "learned, all keep": ("learned", "keep", 0.0),
+    "learned, adversarial bits": ("learned", "used again", 0.0),
+}
+_SEED = 0
+
+
+class PagingTrace:
+    """Requests and what a replay may know of them: next uses and Belady's bits for one size of the cache."""
+
+    def __init__(self, requests: Sequence[Path], pages: int) -> None:
+        self.requests, self.pages = requests, pages
+
+    @cached_property
+    def next_uses(self) -> list[int | None]:
+        """For each access, see `next_uses_of`."""
+        return next_uses_of(self.requests)
+
+    @cached_property
+    def belady(self) -> ReplayResult:
+        """The best run."""
+        return replay(self.requests, PAGING.get("belady")(), self.pages, next_uses=self.next_uses)
+
+    def bits(self, kind: str, flipped: float) -> list[bool]:
+        """For each access: Belady's bits, all alike, or 1 exactly for pages that are used again; a share flipped."""
+        if kind == "belady":
+            bits = belady_bits(self.requests, self.belady.evicted, self.belady.evicted_at)
+        elif kind == "used again":
+            bits = [use is not None for use in self.next_uses]
+        else:
+            bits = [kind == "discard"] * sum(map(len, self.requests))
+        draw = random.Random(_SEED)
+        return [bit != (draw.random() < flipped) for bit in bits]
+
+    def run(self, candidate: str) -> ReplayResult:
+        """Replay under a rule, or under one of `WITH_BITS`.
+
+        Raises:
+            OptionError: an unknown rule.
+        """
+        if candidate == "belady":
+            return self.belady
+        rule, kind, flipped = WITH_BITS.get(candidate, (candidate, "", 0.0))
+        bits = self.bits(kind, flipped) if kind else None
+        return replay(self.requests, PAGING.get(rule)(), self.pages, bits=bits)

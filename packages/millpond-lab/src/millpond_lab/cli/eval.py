@@ -1,0 +1,133 @@
+"""`millpond eval`: the cost of methods in quality, measured by decoding with the evicting cache."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from millpond.cli.console import errors, notes, output
+from millpond.cli.options import (
+    CalibrationFile,
+    CodecName,
+    ModelOptions,
+    Samples,
+    SampleSeed,
+    Threads,
+    expand_groups,
+    optional,
+)
+
+if TYPE_CHECKING:
+    from millpond_lab.evals.decoding.record import Cell, SummaryRow
+    from millpond_lab.evals.harness.plan import EvalPlan
+    from millpond_lab.evals.harness.run import Progress
+
+
+@expand_groups
+def evaluate(
+    *,
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, separated by commas; options as in niah_single:length=4096.", show_default=False)
+    ],
+    method: Annotated[str, typer.Option(help="Methods; options as in h2o:recent=0.1:sinks=0.")] = "full,h2o,window",
+    budget: Annotated[
+        str | None, optional(help="'20%' of each prompt, 512 tokens per KV head, '64KiB' a sequence. Default: 20%.")
+    ] = None,
+    codec: CodecName = "auto",
+    calibration: CalibrationFile = None,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="aware: the question is compressed with the context. agnostic: the context before any question. "
+            "turns: as agnostic, questions one after another."
+        ),
+    ] = "aware",
+    model: ModelOptions,
+    samples: Samples = 40,
+    seed: SampleSeed = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once; no score depends on it.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder of the results; an interrupted run continues there.")] = Path(
+        "millpond-eval"
+    ),
+    threads: Threads = None,
+) -> None:
+    """Score methods x budgets x codecs on tasks; lists are separated by commas."""
+    from millpond_lab.evals.harness.plan import EvalPlan
+    from millpond_lab.evals.spec import parse_specs, words
+
+    plan = EvalPlan(
+        model.model,
+        parse_specs(method, "method"),
+        parse_specs(tasks, "tasks"),
+        None if budget is None else words(budget, "budget"),
+        words(codec, "codec"),
+        words(protocol, "protocol"),
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        dtype=model.dtype,
+        calibration=calibration,
+    )
+    rows = _run(plan, model, out, threads)
+    show_scores(rows, out)
+
+
+def _run(plan: EvalPlan, model: ModelOptions, out: Path, threads: int | None) -> list[SummaryRow]:
+    import torch
+
+    from millpond_lab.bench.common.machine import describe_machine
+    from millpond_lab.evals.harness.run import run
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    loaded, tokenizer = model.load()
+    machine = describe_machine()
+    note = {
+        "command": shlex.join(["millpond", *sys.argv[1:]]),
+        "device": str(loaded.device),
+        "hardware": machine.hardware,
+        "software": machine.software,
+    }
+    with notes(), progress_bars(plan.cells()) as progress:
+        return run(plan, loaded, tokenizer, out, note, progress)
+
+
+@contextmanager
+def progress_bars(cells: list[Cell]) -> Iterator[Progress]:
+    """One bar over the cells and one over the samples of the current one, gone when all is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    places = {cell: place for place, cell in enumerate(cells)}
+    with Bars(*columns, console=errors(), transient=True) as bars:
+        whole = bars.add_task("cells", total=len(cells))
+        part = bars.add_task("samples", total=None)
+
+        def show(cell: Cell, done: int, total: int) -> None:
+            if done == 0:
+                bars.reset(part)
+            name = " ".join(filter(None, [cell.method, cell.budget, cell.task, cell.protocol]))
+            bars.update(part, completed=done, total=total, description=escape(name))
+            bars.update(whole, completed=places[cell] + (done == total))
+
+        yield show
+
+
+def show_scores(rows: list[SummaryRow], out: Path) -> None:
+    """The table, and what a person must know before believing it."""
+    from millpond_lab.cli.score_table import failure_note, score_table
+    from millpond_lab.evals.harness.summary import HOW
+
+    screen = output()
+    screen.print(score_table(rows))
+    screen.print(f"\n[dim]{HOW} Written to {escape(str(out))}[/]", soft_wrap=True)
+    failed = failure_note(rows)
+    if failed:
+        errors().print(f"[bold yellow]warning:[/] {escape(failed)}", soft_wrap=True, highlight=False)

@@ -1,0 +1,337 @@
+"""A simulation of workers that run the engine's own scheduler; only the times of their steps are modelled.
+
+Between two steps a worker packs all caches that leave, or takes in as many as the engine's thread would, at least one;
+each takes as long as its plan says.
+What is not modelled: shared beginnings of prompts, the time of swapping, deaths, and other work between two steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from millpond.cluster.router import DECODING
+from millpond.engine.async_llm import CALLS_SHARE
+from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
+from millpond.errors import OptionError
+from millpond_lab.cluster_plan.cache_size import CacheSize
+from millpond_lab.cluster_plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond_lab.cluster_plan.profile import StepLoad
+from millpond_lab.cluster_plan.requests import PlannedRequest
+
+#: Share of a worker's memory that caches which it fetches may take before they decode.
+WAITING_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """What became of a request.
+
+    Attributes:
+        ttft: seconds to the first token. tpot: seconds per token after it; None for an answer of one token.
+        moved: bytes that went from worker to worker.
+    """
+
+    ttft: float
+    tpot: float | None
+    moved: int = 0
+
+    def meets(self, ttft: float, tpot: float) -> bool:
+        """Whether both service levels, in seconds, are met."""
+        return self.ttft <= ttft and (self.tpot is None or self.tpot <= tpot)
+
+
+@dataclass(frozen=True, slots=True)
+class MissLimit:
+    """When a simulation need not go on: more than `most` levels, in seconds, were missed."""
+
+    ttft: float
+    tpot: float
+    most: int
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request under way: tokens of its answer, when the first and the last came, and what was moved."""
+
+    key: str
+    request: PlannedRequest
+    done: int = 0
+    first: float = -1.0
+    last: float = -1.0
+    moved: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A worker: its scheduler, what is under way in it, and the caches that wait to leave it or to come.
+
+    Attributes:
+        unread: tokens of prompts whose answers have not begun. held: bytes of caches that wait here until they are
+            fetched. incoming: bytes that it fetches.
+        offers: caches that others hold for it. link_free: when the next move may begin. between: what it does between
+            two steps, and the seconds of each. acted: whether it has done any of that since the last step.
+            acts_until: when it has done enough of it, unless all of it is packing.
+    """
+
+    plan: WorkerPlan
+    scheduler: Scheduler
+    flights: dict[str, _Flight] = field(default_factory=dict)
+    busy: bool = False
+    unread: int = 0
+    held: int = 0
+    incoming: int = 0
+    offers: deque[tuple[_Flight, _Worker]] = field(default_factory=deque)
+    link_free: float = 0.0
+    between: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
+    acted: bool = False
+    acts_until: float = 0.0
+
+    @property
+    def load(self) -> int:
+        """What there is to do, in tokens that are read, as the router of a cluster counts it."""
+        return self.unread + DECODING * (len(self.flights) + len(self.offers))
+
+
+class Simulation:
+    """One run of a layout.
+
+    Args:
+        cache: what requests hold. link: between workers.
+
+    Example:
+        >>> from millpond_lab.cluster_plan.profile import A100
+        >>> one = ClusterLayout((WorkerPlan("both", A100["opt-13b"][1]),))
+        >>> found = Simulation(one, CacheSize(800_000, 800_000)).run([PlannedRequest(0.0, 100, 2)])
+        >>> [(round(outcome.ttft, 4), round(outcome.tpot, 4)) for outcome in found]
+        [(0.0284, 0.02)]
+    """
+
+    def __init__(self, layout: ClusterLayout, cache: CacheSize, link: Link | None = None) -> None:
+        self._cache = cache
+        self._link = link or Link()
+        self._workers = [_Worker(one, Scheduler(one.memory, step_tokens=one.step_tokens)) for one in layout.workers]
+        self._readers = [worker for worker in self._workers if worker.plan.role != "decode"]
+        self._decoders = [worker for worker in self._workers if worker.plan.role == "decode"]
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._joins: list[float] = []  # when a worker may get a request, or its cache
+        self._count = 0
+        self._now = 0.0
+        self._stop: MissLimit | None = None
+        self._missed = 0
+
+    def run(self, requests: Sequence[PlannedRequest], stop: MissLimit | None = None) -> list[RequestTimes] | None:
+        """What becomes of each request, in their order; None where it was stopped.
+
+        Raises:
+            OptionError: a request that no worker's memory can hold.
+        """
+        flights = [_Flight(str(number), request) for number, request in enumerate(requests)]
+        self._stop, self._missed = stop, 0
+        for flight in flights:
+            self._check(flight.request)
+            self._at(flight.request.at, lambda flight=flight: self._arrives(flight))  # type: ignore[misc]
+        while self._events:
+            self._now, _, act = heapq.heappop(self._events)
+            act()
+            if stop is not None and self._missed > stop.most:
+                return None
+        return [
+            RequestTimes(
+                flight.first - flight.request.at,
+                (flight.last - flight.first) / (flight.request.output - 1) if flight.request.output > 1 else None,
+                flight.moved,
+            )
+            for flight in flights
+        ]
+
+    def _check(self, request: PlannedRequest) -> None:
+        for worker in self._workers:
+            need, memory = self._need(worker, request), worker.plan.memory
+            if memory is not None and need.most(1) > memory:
+                raise OptionError(
+                    f"a request of {request.prompt:,} + {request.output:,} tokens holds {need.most(1):,} bytes, a "
+                    f"worker that does {worker.plan.role} has {memory:,}; leave longer requests out or give more memory"
+                )
+
+    def _need(self, worker: _Worker, request: PlannedRequest) -> MemoryNeed:
+        need = self._cache.need(request.prompt, request.output)
+        if worker.plan.role == "prefill":
+            return MemoryNeed(need.reading, 0, 0)
+        return MemoryNeed(0, 0, need.each) if worker.plan.role == "decode" else need
+
+    def _at(self, when: float, act: Callable[[], None], joins: bool = True) -> None:
+        """Let something happen; joins: it may give a worker more to do."""
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, act))
+        if joins:
+            heapq.heappush(self._joins, when)
+
+    # ------------------------------------------------------------------ steps
+
+    def _arrives(self, flight: _Flight) -> None:
+        worker = min(self._readers, key=lambda one: one.load)
+        worker.flights[flight.key] = flight
+        worker.unread += flight.request.prompt
+        worker.scheduler.add(Job(flight.key, flight.request.prompt, self._need(worker, flight.request)))
+        self._wake(worker)
+
+    def _wake(self, worker: _Worker) -> None:
+        """Let a worker that waits begin a step when all that happens at this moment has happened."""
+        if not worker.busy:
+            worker.busy = True
+            self._at(self._now, lambda: self._begin(worker), worker.plan.role == "prefill")
+
+    def _begin(self, worker: _Worker) -> None:
+        worker.busy = False
+        packs = worker.plan.role == "prefill"
+        if worker.between and (packs or not worker.acted or self._now <= worker.acts_until):
+            self._act(worker)
+            return
+        if self._link.memory is not None and worker.held >= self._link.memory:
+            return  # what was read must be fetched first
+        step = worker.scheduler.plan()
+        if step.empty:
+            if worker.between:
+                self._act(worker)
+            return
+        load = self._load(worker, step)
+        begins, load = (self._now, load) if worker.between else self._repeat(worker, step, load)
+        took = worker.plan.times.seconds(load)
+        worker.busy = True
+        self._at(begins + took, lambda: self._end(worker, step, took), packs)
+
+    def _act(self, worker: _Worker) -> None:
+        """Do the next thing between two steps."""
+        seconds, act = worker.between.popleft()
+        worker.busy = worker.acted = True
+        self._at(self._now + seconds, lambda: self._go_on(worker, act), worker.plan.role == "prefill")
+
+    def _repeat(self, worker: _Worker, step: Step, load: StepLoad) -> tuple[float, StepLoad]:
+        """Take those steps at once in which nothing but the lengths of answers changes.
+
+        They are steps of a worker all of whose requests decode, before the one in which the first answer ends and
+        before the next moment at which it may get another request: the scheduler would plan each as it did this one.
+
+        Returns:
+            When the step begins that is still to be taken, and its load.
+        """
+        if step.chunks or len(worker.scheduler) != len(step.decodes):
+            return self._now, load
+        while self._joins and self._joins[0] < self._now:
+            heapq.heappop(self._joins)
+        until = self._joins[0] if self._joins else float("inf")
+        flights = [worker.flights[job.key] for job in step.decodes]
+        grows = len(flights) if self._cache.grows else 0
+        seconds = worker.plan.times.seconds
+        first = seconds(load)
+        longer = seconds(replace(load, entries=load.entries + grows)) - first  # by as much after each step
+        begins, steps = self._now, 0
+        for _ in range(min(flight.request.output - flight.done for flight in flights) - 1):
+            took = first + steps * longer
+            if begins + took >= until:
+                break
+            begins, steps = begins + took, steps + 1
+            worker.scheduler.took_seconds(step, took)
+        load = replace(load, entries=load.entries + steps * grows)
+        for flight, job in zip(flights, step.decodes, strict=True):
+            flight.done += steps
+            job.account.served += steps * job.width
+        return begins, load
+
+    def _load(self, worker: _Worker, step: Step) -> StepLoad:
+        flights = [worker.flights[job.key] for job in step.decodes]
+        return StepLoad(
+            sum(n for _, n in step.chunks),
+            sum((job.read + n) ** 2 - job.read**2 for job, n in step.chunks),
+            sum(job.read + n == job.prompt for job, n in step.chunks),
+            len(flights),
+            sum(self._cache.kept(flight.request.prompt, flight.done) for flight in flights),
+        )
+
+    def _end(self, worker: _Worker, step: Step, took: float) -> None:
+        worker.scheduler.took_seconds(step, took)
+        worker.acted, worker.acts_until = False, self._now + CALLS_SHARE * took
+        for job, n in step.chunks:
+            worker.scheduler.mark_read(job, n)
+            if job.read == job.prompt:
+                worker.unread -= job.prompt
+                self._drew(worker, job)
+        for job in step.decodes:
+            self._drew(worker, job)
+        self._fetch(worker)
+        self._begin(worker)
+
+    def _drew(self, worker: _Worker, job: Job) -> None:
+        """A token of an answer was drawn."""
+        flight = worker.flights[job.key]
+        flight.done += 1
+        flight.last = self._now
+        if flight.done == 1:
+            flight.first = self._now
+            self._count_late(flight.first - flight.request.at, "ttft")
+        ends = flight.done == flight.request.output
+        if ends and flight.done > 1:
+            self._count_late((flight.last - flight.first) / (flight.done - 1), "tpot")
+        if ends or worker.plan.role == "prefill":
+            worker.scheduler.remove(job)
+            del worker.flights[job.key]
+        if not ends and worker.plan.role == "prefill":
+            flight.moved = self._cache.moved(flight.request.prompt)
+            worker.held += flight.moved
+            self._occupy(worker, worker.plan.moves.packing(flight.moved), lambda: self._offer(worker, flight))
+
+    def _count_late(self, seconds: float, level: str) -> None:
+        """Count a level that a request missed, for `stop`."""
+        if self._stop is not None:
+            self._missed += seconds > (self._stop.ttft if level == "ttft" else self._stop.tpot)
+
+    # ------------------------------------------------------------------ moves
+
+    def _occupy(self, worker: _Worker, seconds: float, act: Callable[[], None]) -> None:
+        """Do something before the next step of a worker, which takes none meanwhile; at once where it costs nothing."""
+        if not seconds:
+            act()
+            return
+        worker.between.append((seconds, act))
+        self._wake(worker)
+
+    def _go_on(self, worker: _Worker, act: Callable[[], None]) -> None:
+        act()
+        self._begin(worker)
+
+    def _offer(self, worker: _Worker, flight: _Flight) -> None:
+        decoder = min(self._decoders, key=lambda one: one.load)
+        decoder.offers.append((flight, worker))
+        self._fetch(decoder)
+
+    def _fetch(self, worker: _Worker) -> None:
+        """Fetch caches that were offered, while there is room for them and few wait already."""
+        memory = worker.plan.memory
+        while worker.offers:
+            flight, reader = worker.offers[0]
+            need = self._need(worker, flight.request).most(1)
+            if memory is not None:
+                waits = worker.incoming and worker.incoming + need > WAITING_SHARE * memory
+                if waits or worker.scheduler.reserved + worker.incoming + need > memory:
+                    return
+            worker.offers.popleft()
+            worker.incoming += need
+            reader.link_free = max(self._now, reader.link_free) + flight.moved / self._link.bytes_per_s
+            when = reader.link_free + self._link.latency_s
+            self._at(when, lambda a=flight, b=reader, c=need: self._moved(worker, a, b, c))  # type: ignore[misc]
+
+    def _moved(self, worker: _Worker, flight: _Flight, reader: _Worker, need: int) -> None:
+        reader.held -= flight.moved
+        self._wake(reader)
+        worker.flights[flight.key] = flight
+        self._occupy(worker, worker.plan.moves.taking_in(flight.moved), lambda: self._taken_in(worker, flight, need))
+
+    def _taken_in(self, worker: _Worker, flight: _Flight, need: int) -> None:
+        worker.incoming -= need
+        prompt = flight.request.prompt
+        worker.scheduler.add(Job(flight.key, prompt, self._need(worker, flight.request), read=prompt))
+        self._wake(worker)
+        self._fetch(worker)

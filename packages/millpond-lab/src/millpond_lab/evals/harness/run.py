@@ -1,0 +1,230 @@
+"""A run: the cells of a plan, examined one after another into a store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import millpond
+from millpond.errors import OptionError
+from millpond.hf.calibration.load import needs_calibration
+from millpond.hf.generation import UnusedCacheWarning
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_support import supported
+from millpond_lab.evals.candidates.candidate import Compressed
+from millpond_lab.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
+from millpond_lab.evals.decoding.record import Cell, Record, SummaryRow
+from millpond_lab.evals.decoding.record import Protocol as Asking
+from millpond_lab.evals.harness.calibration_check import Said, line, said_of
+from millpond_lab.evals.harness.context_check import check_fit
+from millpond_lab.evals.harness.evaluator import Evaluator
+from millpond_lab.evals.harness.plan import EvalPlan
+from millpond_lab.evals.harness.store import ResumeWarning, RunStore, TaskFacts
+from millpond_lab.evals.harness.summary import markdown, summarise
+from millpond_lab.evals.sample import Sample
+from millpond_lab.evals.task import Task
+
+#: Called with the cell, samples done and samples in all.
+Progress = Callable[[Cell, int, int], None]
+
+
+class Examines(Protocol):
+    """Turns a batch into records: our `Evaluator`, or a peer in another process."""
+
+    def examine(self, batch: PromptBatch) -> list[Record]:
+        """A record for every question of the batch, in the order of `Batch.names`."""
+        ...
+
+
+def run(
+    plan: EvalPlan,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    note: dict[str, Any] | None = None,
+    progress: Progress = lambda cell, done, total: None,
+    examiner: Callable[[Cell], Examines] | None = None,
+) -> list[SummaryRow]:
+    """Examine every cell of `plan` and write the records and the summary into `folder`, continuing where it was left.
+
+    Args:
+        note: what to write down about this start of the harness: command, machine.
+        progress: is called after each batch.
+        examiner: makes what examines a cell; None for the plan's own candidates on `model`.
+
+    Returns:
+        The rows of all finished cells in the folder, those of earlier runs included.
+
+    Raises:
+        OptionError: the folder holds another run, or one with another calibration, or a task has no proper samples, or
+            none that fits into the model's positions; where some do not, a `TooLongWarning` says so.
+        DataError: a data file, the calibration, or the folder of an earlier run, cannot be read.
+        UnsupportedModelError: the model, or a method on this model, cannot be run.
+    """
+    profile = supported(model)
+    if examiner is None:
+        for cell in plan.cells():
+            _try_out(plan, cell, model, tokenizer)
+    setting = {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "weights": fingerprint(model),
+        "samples": plan.samples,
+        "seed": plan.seed,
+    }
+    store = RunStore.open(folder, setting, _calibration(plan))
+    samples = {name: _draw(name, task, tokenizer, plan) for name, task in plan.built.items()}
+    for name, protocol in dict.fromkeys((cell.task, cell.protocol) for cell in plan.cells()):
+        prompts = _prompts(samples[name], tokenizer, plan.built[name], protocol)
+        check_fit(name, protocol, prompts, profile.position_limit)
+    facts = {name: _facts(plan.built[name], drawn) for name, drawn in samples.items()}
+    store.begin(plan.cells(), facts, {**(note or {}), "batch_size": plan.batch_size, **versions()})
+    made: dict[tuple[str, str], list[PromptBatch]] = {}
+    rows: dict[Cell, SummaryRow] = {}
+    for cell in plan.cells():
+        task = plan.built[cell.task]
+        if (cell.task, cell.protocol) not in made:
+            made = {(cell.task, cell.protocol): _batches(samples[cell.task], tokenizer, task, cell, plan.batch_size)}
+        own = _examiner(plan, cell, model, tokenizer) if examiner is None else examiner(cell)
+        _examine(own, cell, made[cell.task, cell.protocol], store, progress)
+        _summarise(store, rows)
+    _tell_of_unfinished(store)
+    return list(rows.values())
+
+
+def _calibration(plan: EvalPlan) -> Said | None:
+    """What to write down of the plan's calibration, where a codec in it needs one."""
+    if plan.calibration is None or not any(needs_calibration(codec) for codec in plan.codecs):
+        return None
+    return said_of(plan.calibration)
+
+
+def _try_out(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse now what this model would refuse at the cell's first batch."""
+    candidate = plan.candidates[cell.method]
+    if isinstance(candidate, Compressed):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnusedCacheWarning)
+            candidate.open(
+                model, tokenizer, PromptBatch(cell.protocol, "generate", ()), cell.budget, cell.codec
+            ).close()
+
+
+def _examiner(plan: EvalPlan, cell: Cell, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Evaluator:
+    return Evaluator(
+        cell.key,
+        model,
+        tokenizer,
+        plan.built[cell.task],
+        plan.candidates[cell.method],
+        cell.budget,
+        cell.codec,
+        limit=ModelProfile.of(model).position_limit,
+    )
+
+
+def _examine(examiner: Examines, cell: Cell, made: Sequence[PromptBatch], store: RunStore, progress: Progress) -> None:
+    """Answer what is not answered yet, in the same batches whatever was answered before.
+
+    A run in two parts thus gives the numbers of one in one, to the last bit.
+    """
+    total = len({name for batch in made for name, _ in batch.names})
+    seen: set[str] = set()
+    progress(cell, 0, total)
+    for batch in made:
+        if not store.has(cell.key, batch.names):
+            store.add(examiner.examine(batch))
+        seen |= {name for name, _ in batch.names}
+        progress(cell, len(seen), total)
+
+
+def _batches(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, cell: Cell, size: int
+) -> list[PromptBatch]:
+    prompts = _prompts(samples, tokenizer, task, cell.protocol)
+    return list(batches(prompts, task.kind, cell.protocol, size))
+
+
+def _prompts(
+    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, task: Task, protocol: Asking
+) -> list[EncodedPrompt]:
+    return [prompt for sample in samples for prompt in encode(sample, tokenizer, task.kind, protocol)]
+
+
+def _summarise(store: RunStore, rows: dict[Cell, SummaryRow]) -> None:
+    """Bring `rows`, which stay in the order of the store's cells, and the folder's summary up to date."""
+    fresh = {c: rows.get(c) or summarise(c, store.of(c), store.tasks[c.task].kind) for c in store.finished()}
+    rows.clear()
+    rows.update(fresh)
+    store.write_summary(list(rows.values()), markdown(list(rows.values()), line(store.calibration)))
+
+
+def _tell_of_unfinished(store: RunStore) -> None:
+    left = len(store.cells) - len(store.finished())
+    if left:
+        warnings.warn(
+            f"{left} combinations of an earlier run in {store.folder} are not finished and not in the summary; name "
+            "them again to finish them",
+            ResumeWarning,
+            stacklevel=3,
+        )
+
+
+def _draw(name: str, task: Task, tokenizer: PreTrainedTokenizerBase, plan: EvalPlan) -> list[Sample]:
+    samples = list(task.samples(tokenizer, plan.samples, plan.seed))
+    if not samples:
+        raise OptionError(f"task {name!r} has no sample; give it data, or other options")
+    if len({sample.id for sample in samples}) < len(samples):
+        raise OptionError(f"task {name!r} gives two samples the same id, so their records could not be distinguished")
+    for sample in samples:
+        if not sample.questions:
+            raise OptionError(f"task {name!r}: sample {sample.id!r} asks nothing")
+    return samples
+
+
+def _facts(task: Task, samples: Sequence[Sample]) -> TaskFacts:
+    text = json.dumps([_told(sample) for sample in samples], sort_keys=True, default=str)
+    questions = sum(len(sample.questions) for sample in samples)
+    return TaskFacts(task.kind, len(samples), questions, _digest(text.encode()))
+
+
+def _told(sample: Sample) -> dict[str, Any]:
+    """A sample as data; tokens only where it has some, so that runs from before there were any continue."""
+    whole = asdict(sample)
+    for part in (whole, *whole["questions"]):
+        if part["tokens"] is None:
+            del part["tokens"]
+    return whole
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Tells models of one name apart: a digest of the first numbers of every weight."""
+    parts = [
+        f"{name} {tuple(weight.shape)} {weight.dtype} {weight.detach().flatten()[:16].float().tolist()}"
+        for name, weight in model.named_parameters()
+    ]
+    return _digest("\n".join(parts).encode())
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    return {
+        "millpond": millpond.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

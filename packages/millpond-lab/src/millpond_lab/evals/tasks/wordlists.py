@@ -1,0 +1,83 @@
+"""Aggregation over a whole list of words: RULER's common and frequent words (Hsieh et al., arXiv:2404.06654)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Annotated
+
+from millpond.errors import OptionError
+from millpond.option_ranges import POSITIONS, SOME_POSITIONS, Range
+from millpond_lab.evals.data.generated_task import Draft, GeneratedTask, at_least
+from millpond_lab.evals.data.random_streams import letters
+from millpond_lab.evals.data.synthetic_english import ALL_WORDS, words
+from millpond_lab.evals.sample import Question
+from millpond_lab.evals.task import Task, task
+
+#: Ranks beyond this one have no word, even at a million tokens.
+_RANKS = 1000
+
+
+@task("common_words", paper="arXiv:2404.06654")
+def common_words(
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
+    common: Annotated[int, "words that occur often, all asked for", SOME_POSITIONS] = 10,
+    often: Annotated[int, "times that each of them occurs; 0: 30, or 6 below 4,096 tokens", POSITIONS] = 0,
+    seldom: Annotated[int, "times that every other word occurs; 0: 3, or 1 below 4,096 tokens", POSITIONS] = 0,
+) -> Task:
+    """Name the words that occur most often in a numbered list."""
+    at_least("common_words", 1, common=common)
+    at_least("common_words", 0, often=often, seldom=seldom)
+    many, few = often or (30 if length >= 4096 else 6), seldom or (3 if length >= 4096 else 1)
+    if few >= many:
+        raise OptionError(f"common_words: seldom={few} must be below often={many}; raise often or lower seldom")
+
+    def write(rng: random.Random, index: int) -> Draft:
+        drawn, order = words(rng, ALL_WORDS), rng.getrandbits(64)
+        top, rest = drawn[:common], drawn[common:]
+
+        def context(n: int) -> str:
+            entries = top * many + rest[:n] * few
+            random.Random(order).shuffle(entries)
+            listed = " ".join(f"{i}. {word}" for i, word in enumerate(entries, start=1))
+            return f"Below is a numbered list in which some words occur more often than others.\n\n{listed}"
+
+        text = f"\n\nWhich {common} words occur most often in the list? The {common} most common words are"
+        return Draft(context, (Question(text, tuple(top)),), most=len(rest))
+
+    english = {"common": (common, 10), "often": (often, 0), "seldom": (seldom, 0)}
+    return GeneratedTask("common_words", length, write, english=english)
+
+
+@task("frequent_words", paper="arXiv:2404.06654")
+def frequent_words(
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
+    alpha: Annotated[
+        float, "how steeply counts fall: the word of rank k occurs in proportion to k^-alpha", Range(0.0, 100.0)
+    ] = 2.0,
+) -> Task:
+    """Name the three most frequent words of a coded text, whose words follow Zipf's law.
+
+    Departs from RULER: counts are the rounded-down expectations, not draws, so that the third word is always ahead of
+    the fourth.
+    """
+    if alpha <= 0:
+        raise OptionError(f"frequent_words: alpha={alpha} must be above 0")
+    weights = [rank**-alpha for rank in range(1, _RANKS + 1)]
+    shares = [weight / sum(weights) for weight in weights]
+
+    def write(rng: random.Random, index: int) -> Draft:
+        coded = list(dict.fromkeys(letters(rng, 6) for _ in range(_RANKS + 50)))[:_RANKS]
+        order = rng.getrandbits(64)
+        least = next(n for n in itertools.count(4) if int(n * shares[2]) > int(n * shares[3]) > 0)
+
+        def context(n: int) -> str:
+            counts = [int((least + n) * share) for share in shares]
+            text = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
+            random.Random(order).shuffle(text)
+            return f"Below is a coded text. Its words mean nothing; count them.\n\n{' '.join(text)}"
+
+        asked = "\n\nWhich three words occur most often in the coded text? The three most frequent words are"
+        return Draft(context, (Question(asked, tuple(coded[:3])),))
+
+    return GeneratedTask("frequent_words", length, write, english={"alpha": (alpha, 2.0)})

@@ -1,0 +1,1 @@
+"""Paging rules that ours are compared with, and replays of traces through them."""

@@ -1,0 +1,176 @@
+"""Features and labels of retaining heads: those of each layer, from forward passes of the frozen model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millpond.errors import DataError, UnsupportedModelError
+from millpond.hf.cache import MillpondCache
+from millpond.hf.compress import compress
+from millpond.hf.model_profile import ModelProfile
+from millpond.hf.model_support import supported
+from millpond.hf.signals.rotary import ModelRotation, layer_rotations
+from millpond.kernels.args import AttentionShape
+from millpond.models.cache_argument import cache_argument
+from millpond.policy.policy import Policy
+from millpond.policy.trained.networks import features_of
+from millpond_lab.train.retain.labels import Label, labels_of
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Numbers of one layer: that a token gives its network, and KV heads that it scores."""
+
+    inputs: int
+    n_kv_heads: int
+
+
+@dataclass(slots=True)
+class LayerText:
+    """What one layer made of a text, for the entries before its queries.
+
+    Attributes:
+        features: (n, inputs) in the model's dtype. labels: (KV heads, n) float32.
+    """
+
+    features: Tensor
+    labels: Tensor
+
+
+class LayerPrompt(NamedTuple):
+    """What one layer made of a prompt of n tokens that it read in full."""
+
+    features: Tensor  #: (n, inputs)
+    keys: Tensor  #: (KV heads, n, key_dim) float32, after RoPE
+    values: Tensor  #: (KV heads, n, value_dim) float32
+    shape: AttentionShape
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt as the model read it in full."""
+
+    layers: list[LayerPrompt]
+    logits: Tensor  #: (m, vocabulary) that the model gives the m tokens behind it
+
+
+@dataclass
+class TextReader:
+    """Forward passes of a frozen model over single texts.
+
+    Attributes:
+        model: what is read with. label: see `labels_of`.
+    """
+
+    model: PreTrainedModel
+    label: Label = "log_prob"
+    _rotations: Sequence[ModelRotation | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        profile = supported(self.model)
+        self._rotations = _rotations_of(profile)
+
+    def sizes(self) -> list[HeadSizes]:
+        """Those of every layer, learned from two tokens."""
+        found: dict[int, HeadSizes] = {}
+
+        def look(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
+            found[layer] = HeadSizes(features_of(q, k, v).shape[-1], k.shape[1])
+
+        with _cache(self.model, None) as cache:
+            cache.watch(look)
+            self._run(cache, torch.tensor([1, 2]), 2)
+        return [found[layer] for layer in sorted(found)]
+
+    def read(self, ids: Tensor, begin: int, policy: Policy | None = None, budget: int = 0) -> list[LayerText]:
+        """Features and labels of the tokens before `begin`, by the queries of those from there on.
+
+        Args:
+            ids: (N,) of one text. begin: first token of its questions.
+            policy: evicts to `budget` entries per KV head while the text is read, and features are what the model
+                makes of it then; labels are those of full attention. None: features of full attention too.
+
+        Raises:
+            DataError: no token before or behind `begin`.
+        """
+        _check(ids, begin)
+        texts: dict[int, LayerText] = {}
+
+        def full(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
+            labels = labels_of(q[0, :, begin:], k[0], shape, self.label)
+            texts[layer] = LayerText(self.features(layer, q, k, v, begin), labels)
+
+        def evicting(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
+            texts[layer].features = self.features(layer, q, k, v, begin)
+
+        with _cache(self.model, None) as cache:
+            cache.watch(full)
+            self._run(cache, ids, len(ids))
+        if policy is not None:
+            with _cache(self.model, policy, budget) as cache:
+                cache.watch(evicting)
+                self._run(cache, ids[:begin], begin)
+        return [texts[layer] for layer in sorted(texts)]
+
+    def read_prompt(self, ids: Tensor, begin: int) -> ReadPrompt:
+        """What the model makes of the tokens before `begin`, and what it predicts from there on; as for `read`.
+
+        Raises:
+            DataError: no token before or behind `begin`.
+        """
+        _check(ids, begin)
+        layers: dict[int, LayerPrompt] = {}
+
+        def look(layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> None:
+            keys, values = (t[0, :, :begin].float() for t in (k, v))
+            layers[layer] = LayerPrompt(self.features(layer, q, k, v, begin), keys, values, shape)
+
+        with _cache(self.model, None) as cache:
+            cache.watch(look)
+            logits = self._run(cache, ids, len(ids), len(ids) - begin)
+        return ReadPrompt([layers[layer] for layer in sorted(layers)], logits)
+
+    def features(self, layer: int, q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
+        """(begin, inputs) of the first tokens of one text, given what its layer attends with in one pass."""
+        q, k, v = (t[:, :, :begin] for t in (q, k, v))
+        rotation = self._rotations[layer]
+        if rotation is not None:
+            positions = torch.arange(q.shape[2], device=q.device)[None]
+            q, k = (rotation.rotate(t, positions, inverse=True).to(t.dtype) for t in (q, k))
+        return features_of(q, k, v)[0]
+
+    def _run(self, cache: MillpondCache, ids: Tensor, n: int, last: int = 1) -> Tensor:
+        """Logits (last, vocabulary) of the last ones of `n` tokens."""
+        keep = {"logits_to_keep": last} if "logits_to_keep" in ModelProfile.of(self.model).arguments else {}
+        with torch.no_grad():
+            out = self.model(ids[None, :n].to(self.model.device), **cache_argument(cache), use_cache=True, **keep)
+        logits: Tensor = out.logits[0, -last:]
+        return logits
+
+
+def _check(ids: Tensor, begin: int) -> None:
+    if not 0 < begin < len(ids):
+        raise DataError(f"a text of {len(ids)} tokens has no queries from token {begin} on")
+
+
+def _rotations_of(profile: ModelProfile) -> list[ModelRotation | None]:
+    if profile.latent is not None or profile.shared:
+        raise UnsupportedModelError(
+            f"{profile.name} stores latents (MLA) or shares keys between layers; retaining heads score the keys of "
+            "layers that have their own"
+        )
+    return layer_rotations(profile)
+
+
+@contextmanager
+def _cache(model: PreTrainedModel, policy: Policy | None, budget: int = 0) -> Iterator[MillpondCache]:
+    """A cache of the model for one text."""
+    made = compress(model, "full") if policy is None else compress(model, policy, budget=budget)
+    with made as cache:
+        yield cache

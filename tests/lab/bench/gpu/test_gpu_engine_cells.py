@@ -1,0 +1,47 @@
+"""Sequences of the GPU benchmarks that decode behind one prompt: pages of their own, with the tokens of one alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'millpond[gpu]')")
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks" / "gpu"))
+
+import gpu_engine
+from gpu_bounds import Rates
+from gpu_machine import Machine
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    bench = gpu_engine.Bench(Machine(interpret=True, tiny=True))
+    bench.__dict__["rates"] = Rates(1e9, 1e9, 1e9)
+    return bench
+
+
+@pytest.mark.parametrize("name", gpu_engine.STEADY)
+def test_copies_share_no_page(bench: Any, name: str) -> None:
+    with bench.engine(gpu_engine.STEADY[name], 3) as engine:
+        gpu_engine.decode_alike(bench, engine, gpu_engine.Shape(3, 200), 6)
+        cache, _ = engine.cache_of("0")
+        assert cache.n_seq == 3
+        assert all(part.page_lists.n_shared() == 0 for core in cache.layers for part in (core.table,))
+        engine.check_integrity()
+        (output,) = engine.drain()
+    one, *others = [completion.token_ids for completion in output.completions]
+    assert len(one) == 6
+    assert all(other == one for other in others)
+
+
+def test_a_step_s_bytes_are_weights_and_what_caches_hold(bench: Any) -> None:
+    row = gpu_engine.measured_step(bench, {"method": "full"}, gpu_engine.Shape(3, 64))
+    config = bench.model.config
+    each = 64 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 2
+    weights = sum(p.nbytes for p in bench.model.parameters()) - bench.model.get_input_embeddings().weight.nbytes
+    assert row["kv_bytes_each"] == each
+    assert row["bytes"] == weights + 3 * each

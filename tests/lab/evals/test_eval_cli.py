@@ -1,0 +1,141 @@
+"""`millpond eval` from end to end, on a folder and on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from millpond.cli.app import app
+from millpond_lab.evals.sample import Sample
+from millpond_lab.evals.task import TASKS, task
+from tests.helpers.evals.small import TinyTask, save_tiny, tiny_samples
+
+
+@pytest.fixture(autouse=True)
+def tiny_tasks() -> Iterator[None]:
+    TASKS.names()
+
+    @task("tiny")
+    def tiny() -> TinyTask:
+        """Answers by decoding."""
+        return TinyTask(items=tiny_samples(4))
+
+    yield
+    del TASKS._entries["tiny"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["eval", *arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+def test_a_local_model_from_end_to_end(folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "--model",
+        folder,
+        "--method",
+        "full,h2o:recent=0.25,window",
+        "--budget",
+        "30%,7",
+        "--tasks",
+        "tiny",
+        "--samples",
+        "3",
+        "--seed",
+        "7",
+        "--protocol",
+        "aware,agnostic,turns",
+        "--batch-size",
+        "5",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output + str(result.exception)
+    rows = json.loads((out / "summary.json").read_text())
+    assert len(rows) == 3 * 5
+    assert {row["protocol"] for row in rows} == {"aware", "agnostic", "turns"}
+    assert all(row["n"] == 9 and row["seed"] == 7 and row["failures"] == 0 for row in rows)
+    assert "h2o:recent=0.25" in result.stdout
+    assert "warning" not in result.stderr
+    assert "never used" not in result.stderr
+    noted = json.loads((out / "run.json").read_text())["runs"]
+    assert noted[0]["hardware"]
+    before = (out / "samples.jsonl").read_bytes()
+    assert call(*arguments).exit_code == 0
+    assert (out / "samples.jsonl").read_bytes() == before
+
+
+def test_failures_are_said_aloud(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tuple(
+        Sample(s.id, " ".join([s.context] * n), s.questions) for s, n in zip(tiny_samples(2), (1, 30), strict=True)
+    )
+    monkeypatch.setattr(TinyTask, "samples", lambda *_: iter(long))
+    result = call("--model", folder, "--method", "full", "--tasks", "tiny", "--device", "cpu", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "3 of 6 questions could not be answered" in result.stderr
+    said = "3 of 6 prompts of 'tiny' (aware) have more tokens (up to 994) than the model has positions (512)"
+    assert said in result.stderr
+    assert result.stderr.index(said) < result.stderr.index("could not be answered")
+    monkeypatch.setattr(TinyTask, "samples", lambda *_: iter(long[1:]))
+    monkeypatch.setattr("millpond_lab.evals.harness.run._examine", lambda *_: pytest.fail("a prompt was run"))
+    none = call("--model", folder, "--tasks", "tiny", "--device", "cpu", "--out", str(tmp_path / "none"))
+    assert none.exit_code == 2
+    assert "3 of 3 prompts of 'tiny' (aware) have more tokens (up to 994)" in none.stderr
+    assert "or name a model with more positions" in none.stderr
+
+
+def test_the_bundled_model_answers_its_own_task(tmp_path: Path) -> None:
+    result = call(
+        "--method",
+        "full,window",
+        "--tasks",
+        "recall:length=256:pairs=16:questions=4",
+        "--protocol",
+        "agnostic",
+        "--budget",
+        "20%",
+        "--samples",
+        "3",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    )
+    assert result.exit_code == 0, result.output + str(result.exception)
+    rows = {row["method"]: row for row in json.loads((tmp_path / "summary.json").read_text())}
+    assert rows["full"]["n"] == rows["window"]["n"] == 12
+    assert rows["window"]["score"] < rows["full"]["score"]
+    assert rows["window"]["kept_share"] == pytest.approx(0.2, abs=0.01)
+    assert rows["window"]["kv_bytes"] < 0.4 * rows["full"]["kv_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--tasks", "tinny"], "did you mean 'tiny'"),
+        (["--tasks", "tiny", "--method", "h20"], "did you mean 'h2o'"),
+        (["--tasks", "tiny", "--budget", "lots"], "is not a budget"),
+        (["--tasks", "tiny", "--protocol", "blind"], "unknown protocol"),
+        (["--tasks", "tiny", "--codec", ","], "--codec is empty"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_is_loaded(
+    arguments: list[str], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millpond.models.load.load_model", lambda *_: pytest.fail("a model was loaded"))
+    result = call(*arguments, "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert match in result.stderr
+    assert "Traceback" not in result.output

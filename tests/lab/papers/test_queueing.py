@@ -1,0 +1,50 @@
+"""Waiting times in closed form, and the simulation held to them."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from millpond.errors import OptionError
+from millpond_lab.cluster_plan.cache_size import CacheSize
+from millpond_lab.cluster_plan.layout import ClusterLayout, WorkerPlan
+from millpond_lab.cluster_plan.profile import DecodeTimes, StepTimes
+from millpond_lab.cluster_plan.requests import sample
+from millpond_lab.cluster_plan.simulate import Simulation
+from millpond_lab.papers.queueing import mean_ttft, mean_ttft_pipelined, mean_ttft_split_tensors
+
+#: One prompt of 100 tokens takes 0.1 s, whatever else there is.
+TIMES = StepTimes(0.1, 0.0, 0.0, (DecodeTimes(None, 0.0, 0.0, 0.0),))
+LENGTHS = [(100, 1)] * 20_000
+
+
+def simulated(rate: float, times: StepTimes) -> float:
+    layout = ClusterLayout((WorkerPlan("both", times, step_tokens=100),))
+    found = Simulation(layout, CacheSize(1, 1)).run(sample(LENGTHS, 10_000, rate, 3))
+    assert found is not None
+    return statistics.fmean(outcome.ttft for outcome in found)
+
+
+@pytest.mark.parametrize("rate", [2.0, 5.0])
+def test_the_simulation_waits_as_the_formula_says(rate: float) -> None:
+    assert simulated(rate, TIMES) == pytest.approx(mean_ttft(rate, 0.1), rel=0.02)
+
+
+def test_two_devices_in_closed_form() -> None:
+    assert mean_ttft_split_tensors(7, 0.1, 1.6) == pytest.approx(0.0868, abs=5e-5)
+    assert mean_ttft_pipelined(7, 0.1) == pytest.approx(0.1 + 7 * 0.01 / (4 * 1.3))
+    # sharing layers is better at low rates, a pipeline at high ones
+    assert mean_ttft_split_tensors(7, 0.1, 1.6) < mean_ttft_pipelined(7, 0.1)
+    assert mean_ttft_split_tensors(15, 0.1, 1.6) > mean_ttft_pipelined(15, 0.1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 10.0, 11.0])
+def test_a_queue_that_grows_for_ever_is_refused(rate: float) -> None:
+    with pytest.raises(OptionError, match="must be above 0 and below 10"):
+        mean_ttft(rate, 0.1)
+
+
+def test_two_devices_are_not_three_times_as_fast() -> None:
+    with pytest.raises(OptionError, match="1 to 2 times"):
+        mean_ttft_split_tensors(1, 0.1, 3)
