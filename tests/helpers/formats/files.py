@@ -238,7 +238,7 @@ def _calibration_values(path: Path) -> Any:
     (layer,) = found.layers
     tables = [[list(one[4].table), list(one[4].cuts)] for one in (layer.keys, layer.values)]
     ranges = [layer.key_scale.tolist(), layer.key_zero.tolist()]
-    return [found.model, found.name, found.outliers, found.sinks, found.bits, ranges, tables]
+    return [found.model, found.name, found.outliers, found.sinks, found.bits, ranges, tables, found.digest()]
 
 
 def _steps(*shape: int) -> Tensor:

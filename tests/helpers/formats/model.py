@@ -141,7 +141,7 @@ def greedy(model: PreTrainedModel, ids: Tensor, new: int, cache: mp.MillpondCach
 
 def sure(run: Callable[[int], tuple[Any, float]], least: float = MARGIN) -> Any:
     """What a run gives for the first seed whose tokens are chosen by more than `least`."""
-    for seed in range(2, 200):
+    for seed in range(2, 2000):
         found, margin = run(seed)
         if margin > least:
             return found

@@ -24,8 +24,8 @@ from tests.helpers.formats.model import DATA, sure, write_model
 CONTENT, TOKENS = DATA / "content.json", DATA / "tokens.json"
 #: Logits of weights in bfloat16 differ by more.
 COARSE = 0.15
-#: One step of a code more or less moves a logit by more.
-CODED = 0.05
+#: Where a code is rounded the other way, logits differ by less.
+CODED = 0.2
 
 
 def write_all_files() -> None:
