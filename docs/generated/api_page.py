@@ -102,6 +102,7 @@ def _source(thing: object) -> str:
     name = getattr(thing, "__module__", "") if _has_doc(thing) else ""
     if not name:
         return ""
-    path = f"src/{name.replace('.', '/')}"
+    folder = "packages/millpond-lab/src" if name.startswith("millpond_lab") else "src"
+    path = f"{folder}/{name.replace('.', '/')}"
     file = f"{path}.py" if (ROOT / f"{path}.py").exists() else f"{path}/__init__.py"
     return f"[{name}](../../{file})"

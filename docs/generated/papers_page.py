@@ -134,7 +134,8 @@ def papers_page(panels_of: Callable[[str], Mapping[str, CurvePanel]], formats: S
 
 
 def _module(entry: Entry[Any]) -> str:
-    return f"src/{entry.build.__module__.replace('.', '/')}.py"
+    module = entry.build.__module__.replace(".", "/")
+    return f"packages/millpond-lab/src/{module}.py" if module.startswith("millpond_lab/") else f"src/{module}.py"
 
 
 def _test(name: str) -> str:

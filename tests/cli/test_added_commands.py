@@ -27,8 +27,6 @@ for line in sys.argv[1:]:
 WITHOUT_LAB = """
 import importlib.metadata
 importlib.metadata.entry_points = lambda **group: ()
-from millpond.cli import added_commands
-added_commands.BUILT_IN.clear()
 """
 PACKAGE = """
 import typer

@@ -19,7 +19,7 @@ import yaml
 from millpond import errors
 from millpond.methods import METHODS
 from tests.package.test_docs import PAGES, ROOT, generator
-from tests.package.test_imports import MODULES, RANK, part_of
+from tests.package.test_imports import PARTS, RANK
 
 __all__ = ["generator"]  # a fixture
 
@@ -187,10 +187,9 @@ def test_the_architecture_names_every_package_in_the_order_of_imports() -> None:
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     table = page[page.index("## Which package imports which") :]
     shown = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)]
-    ranks = [RANK[name] for row in shown for name in row]
+    ranks = [RANK["millpond", name] for row in shown for name in row]
     assert ranks == sorted(ranks)
-    parts = {part_of(module) for module in MODULES} - {"__init__", "__main__"}
-    assert {name for row in shown for name in row} == parts
+    assert {name for row in shown for name in row} == {part for package, part in PARTS if package == "millpond"}
 
 
 def test_every_paper_has_a_row_with_a_test_that_names_it(generator: ModuleType) -> None:

@@ -83,6 +83,7 @@ def test_it_holds_the_package_with_kernels_and_nothing_else(built: Built) -> Non
     assert {"millpond/__init__.py", "millpond/py.typed"} <= names
     assert sum(bool(re.fullmatch(r"millpond/kernels/native/millpond_\w+\.so", name)) for name in names) >= 1
     assert {name.split("/")[0].split("-")[0] for name in names} == {"millpond"}
+    assert not {name for name in names if name.startswith(("millpond/evals", "millpond/bench", "millpond/train"))}
     unwanted = [n for n in names if re.search(r"csrc/|CMakeLists|\.(cpp|hpp)$|__pycache__|(^|/)tests?/", n)]
     assert not unwanted
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

@@ -16,7 +16,7 @@ from millpond.cache.swap import Content
 from millpond.errors import UnsupportedModelError
 from millpond.hf.layer import EmptyLayer
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.native_layers.linears import ForwardOverride
+from millpond.hf.native_layers.forward_override import ForwardOverride
 from millpond.hf.state_layers import States
 from millpond.models.cache_argument import cache_argument
 from millpond.models.lean.watch import own_forward

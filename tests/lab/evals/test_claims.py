@@ -20,7 +20,7 @@ from millpond_lab.evals.report.claims_page import MISSING, UNEQUAL, tables
 from millpond_lab.evals.report.kvpress_equivalents import ALIKE, PRESSES, pool
 from tests.helpers.evals.scored import row, save
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 COMMITTED = ROOT / "benchmarks" / "results" / "quality" / "orderings.json"
 
 

@@ -20,7 +20,7 @@ from millpond_lab.evals.spec import parse_specs, words
 from millpond_lab.evals.task import TASKS, task
 from tests.helpers.evals.small import TinyTask, tiny_model, tiny_samples, tiny_tokenizer
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PROGRAM = '#!/bin/sh\n{ echo "$(basename "$0")"; printf "%s\\n" "$@"; echo; } >> "$LOG"\n'
 
 

@@ -11,7 +11,7 @@ import pytest
 from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.spec import parse_specs, words
 
-SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "quality" / "real.sh"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "quality" / "real.sh"
 #: A program that notes its arguments, and writes the table that `quick` shows.
 PROGRAM = """#!/bin/sh
 { echo "$(basename "$0")"; printf "%s\\n" "$@"; echo; } >> "$LOG-$$"

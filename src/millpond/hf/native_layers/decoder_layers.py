@@ -13,7 +13,8 @@ from transformers import AttentionInterface
 
 from millpond.errors import UnsupportedModelError
 from millpond.hf.attention import attention
-from millpond.hf.native_layers.linears import ForwardOverride, use_native_linears
+from millpond.hf.native_layers.forward_override import ForwardOverride
+from millpond.hf.native_layers.linears import use_native_linears
 from millpond.kernels import decoder_ops
 from millpond.kernels.decoder_ops import TOLERANCE, choose
 from millpond.models.cache_argument import cache_argument

@@ -58,8 +58,8 @@ Greedy decoding, each question alone after its text, {dtype}; {asked} questions 
 
 ## Data
 Made on the fly by `millpond_lab.train.recall.training_rows`: `<bos>`, filler (uniform, Zipf or a refrain) with facts
-of one to four kinds at random places, then questions; the loss is taken on the answers only: where values may come in any
-order, on all that are left together. In the first stages every other batch repeats random text after a random gap,
+of one to four kinds at random places, then questions; the loss is taken on the answers only: where values may come in
+any order, on all that are left together. In the first stages every other batch repeats random text after a random gap,
 which grows the induction head. From stage {jump_from} on every other row jumps over positions between filler words, up
 to {positions:,} in all, so that short rows teach long distances.
 
