@@ -33,8 +33,9 @@ LINK = re.compile(r"\]\(([^)#]+?)\)")
 WITH_CODE = [page for page in PAGES if snippets(page.read_text(encoding="utf-8"))]
 SOURCE = ROOT / "src"
 WITH_EXAMPLE = sorted(
-    ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-    for file in (SOURCE / "millpond").rglob("*.py")
+    ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    for source in (SOURCE, ROOT / "packages" / "millpond-lab" / "src")
+    for file in source.rglob("*.py")
     if ">>> " in file.read_text(encoding="utf-8")
 )
 

@@ -23,7 +23,7 @@ from tests.package.test_imports import PARTS, RANK
 
 __all__ = ["generator"]  # a fixture
 
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+SOURCES = sorted(file for folder in ("src", "packages/millpond-lab/src") for file in (ROOT / folder).rglob("*.py"))
 BY_HAND = [page for page in PAGES if "<!-- written by" not in page.read_text(encoding="utf-8")[:100]]
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 LIST_ITEM = re.compile(r" *(\*|-|\d+\.) ")
@@ -222,7 +222,8 @@ def test_papers_on_serving_have_a_row_with_what_is_missing(number: str, missing:
     assert all(words in departs for words in missing)
     files = [ROOT / file for file in re.findall(r"\]\(\.\./\.\./([\w/.-]+)\)", row)]
     modules, tests, (rows,) = (
-        [file for file in files if file.is_relative_to(ROOT / part)] for part in ("src", "tests", "benchmarks")
+        [file for file in files if any(file.is_relative_to(ROOT / part) for part in parts)]
+        for parts in (("src", "packages"), ("tests",), ("benchmarks",))
     )
     assert tests
     assert any(f"arXiv:{number}" in file.read_text(encoding="utf-8") for file in modules)

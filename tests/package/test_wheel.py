@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 #: What each extra is for, in the shortest program that needs it.
 WITH_EXTRA = {
     "cli": "from millpond.cli import app",
-    "plot": "import millpond_lab.evals.report.plots.style",
+    "plot": "import millpond.cli.demo.picture",
     "server": "from millpond.server.app import create_app",
     "constrained": (
         "import millpond as mp\n"
