@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.optional_peer import OptionalPeer
+from millpond_lab.bench.common.peer_process import OptionalPeer
 from millpond_lab.bench.common.report import markdown_table, model_phrase, write_report
-from millpond_lab.bench.engines.candidates import EngineCandidate, openvino, ours
-from millpond_lab.bench.engines.weights import Weights
+from millpond_lab.bench.engines.candidates import EngineCandidate, Weights, openvino, ours
 from millpond_lab.bench.generate.candidates import BenchModel, ModelShape, draw_prompts
 from millpond_lab.bench.generate.saved_model import SavedModel
 

@@ -33,11 +33,9 @@ from transformers import AutoConfig
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.common.report import markdown_table, write_report
 from millpond_lab.bench.generate.saved_model import SavedModel
-from millpond_lab.bench.serve.requests import LoadRequest, TokenBlocks
-from millpond_lab.bench.serve.run import LoadPlan, run
-from millpond_lab.bench.serve.statistics import parse_levels
-from millpond_lab.bench.serve.traces import TRACES
-from millpond_lab.evals.intervals import wilson
+from millpond_lab.bench.serve.requests import TRACES, LoadRequest, TokenBlocks
+from millpond_lab.bench.serve.run import LoadPlan, parse_levels, run
+from millpond_lab.evals.harness.summary import wilson
 
 READY_S = 120.0  #: that a server may take until it answers
 #: Bytes of llama.cpp's cache types for a value.

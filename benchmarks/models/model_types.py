@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from millpond_lab.bench.model_types.survey import survey
+from millpond_lab.bench.model_types.page import survey
 from millpond_lab.bench.model_types.tiny_model import causal_types, composite_types
 
 

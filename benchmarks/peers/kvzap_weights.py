@@ -25,8 +25,8 @@ from millpond.hf.retaining_heads import heads_of_package
 from millpond.models.load import load_model
 from millpond.policy.trained.networks import LayerHeads
 from millpond_lab.train.retain.features import TextReader
-from millpond_lab.train.retain.objective import overlap
 from millpond_lab.train.retain.texts import RecallTexts
+from millpond_lab.train.retain.train import overlap
 
 MODEL = "pond-recall"
 #: GELU(x) is about x sigmoid(1.702 x).

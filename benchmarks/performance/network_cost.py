@@ -32,7 +32,7 @@ from millpond.hf.stopwatch import Stopwatch
 from millpond.policy.trained.file import save_heads
 from millpond.policy.trained.networks import Gates, RetainingHeads
 from millpond_lab.bench.generate.candidates import ModelShape, draw_prompts
-from millpond_lab.bench.methods.random_heads import random_gates, random_heads
+from millpond_lab.bench.methods.candidate import random_gates, random_heads
 
 #: Methods with networks, and what is named after each of them: with scores that are drawn.
 METHODS, DRAWN = {"locret": "heads", "attention_gate": "gate"}, ", scores drawn"

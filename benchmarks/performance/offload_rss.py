@@ -94,7 +94,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
     import millpond as mp
     from millpond.engine.offload.plan import Plan
     from millpond.engine.offload.planner import EXAMPLE
-    from millpond_lab.bench.common.memory import PeakMemory
+    from millpond_lab.bench.common.machine import PeakMemory
 
     warnings.simplefilter("ignore")
     params = mp.SamplingParams(max_tokens=case.new, temperature=0, ignore_eos=True)

@@ -33,16 +33,13 @@ from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.generate.candidates import ModelShape
-from millpond_lab.bench.serve.requests import TokenBlocks
-from millpond_lab.bench.serve.traces import azure
-from millpond_lab.cluster_plan.fit import fit
-from millpond_lab.cluster_plan.goodput import ATTAINED, Demand, ServiceLevels, goodput
+from millpond_lab.bench.serve.requests import TokenBlocks, azure
 from millpond_lab.cluster_plan.layout import ClusterLayout, Link, WorkerPlan
 from millpond_lab.cluster_plan.measure import measure
-from millpond_lab.cluster_plan.profile import StepLoad
+from millpond_lab.cluster_plan.place import ATTAINED, Demand, ServiceLevels, goodput
+from millpond_lab.cluster_plan.profile import StepLoad, fit
 from millpond_lab.cluster_plan.profile_file import Profile, load_profile, save_profile
-from millpond_lab.cluster_plan.requests import PlannedRequest, sample
-from millpond_lab.cluster_plan.simulate import RequestTimes, Simulation
+from millpond_lab.cluster_plan.simulate import PlannedRequest, RequestTimes, Simulation, sample
 
 SHAPE = ModelShape()
 #: By name: roles and threads of the workers.

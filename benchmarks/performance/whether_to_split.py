@@ -17,11 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millpond_lab.bench.serve.requests import TokenBlocks
-from millpond_lab.bench.serve.traces import TRACES
-from millpond_lab.cluster_plan.goodput import Demand, Goodput, ServiceLevels
+from millpond_lab.bench.serve.requests import TRACES, TokenBlocks
 from millpond_lab.cluster_plan.layout import Link
-from millpond_lab.cluster_plan.place import Devices, compare
+from millpond_lab.cluster_plan.place import Demand, Devices, Goodput, ServiceLevels, compare
 from millpond_lab.cluster_plan.profile_file import built_in
 from millpond_lab.cluster_plan.report import judge, to_json
 

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from millpond.models.load import load_tokenizer, resolve
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.train.text.analysis import even_columns, gathered, sparsity, spread_windows
-from millpond_lab.train.text.corpus import read_document
+from millpond_lab.train.text.data import read_document
+from millpond_lab.train.text.eval import even_columns, gathered, sparsity, spread_windows
 
 SINK, NEXT, BUDGET, SEED = 4, 64, 0.2, 7
 SHARES = (0.05, 0.20)

@@ -27,7 +27,7 @@ import millpond as mp
 from millpond.hf.fit import FitRow, load_fit
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.common.report import markdown_table, write_report
-from millpond_lab.evals.intervals import bootstrap
+from millpond_lab.evals.harness.summary import bootstrap
 from millpond_lab.fit import fit
 
 #: Below it two predictions are the same up to rounding, in nats.

@@ -32,12 +32,11 @@ from millpond.policy.scores.attention import Queries
 from millpond.policy.view import View
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.evals.candidates.candidate import Compressed
-from millpond_lab.evals.candidates.lookahead import later_attention, run_ahead
+from millpond_lab.evals.candidates.oracle import later_attention, run_ahead
 from millpond_lab.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
 from millpond_lab.evals.decoding.record import Protocol, Record
 from millpond_lab.evals.harness.evaluator import Evaluator
-from millpond_lab.evals.harness.paired_difference import difference
-from millpond_lab.evals.intervals import share_interval
+from millpond_lab.evals.harness.summary import difference, share_interval
 from millpond_lab.evals.report.leaderboard import markdown_table
 from millpond_lab.evals.spec import Spec
 from millpond_lab.evals.task import TASKS

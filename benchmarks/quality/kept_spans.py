@@ -24,7 +24,7 @@ import millpond as mp
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.common.report import markdown_table, write_report
 from millpond_lab.pond import words as w
-from millpond_lab.pond.text import filler
+from millpond_lab.pond.facts import filler
 
 #: Name in the table, method and options.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,8 +24,8 @@ from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.evals.report.leaderboard import markdown_table
 from millpond_lab.pond.words import EOS_ID
 from millpond_lab.train.retain.features import TextReader
-from millpond_lab.train.retain.objective import overlap
 from millpond_lab.train.retain.texts import RecallTexts
+from millpond_lab.train.retain.train import overlap
 
 MODEL, STREAM, SEED = "pond-recall", "retain-check", 0
 SHARE = 0.1

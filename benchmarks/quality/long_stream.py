@@ -23,8 +23,7 @@ from torch import Tensor
 
 from millpond.hf.compress import compress
 from millpond.models.load import load_model, load_tokenizer, resolve
-from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.memory import resident_bytes
+from millpond_lab.bench.common.machine import describe_machine, resident_bytes
 from millpond_lab.evals.spec import parse_specs
 
 

@@ -28,7 +28,7 @@ from millpond.errors import OptionError
 from millpond.hf.fit import Fit, FitRow, load_fit
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.bench.common.report import markdown_table, write_report
-from millpond_lab.evals.intervals import share_interval
+from millpond_lab.evals.harness.summary import share_interval
 from millpond_lab.fit import fit
 
 

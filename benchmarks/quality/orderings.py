@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from millpond_lab.evals.report.claim_results import Runs, read_findings, renewed, write_findings
-from millpond_lab.evals.report.claims import CLAIMS
+from millpond_lab.evals.report.claims import CLAIMS, Runs, read_findings, renewed, write_findings
 
 
 def main() -> None:

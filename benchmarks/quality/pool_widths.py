@@ -31,7 +31,7 @@ from millpond.policy.selection import keep_best
 from millpond.policy.view import View
 from millpond_lab.bench.common.machine import describe_machine
 from millpond_lab.evals.decoding.batch import encode
-from millpond_lab.evals.intervals import paired_interval, resampled_interval, share_interval
+from millpond_lab.evals.harness.summary import paired_interval, resampled_interval, share_interval
 from millpond_lab.evals.report.leaderboard import markdown_table
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.spec import Spec

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from millpond_lab.evals.intervals import paired_interval, share_interval
+from millpond_lab.evals.harness.summary import paired_interval, share_interval
 
 #: (task, protocol, method, budget, codec) -> (sample, question) -> its record.
 Cells = dict[tuple[str, ...], dict[tuple[str, int], dict[str, Any]]]

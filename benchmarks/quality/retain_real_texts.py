@@ -16,11 +16,11 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from millpond_lab.evals.data.generated_task import number, stream
 from millpond_lab.evals.data.haystack import depths, from_book, place, read_sentences
-from millpond_lab.evals.data.random_streams import number, stream
 from millpond_lab.evals.data.synthetic_english import keys
 from millpond_lab.pond.english_facts import draw_facts
-from millpond_lab.train.text.corpus import HELD_OUT, read_document
+from millpond_lab.train.text.data import HELD_OUT, read_document
 
 #: Books of the evaluation; `pond-text` has not read its own.
 LEFT_OUT = {"prose": {"bleak_house", "great_expectations"}, "pond": {Path(name).stem for name in HELD_OUT}}

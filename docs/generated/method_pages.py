@@ -16,8 +16,7 @@ from millpond.policy.policy import Policy
 from millpond.registry import Entry
 from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.decoding.record import SummaryRow
-from millpond_lab.evals.report.curve_section import quality_section
-from millpond_lab.evals.report.curves import CurvePanel
+from millpond_lab.evals.report.curves import CurvePanel, quality_section
 
 
 def method_table(folder: str) -> str:

@@ -73,8 +73,8 @@ SERVING = (
     (
         "Paging with Succinct Predictions (Antoniadis et al., ICML 2023, arXiv:2210.02775)",
         (
-            "packages/millpond-lab/src/millpond_lab/paging/mark0.py",
-            "packages/millpond-lab/src/millpond_lab/paging/mark_predict.py",
+            "packages/millpond-lab/src/millpond_lab/paging/marker.py",
+            "packages/millpond-lab/src/millpond_lab/paging/marker.py",
         ),
         ("tests/lab/paging/test_mark0.py", "tests/lab/paging/test_replay.py"),
         "[paging.md](../../benchmarks/results/paging.md): `mark0` hits .1738 and LRU .1393 of the accesses with 6,000 "

@@ -9,8 +9,8 @@ from typing import Any
 from generated.results import RESULTS, read
 from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.decoding.record import SummaryRow
-from millpond_lab.evals.harness.results import read_rows
-from millpond_lab.evals.report.claim_results import ClaimResult, read_findings
+from millpond_lab.evals.harness.summary import read_rows
+from millpond_lab.evals.report.claims import ClaimResult, read_findings
 
 QUALITY = RESULTS / "quality"
 PROTOCOLS = ("aware", "agnostic")

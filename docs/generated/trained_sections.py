@@ -10,7 +10,7 @@ from generated.results import RESULTS, read
 from millpond.budget import Budget
 from millpond_lab.bench.common.report import markdown_table
 from millpond_lab.evals.decoding.record import SummaryRow
-from millpond_lab.evals.harness.results import read_notes, read_rows
+from millpond_lab.evals.harness.summary import read_notes, read_rows
 from millpond_lab.evals.report.curves import curves_of
 
 LOCRET = RESULTS / "locret"

@@ -14,7 +14,7 @@ import torch
 import millpond as mp
 from millpond.models.load import load_model
 from millpond.runner import native_forward
-from millpond_lab.bench.common.memory import PeakMemory
+from millpond_lab.bench.common.machine import PeakMemory
 from tests.helpers.hf.families import family
 from tests.helpers.models import REAL, needs_real_model
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import millpond as mp
-from millpond_lab.bench.common.memory import PeakMemory
+from millpond_lab.bench.common.machine import PeakMemory
 from tests.helpers.engine.helpers import prompt
 from tests.helpers.hf.families import shared_model
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from millpond.errors import OptionError
 from millpond.hf import retaining_heads
 from millpond.policy.trained.networks import Gates, RetainingHeads
-from millpond_lab.bench.methods.random_heads import random_gates, random_heads
+from millpond_lab.bench.methods.candidate import random_gates, random_heads
 from millpond_lab.train.retain.features import TextReader
 
 #: Families whose heads all have keys of their own, whatever number of KV heads tiny configurations name.

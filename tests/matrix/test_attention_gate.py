@@ -17,7 +17,7 @@ from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf import retaining_heads
 from millpond.hf.document import read_document, restore_document, save_document
 from millpond.policy.trained.file import save_heads
-from millpond_lab.bench.methods.random_heads import random_gates
+from millpond_lab.bench.methods.candidate import random_gates
 from tests.helpers.engine.helpers import add, finish, greedy, prompt, tokens
 from tests.helpers.hf.families import left_padded, shared_model
 from tests.helpers.matrix.checks import CHECKS
@@ -206,7 +206,7 @@ def test_the_engine_gives_the_tokens_of_generate(decode: str, runner: str) -> No
 
 
 def test_files_of_other_kinds_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond_lab.bench.methods.random_heads import random_heads
+    from millpond_lab.bench.methods.candidate import random_heads
 
     model, other = llama(), llama("mha")
     gate, heads = tmp_path / "gate.safetensors", tmp_path / "heads.safetensors"

@@ -12,7 +12,7 @@ import millpond as mp
 from millpond.cache.entries import read_write
 from millpond.hf import retaining_heads
 from millpond.policy.trained.networks import RetainingHeads
-from millpond_lab.bench.methods.random_heads import random_heads
+from millpond_lab.bench.methods.candidate import random_heads
 from tests.helpers.hf.families import left_padded, shared_model
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.hidden import equals_a_mask

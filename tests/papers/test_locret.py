@@ -19,8 +19,8 @@ from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.scores.trained import Retained
 from millpond.policy.trained.networks import QUANTILE_STEPS, LayerHeads, RetainingHeads, as_quantiles, quantiles_of
-from millpond_lab.train.retain.labels import labels_of
-from millpond_lab.train.retain.objective import retaining_loss
+from millpond_lab.train.retain.features import labels_of
+from millpond_lab.train.retain.train import retaining_loss
 from tests.helpers.papers.fixture import layer_cache
 from tests.helpers.papers.keyed import best, sets
 

@@ -19,7 +19,7 @@ from millpond.models import installed
 from millpond.models.installed import SEPARATE, heads_files, installed_folder
 from millpond.models.load import load_model
 from millpond.policy.trained.file import about_file, heads_of, save_heads
-from millpond_lab.bench.methods.random_heads import random_heads
+from millpond_lab.bench.methods.candidate import random_heads
 from tests.helpers.matrix.models import llama
 from tests.helpers.models import needs_pond_text
 from tests.helpers.random_heads import HEADS_OF_PACKAGE

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millpond.kernels.linear import has_products
 from millpond.policy.trained.networks import features_of
 from millpond_lab.bench.generate.candidates import TINY
-from millpond_lab.bench.methods.random_heads import random_gates, random_heads
+from millpond_lab.bench.methods.candidate import random_gates, random_heads
 
 Q, KV, DIM = TINY.heads, TINY.kv_heads, TINY.head_dim
 MODEL = TINY.build()

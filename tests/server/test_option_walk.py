@@ -12,7 +12,7 @@ import pytest
 import millpond as mp
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.request import CacheOptions
-from millpond_lab.bench.common.memory import PeakMemory
+from millpond_lab.bench.common.machine import PeakMemory
 from tests.helpers.server.live import Live, live
 from tests.helpers.server.option_walk import PROMPT, Probe, by_choice, by_field, by_text, by_value, walk
 

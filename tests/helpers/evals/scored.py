@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond_lab.evals.decoding.record import Record, SummaryRow
-from millpond_lab.evals.harness.results import cell_of
+from millpond_lab.evals.harness.summary import cell_of
 
 
 def row(method: str, task: str, score: float, budget: str = "20%", **other: Any) -> SummaryRow:

@@ -31,10 +31,8 @@ from millpond.hf.offline import find_patterns, save_filters
 from millpond.inspector.trace import Change, HeadTrace, Trace, read_trace
 from millpond.policy.trained.file import gates_of, heads_of, save_heads
 from millpond.policy.trained.networks import Gates, LayerGate, LayerHeads, RetainingHeads
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.goodput import Goodput
-from millpond_lab.cluster_plan.layout import ClusterLayout, WorkerPlan
-from millpond_lab.cluster_plan.move_times import MoveTimes
+from millpond_lab.cluster_plan.layout import CacheSize, ClusterLayout, MoveTimes, WorkerPlan
+from millpond_lab.cluster_plan.place import Goodput
 from millpond_lab.cluster_plan.profile import DecodeTimes, StepTimes
 from millpond_lab.cluster_plan.profile_file import Profile, load_profile, save_profile
 from millpond_lab.cluster_plan.report import Verdict

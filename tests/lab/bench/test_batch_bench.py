@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millpond.errors import OptionError
-from millpond_lab.bench.batch.prompts import parse_tree, tree_prompts
-from millpond_lab.bench.batch.run import BatchBench, ratios, run
-from millpond_lab.bench.batch.table import markdown
+from millpond_lab.bench.batch import BatchBench, markdown, parse_tree, ratios, run, tree_prompts
 from millpond_lab.bench.generate.candidates import ModelShape
 
 

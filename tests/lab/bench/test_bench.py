@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from millpond.cli.app import app
-from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.memory import PeakMemory, storage_bytes
+from millpond_lab.bench.common.machine import PeakMemory, describe_machine, storage_bytes
+from millpond_lab.bench.common.peer_process import PeerError
 from millpond_lab.bench.common.report import generate_markdown, generate_table
 from millpond_lab.bench.generate.candidates import (
     GenerateCandidate,
@@ -23,10 +23,7 @@ from millpond_lab.bench.generate.candidates import (
     ours,
     stock,
 )
-from millpond_lab.bench.generate.kvpress import KVPress
-from millpond_lab.bench.generate.plan import QUICK, GeneratePlan
-from millpond_lab.bench.generate.run import run
-from millpond_lab.peer_process import PeerError
+from millpond_lab.bench.generate.run import QUICK, GeneratePlan, KVPress, run
 
 TINY = GeneratePlan(
     shape=ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),
@@ -103,8 +100,8 @@ def test_the_quick_preset_is_small() -> None:
 
 
 def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond_lab.bench.generate import plan
     from millpond_lab.bench.generate import run as generate
+    from millpond_lab.bench.generate import run as plan
 
     monkeypatch.setattr(plan, "QUICK", TINY)
     monkeypatch.setattr(generate, "default_candidates", lambda budget: [ours("h2o", budget), stock("dynamic")])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millpond.errors import OptionError
-from millpond_lab.bench.chunks.run import ChunkBench, run
-from millpond_lab.bench.chunks.table import markdown
-from millpond_lab.bench.chunks.texts import queries, random_chunks, shuffled
+from millpond_lab.bench.chunks import ChunkBench, markdown, queries, random_chunks, run, shuffled
 from millpond_lab.bench.generate.candidates import ModelShape
 from millpond_lab.cli.bench.chunks import parse_shares
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from millpond.errors import OptionError
-from millpond_lab.bench.cluster.run import ClusterBench, row_of
-from millpond_lab.bench.cluster.servers import BenchServer
-from millpond_lab.bench.cluster.table import markdown
+from millpond_lab.bench.cluster import BenchServer, ClusterBench, markdown, row_of
 
 
 def one(turn: int, layout: str, rate: float, ttft: float, **more: float) -> dict[str, Any]:

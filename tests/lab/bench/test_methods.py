@@ -22,12 +22,11 @@ from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond_lab.bench.common.report import methods_markdown
 from millpond_lab.bench.generate.candidates import ModelShape, draw_prompts
-from millpond_lab.bench.methods import plan_clock
 from millpond_lab.bench.methods import run as bench
+from millpond_lab.bench.methods import timed_run
 from millpond_lab.bench.methods.candidate import MethodCandidate, MethodTiming
-from millpond_lab.bench.methods.plan_clock import PlanClock
 from millpond_lab.bench.methods.run import QUICK, MethodsPlan, candidates_of
-from millpond_lab.bench.methods.timed_run import TimedRun, step_s
+from millpond_lab.bench.methods.timed_run import PlanClock, TimedRun, step_s
 
 TINY = replace(
     QUICK,
@@ -131,7 +130,7 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
 ) -> None:
     """The clock ticks once per look, so that each plan takes one second: one for each of the two layers."""
     ticks = iter(range(1000))
-    monkeypatch.setattr(plan_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(timed_run, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     model, policy = TINY.shape.build(), MethodCandidate.of(name, {}, 64).policy
     prompt = draw_prompts(TINY.shape, 1, 300, 0)
     with torch.inference_mode(), mp.compress(model, policy, None if policy.keeps_all else "40%") as cache:

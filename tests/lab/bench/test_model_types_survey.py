@@ -13,11 +13,21 @@ import torch
 from transformers import PreTrainedModel
 
 import millpond as mp
-from millpond_lab.bench.model_types import survey as surveys
-from millpond_lab.bench.model_types.finding import BROKEN, EQUAL, NOT_TRIED, REFUSED, WRONG, Finding, Outcome
+from millpond_lab.bench.model_types import page as surveys
 from millpond_lab.bench.model_types.greedy import Run, Wrong, compare, generated, masked_run
 from millpond_lab.bench.model_types.page import render
-from millpond_lab.bench.model_types.probe import SETTINGS, SMALL, probe
+from millpond_lab.bench.model_types.probe import (
+    BROKEN,
+    EQUAL,
+    NOT_TRIED,
+    REFUSED,
+    SETTINGS,
+    SMALL,
+    WRONG,
+    Finding,
+    Outcome,
+    probe,
+)
 from millpond_lab.bench.model_types.tiny_model import causal_types, composite_types, tiny_model
 
 DATA: dict[str, Any] = json.loads(
@@ -114,7 +124,7 @@ def test_a_crash_a_hang_and_a_flood_end_one_type_alone(monkeypatch: pytest.Monke
     programs = [
         "__import__('os').abort()",
         "bytearray(1 << 40)",
-        "__import__('millpond_lab.bench.model_types.finding').bench.model_types.finding.Finding('x', 'equal')",
+        "__import__('millpond_lab.bench.model_types.probe').bench.model_types.finding.Finding('x', 'equal')",
     ]
     found = list(surveys.survey(programs, eval))
     assert [finding.status for finding in found] == [BROKEN, BROKEN, EQUAL]

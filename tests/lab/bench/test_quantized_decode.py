@@ -14,10 +14,9 @@ from millpond.cli.app import app
 from millpond.errors import MillpondError
 from millpond.kernels.native import library
 from millpond_lab.bench.common.report import kernels_markdown
-from millpond_lab.bench.generate import codec_candidates
-from millpond_lab.bench.generate.candidates import ModelShape, draw_prompts
-from millpond_lab.bench.generate.codec_candidates import coded_candidates, quanto
-from millpond_lab.bench.generate.plan import GeneratePlan
+from millpond_lab.bench.generate import candidates
+from millpond_lab.bench.generate.candidates import ModelShape, coded_candidates, draw_prompts, quanto
+from millpond_lab.bench.generate.run import GeneratePlan
 from millpond_lab.bench.kernels import quantized_decode
 from millpond_lab.bench.kernels.attention import KernelRow
 from millpond_lab.bench.kernels.quantized_decode import TARGETS, AttentionCase, decode_rows, packing_rows, paired_ratios
@@ -73,13 +72,13 @@ def test_a_target_holds_or_is_missed() -> None:
 
 @pytest.mark.slow
 def test_codecs_through_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond_lab.bench.generate import plan
+    from millpond_lab.bench.generate import run
 
     def missing(*_: object, **__: object) -> None:
         raise ImportError("You need to install optimum-quanto")
 
-    monkeypatch.setattr(codec_candidates, "QuantizedCache", missing)
-    monkeypatch.setattr(plan, "QUICK", GeneratePlan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
+    monkeypatch.setattr(candidates, "QuantizedCache", missing)
+    monkeypatch.setattr(run, "QUICK", GeneratePlan(shape=SHAPE, cells=((1, 200),), new_tokens=4, repeats=1))
     command = ["bench", "generate", "--quick", "--codec", "int4,int8", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -107,7 +106,7 @@ def test_a_cache_of_codes_holds_what_its_parts_hold(monkeypatch: pytest.MonkeyPa
             layer._quantized_keys, layer._quantized_values = Codes(), Codes()
         return made
 
-    monkeypatch.setattr(codec_candidates, "QuantizedCache", cache)
+    monkeypatch.setattr(candidates, "QuantizedCache", cache)
     reading = quanto("int2").run(SHAPE.build(), draw_prompts(SHAPE, 1, 20, 0), 4)
     assert reading.kv_bytes == 2 * (100 + 20) + 2 * 23 * 16 * 2  # codes and scales; all entries but the last
 

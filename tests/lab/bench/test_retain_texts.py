@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from millpond_lab.pond.english_facts import FORMS
-from millpond_lab.train.text.corpus import HELD_OUT
+from millpond_lab.train.text.data import HELD_OUT
 from tests.helpers.evals.task_help import build, draw, word_tokenizer
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "quality" / "retain_real_texts.py"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.errors import OptionError
 from millpond_lab.bench.engines import candidates
-from millpond_lab.bench.engines.weights import Weights
+from millpond_lab.bench.engines.candidates import Weights
 from millpond_lab.bench.generate.candidates import ModelShape, draw_prompts
 from millpond_lab.bench.generate.saved_model import SavedModel
 

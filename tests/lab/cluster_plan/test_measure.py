@@ -17,13 +17,10 @@ from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import MillpondError, OptionError
 from millpond_lab.cluster_plan import record
-from millpond_lab.cluster_plan.fit import LEAST
+from millpond_lab.cluster_plan.layout import FREE_MOVES, MoveTimes
 from millpond_lab.cluster_plan.measure import Measured, measure
-from millpond_lab.cluster_plan.move_times import FREE_MOVES, MoveTimes
-from millpond_lab.cluster_plan.profile import StepLoad
-from millpond_lab.cluster_plan.recorded_engines import RecordedEngines
-from millpond_lab.cluster_plan.recording import EngineRecord
-from millpond_lab.cluster_plan.step_recorder import StepRecorder
+from millpond_lab.cluster_plan.profile import LEAST, StepLoad
+from millpond_lab.cluster_plan.record import EngineRecord, RecordedEngines, StepRecorder
 from tests.helpers.cluster.local import LocalCluster
 from tests.helpers.hf.families import shared_model
 

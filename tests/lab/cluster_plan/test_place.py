@@ -12,13 +12,19 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.errors import DataError, OptionError
 from millpond_lab.cli.cluster.plan import _cells
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.fit import fit, fit_moves
-from millpond_lab.cluster_plan.goodput import Demand, Goodput, ServiceLevels, goodput
-from millpond_lab.cluster_plan.layout import ClusterLayout, Link, WorkerPlan
-from millpond_lab.cluster_plan.move_times import FREE_MOVES, MoveTimes
-from millpond_lab.cluster_plan.place import Devices, compare, split_anywhere, split_in_a_node, together
-from millpond_lab.cluster_plan.profile import DecodeTimes, StepLoad, StepTimes
+from millpond_lab.cluster_plan.layout import FREE_MOVES, CacheSize, ClusterLayout, Link, MoveTimes, WorkerPlan
+from millpond_lab.cluster_plan.place import (
+    Demand,
+    Devices,
+    Goodput,
+    ServiceLevels,
+    compare,
+    goodput,
+    split_anywhere,
+    split_in_a_node,
+    together,
+)
+from millpond_lab.cluster_plan.profile import DecodeTimes, StepLoad, StepTimes, fit, fit_moves
 from millpond_lab.cluster_plan.profile_file import Profile, built_in, from_json, load_profile, save_profile, to_json
 from millpond_lab.cluster_plan.report import judge
 from millpond_lab.cluster_plan.report import to_json as to_plan

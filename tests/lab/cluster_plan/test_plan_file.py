@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from millpond.cluster.layout_file import PlannedWorkers, load_plan
-from millpond_lab.cluster_plan.goodput import Goodput
 from millpond_lab.cluster_plan.layout import ClusterLayout, WorkerPlan
+from millpond_lab.cluster_plan.place import Goodput
 from millpond_lab.cluster_plan.profile import DecodeTimes, StepTimes
 from millpond_lab.cluster_plan.report import Verdict, to_json
 

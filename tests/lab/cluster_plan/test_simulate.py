@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from millpond.budget import Budget
 from millpond.errors import OptionError
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.layout import ClusterLayout, Link, WorkerPlan
-from millpond_lab.cluster_plan.move_times import FREE_MOVES, MoveTimes
+from millpond_lab.cluster_plan.layout import FREE_MOVES, CacheSize, ClusterLayout, Link, MoveTimes, WorkerPlan
 from millpond_lab.cluster_plan.profile import A100, DecodeTimes, StepLoad, StepTimes
-from millpond_lab.cluster_plan.requests import PlannedRequest, sample
-from millpond_lab.cluster_plan.simulate import MissLimit, RequestTimes, Simulation
+from millpond_lab.cluster_plan.simulate import MissLimit, PlannedRequest, RequestTimes, Simulation, sample
 from tests.helpers.examples import examples
 
 TIMES = StepTimes(0.01, 1e-3, 0.0, (DecodeTimes(None, 0.02, 1e-5, 1e-3),), per_prompt=0.005)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.cluster.layout_file import load_plan
 from millpond.errors import DataError
-from millpond_lab.cluster_plan.watch import LoadShape, watch
+from millpond_lab.cluster_plan.place import LoadShape, watch
 
 
 class EndError(Exception):

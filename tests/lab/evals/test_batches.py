@@ -10,12 +10,11 @@ from millpond.errors import BudgetError, OptionError, PoolFullError
 from millpond.hf.cache import MillpondCache
 from millpond.hf.compress import compress
 from millpond_lab.evals.candidates.candidate import Compressed
-from millpond_lab.evals.decoding.batch import PromptBatch, batches, encode
-from millpond_lab.evals.decoding.batch_reader import BatchReader
+from millpond_lab.evals.decoding.batch import BatchReader, PromptBatch, batches, encode
 from millpond_lab.evals.decoding.record import Protocol, Record
 from millpond_lab.evals.harness.evaluator import Evaluator
 from millpond_lab.evals.sample import Question, Sample
-from millpond_lab.pond.tokenizer import build_tokenizer
+from millpond_lab.pond.words import build_tokenizer
 from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer
 
 PROTOCOLS: list[Protocol] = ["aware", "agnostic", "turns"]

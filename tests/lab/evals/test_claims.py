@@ -13,9 +13,19 @@ import pytest
 
 from millpond.errors import DataError
 from millpond_lab.evals.decoding.record import Record, SummaryRow
-from millpond_lab.evals.harness.results import cell_of
-from millpond_lab.evals.report.claim_results import ALL, TEXT, ClaimResult, Runs, read_findings, renewed, write_findings
-from millpond_lab.evals.report.claims import AT_BYTES, CLAIMS, PEERS
+from millpond_lab.evals.harness.summary import cell_of
+from millpond_lab.evals.report.claims import (
+    ALL,
+    AT_BYTES,
+    CLAIMS,
+    PEERS,
+    TEXT,
+    ClaimResult,
+    Runs,
+    read_findings,
+    renewed,
+    write_findings,
+)
 from millpond_lab.evals.report.claims_page import MISSING, UNEQUAL, tables
 from millpond_lab.evals.report.kvpress_equivalents import ALIKE, PRESSES, pool
 from tests.helpers.evals.scored import row, save

@@ -12,8 +12,7 @@ from matplotlib.lines import Line2D
 from millpond.errors import DataError
 from millpond.inspector.palette import colour_of
 from millpond_lab.evals.decoding.record import SummaryRow
-from millpond_lab.evals.report.curve_section import quality_section
-from millpond_lab.evals.report.curves import CurvePanel, curves_of, panels
+from millpond_lab.evals.report.curves import CurvePanel, curves_of, panels, quality_section
 from millpond_lab.evals.report.kvpress_equivalents import PRESSES
 from millpond_lab.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond_lab.evals.report.plots.style import write

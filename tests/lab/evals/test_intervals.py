@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from millpond_lab.evals.intervals import Z, bootstrap, paired_interval, share_interval, wilson
+from millpond_lab.evals.harness.summary import Z, bootstrap, paired_interval, share_interval, wilson
 
 
 def of(right: int, n: int) -> np.ndarray:
@@ -104,5 +104,5 @@ def test_the_bootstrap_is_seeded_and_the_same_in_any_block_size(monkeypatch: pyt
     first = bootstrap(sums, weights, 1)
     assert (first == bootstrap(sums, weights, 1)).all()
     assert (first != bootstrap(sums, weights, 2)).any()
-    monkeypatch.setattr("millpond_lab.evals.intervals._AT_ONCE", 333)
+    monkeypatch.setattr("millpond_lab.evals.harness.summary._AT_ONCE", 333)
     assert (first == bootstrap(sums, weights, 1)).all()

@@ -15,8 +15,13 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond_lab.evals.candidates.oracle import Oracle
 from millpond_lab.evals.decoding.attention_recorder import RecordedAttention
-from millpond_lab.evals.harness.attention_loss import AttentionLosses, attention_losses, layer_losses, method_losses
-from millpond_lab.evals.harness.output_projection import output_matrices
+from millpond_lab.evals.harness.attention_loss import (
+    AttentionLosses,
+    attention_losses,
+    layer_losses,
+    method_losses,
+    output_matrices,
+)
 from tests.helpers.examples import examples
 from tests.helpers.hf.families import shared_model
 from tests.helpers.matrix.models import llama

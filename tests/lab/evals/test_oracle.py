@@ -16,10 +16,8 @@ from millpond.methods import METHODS
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.view import View
 from millpond_lab.evals.candidates.candidate import find_candidate
-from millpond_lab.evals.candidates.oracle import Oracle, Tables, foresee, given
-from millpond_lab.evals.candidates.precomputed import PrecomputedScore
-from millpond_lab.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch, encode
-from millpond_lab.evals.decoding.batch_reader import BatchReader
+from millpond_lab.evals.candidates.oracle import Oracle, PrecomputedScore, Tables, foresee, given
+from millpond_lab.evals.decoding.batch import BatchReader, EncodedPrompt, EncodedQuestion, PromptBatch, encode
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.spec import Spec
 from tests.helpers.evals.small import TinyTask, examined, tiny_model, tiny_samples, tiny_tokenizer, with_stop

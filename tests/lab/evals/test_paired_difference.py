@@ -6,7 +6,7 @@ import pytest
 
 from millpond.errors import DataError
 from millpond_lab.evals.decoding.record import Record
-from millpond_lab.evals.harness.paired_difference import difference
+from millpond_lab.evals.harness.summary import difference
 
 
 def records(scores: list[float], weight: float = 1.0, question: int = 0) -> list[Record]:

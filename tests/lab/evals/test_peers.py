@@ -15,19 +15,17 @@ from typer.testing import CliRunner, Result
 
 from millpond.cli.app import app
 from millpond.errors import DataError, MillpondError, OptionError
+from millpond_lab.bench.common.peer_process import PeerError
 from millpond_lab.evals.decoding.batch import encode
 from millpond_lab.evals.decoding.record import Cell
 from millpond_lab.evals.harness.plan import EvalPlan
-from millpond_lab.evals.harness.results import read_rows, read_samples
 from millpond_lab.evals.harness.run import run
-from millpond_lab.evals.peers.lines import reply_of, request_of
-from millpond_lab.evals.peers.plan import PeerPlan
-from millpond_lab.evals.peers.process import ReplyFile, RestartingPeer
-from millpond_lab.evals.peers.run import export, run_peer
+from millpond_lab.evals.harness.summary import read_rows, read_samples
+from millpond_lab.evals.peers.process import ReplyFile, RestartingPeer, reply_of, request_of
+from millpond_lab.evals.peers.run import PeerPlan, export, run_peer
 from millpond_lab.evals.report.leaderboard import render
 from millpond_lab.evals.spec import parse_specs
 from millpond_lab.evals.task import TASKS, task
-from millpond_lab.peer_process import PeerError
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
 FAKE = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "evals" / "fake_peer.py")]

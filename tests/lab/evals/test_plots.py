@@ -15,9 +15,9 @@ from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond.inspector.palette import METHODS, colour_of, marker_of
 from millpond.inspector.trace import Change, HeadTrace, Trace
-from millpond_lab.evals.harness.results import cell_of
+from millpond_lab.evals.harness.summary import cell_of
+from millpond_lab.evals.report.curves import pareto_front
 from millpond_lab.evals.report.leaderboard import render
-from millpond_lab.evals.report.pareto_front import pareto_front
 from millpond_lab.evals.report.plots.budgets import budget_map, budgets_of_trace
 from millpond_lab.evals.report.plots.folder import draw_all
 from millpond_lab.evals.report.plots.needle import NeedlePanel, grid, needle, panels_of

@@ -13,7 +13,7 @@ import pytest
 from millpond.methods import METHODS
 from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.harness.run import run
-from millpond_lab.evals.peers.plan import PeerPlan
+from millpond_lab.evals.peers.run import PeerPlan
 from millpond_lab.evals.report.claims import CLAIMS
 from millpond_lab.evals.report.kvpress_equivalents import ALIKE, PRESSES
 from millpond_lab.evals.spec import parse_specs, words

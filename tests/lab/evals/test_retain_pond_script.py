@@ -10,7 +10,7 @@ import pytest
 
 from millpond_lab.evals.harness.plan import EvalPlan
 from millpond_lab.evals.spec import parse_specs, words
-from millpond_lab.train.text.corpus import HELD_OUT
+from millpond_lab.train.text.data import HELD_OUT
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "quality" / "retain_pond.sh"
 #: A program that notes its arguments.

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millpond.errors import OptionError
+from millpond_lab.evals.data.generated_task import TokenBudget, largest_fitting
 from millpond_lab.evals.data.haystack import Haystack, place
-from millpond_lab.evals.data.token_budget import TokenBudget, largest_fitting
 from tests.helpers.evals.task_help import count, gpt2, word_tokenizer
 
 

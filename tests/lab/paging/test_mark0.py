@@ -6,8 +6,7 @@ import pytest
 
 from millpond.cache.paging.predictor import PredictedBits
 from millpond.cache.paging.rule import PageFacts
-from millpond_lab.paging.mark0 import Mark0
-from millpond_lab.paging.marker import WITHIN_PHASE
+from millpond_lab.paging.marker import WITHIN_PHASE, Mark0
 
 
 def discarded(bits: str) -> str:

@@ -10,8 +10,7 @@ import pytest
 from millpond.cache.paging import PAGING
 from millpond.cache.paging.predictor import PredictedBits
 from millpond.errors import DataError, OptionError
-from millpond_lab.paging.mark0 import Mark0
-from millpond_lab.paging.mark_predict import MarkAndPredict
+from millpond_lab.paging.marker import Mark0, MarkAndPredict
 from millpond_lab.paging.replay import ReplayResult, belady_bits, next_uses_of, replay
 from tests.cache.paging.traces import Requests, chains, pages_at_random, some
 

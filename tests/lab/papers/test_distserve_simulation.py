@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millpond_lab.cluster_plan.profile import A100, A100_VLLM, StepTimes
-from millpond_lab.cluster_plan.requests import PlannedRequest, sample
+from millpond_lab.cluster_plan.simulate import PlannedRequest, sample
 from millpond_lab.papers.distserve_simulation import Published
 
 A, V = A100["opt-13b"], A100_VLLM["opt-13b"]

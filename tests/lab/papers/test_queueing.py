@@ -7,11 +7,9 @@ import statistics
 import pytest
 
 from millpond.errors import OptionError
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.layout import ClusterLayout, WorkerPlan
+from millpond_lab.cluster_plan.layout import CacheSize, ClusterLayout, WorkerPlan
 from millpond_lab.cluster_plan.profile import DecodeTimes, StepTimes
-from millpond_lab.cluster_plan.requests import sample
-from millpond_lab.cluster_plan.simulate import Simulation
+from millpond_lab.cluster_plan.simulate import Simulation, sample
 from millpond_lab.papers.queueing import mean_ttft, mean_ttft_pipelined, mean_ttft_split_tensors
 
 #: One prompt of 100 tokens takes 0.1 s, whatever else there is.

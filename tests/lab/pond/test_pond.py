@@ -13,10 +13,21 @@ from millpond_lab.pond import words as w
 from millpond_lab.pond.demo_file import FILE, demo_exam, file_text
 from millpond_lab.pond.demo_file import LENGTH as DEMO_LENGTH
 from millpond_lab.pond.demo_file import SEED as DEMO_SEED
-from millpond_lab.pond.exam import TASKS, Paper, draw_paper, spell
-from millpond_lab.pond.facts import FAMILIES, FactQuestion, Facts, Words
-from millpond_lab.pond.text import FILLERS, filler, hide, stream
-from millpond_lab.pond.tokenizer import build_tokenizer
+from millpond_lab.pond.facts import (
+    FAMILIES,
+    FILLERS,
+    TASKS,
+    FactQuestion,
+    Facts,
+    Paper,
+    Words,
+    draw_paper,
+    filler,
+    hide,
+    spell,
+    stream,
+)
+from millpond_lab.pond.words import build_tokenizer
 
 LENGTH = 400
 

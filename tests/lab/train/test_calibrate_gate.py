@@ -13,17 +13,21 @@ from millpond.hf.retaining_heads import gates_of_package
 from millpond.models.load import load_model
 from millpond.policy.trained.file import gates_of
 from millpond.policy.trained.networks import SINKS, WINDOW, Gates, LayerGate
-from millpond_lab.bench.methods.random_heads import random_gates
-from millpond_lab.pond.exam import TASKS, draw_paper
+from millpond_lab.bench.methods.candidate import random_gates
+from millpond_lab.pond.facts import TASKS, draw_paper
 from millpond_lab.pond.words import EOS_ID, FILLER, VOCABULARY
-from millpond_lab.train.gate.calibrate import CalibratedGates, calibrate_gates, calibration_section
-from millpond_lab.train.gate.kept_share import hidden_of, logits_of, share_of
-from millpond_lab.train.gate.train import CHECK_STREAM, TRAIN_STREAM
-from millpond_lab.train.recall.training_rows import SOURCES
+from millpond_lab.train.gate.card import CalibratedGates, calibrate_gates, calibration_section
+from millpond_lab.train.gate.train import CHECK_STREAM, TRAIN_STREAM, hidden_of, logits_of, share_of
+from millpond_lab.train.recall.rows import SOURCES
 from millpond_lab.train.retain.features import TextReader
-from millpond_lab.train.retain.mixed_texts import QUESTIONS, MixedRecallTexts
-from millpond_lab.train.retain.sparse_texts import FACT_WORDS, LENGTH, SparseRecallTexts
-from millpond_lab.train.retain.texts import RecallTexts
+from millpond_lab.train.retain.texts import (
+    FACT_WORDS,
+    LENGTH,
+    QUESTIONS,
+    MixedRecallTexts,
+    RecallTexts,
+    SparseRecallTexts,
+)
 from tests.cli.test_cli import right, wrong
 from tests.helpers.matrix.models import llama
 from tests.lab.train.test_retain import Random

@@ -21,16 +21,19 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from millpond.policy.trained.file import gates_of
 from millpond.policy.trained.networks import LayerGate, quantiles_of
-from millpond_lab.train.duo.spans import SAID_AGAIN, SPAN_TOKENS, RepeatedSpans
-from millpond_lab.train.duo.train import DuoSettings, train_duo
+from millpond_lab.train.duo import SAID_AGAIN, SPAN_TOKENS, DuoSettings, RepeatedSpans, train_duo
 from millpond_lab.train.gate import train as training
 from millpond_lab.train.gate.card import write_card
-from millpond_lab.train.gate.kept_share import flags_of
-from millpond_lab.train.gate.objective import TrainedGate, gate_loss, pinned_entries, prediction_loss, straight_through
-from millpond_lab.train.gate.prune import pruned
-from millpond_lab.train.gate.run import GateSettings
-from millpond_lab.train.gate.train import TrainedGates, read_gated, train_gate
-from millpond_lab.train.gate.weighted_attention import weighted_attention
+from millpond_lab.train.gate.objective import (
+    TrainedGate,
+    gate_loss,
+    pinned_entries,
+    prediction_loss,
+    pruned,
+    straight_through,
+    weighted_attention,
+)
+from millpond_lab.train.gate.train import GateSettings, TrainedGates, flags_of, read_gated, train_gate
 from millpond_lab.train.retain.features import TextReader
 from tests.cli.test_cli import right, wrong
 from tests.helpers.hf.families import shared_model

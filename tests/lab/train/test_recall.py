@@ -10,15 +10,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from millpond.errors import OptionError
 from millpond_lab.pond import words as w
-from millpond_lab.pond.exam import TASKS, draw_paper, spell
-from millpond_lab.pond.facts import FAMILIES
-from millpond_lab.train.recall.card import write_card
-from millpond_lab.train.recall.curriculum import LENGTHS, PATIENCE, POLISH, Curriculum
-from millpond_lab.train.recall.eval import evaluate_task
+from millpond_lab.pond.facts import FAMILIES, TASKS, draw_paper, spell
+from millpond_lab.train.recall.card import evaluate_task, write_card
 from millpond_lab.train.recall.model import BUNDLED_DIR, MAX_POSITIONS, build_model
-from millpond_lab.train.recall.run import RecallRun, Recipe
-from millpond_lab.train.recall.train import CHECKPOINT, accepted_loss, supervised_logits, train_recall
-from millpond_lab.train.recall.training_rows import NO_WORD, SOURCES, WARM_UP, draw_batch, warm_up_batch
+from millpond_lab.train.recall.rows import (
+    LENGTHS,
+    NO_WORD,
+    PATIENCE,
+    POLISH,
+    SOURCES,
+    WARM_UP,
+    Curriculum,
+    draw_batch,
+    warm_up_batch,
+)
+from millpond_lab.train.recall.train import (
+    CHECKPOINT,
+    RecallRun,
+    Recipe,
+    accepted_loss,
+    supervised_logits,
+    train_recall,
+)
 
 TINY = Recipe(tokens_per_step=256, warmup_steps=2, polish_steps=2, checkpoint_steps=1)
 MARKS_OF_QUESTIONS = {w.ID[mark] for mark in (w.ASK, w.ALL, w.EACH, w.TRACE, w.COPY, w.MOST, w.COMMON)}

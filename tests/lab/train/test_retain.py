@@ -18,13 +18,17 @@ from millpond.models.load import load_model
 from millpond.policy.trained.file import heads_of
 from millpond_lab.train.retain import texts as sources
 from millpond_lab.train.retain import train as training
-from millpond_lab.train.retain.card import write_card
-from millpond_lab.train.retain.features import LayerText, TextReader
-from millpond_lab.train.retain.labels import LEAST_LOG_PROB, labels_of
-from millpond_lab.train.retain.objective import TrainedHeads, overlap, retaining_loss
-from millpond_lab.train.retain.run import RetainSettings
+from millpond_lab.train.retain.features import LEAST_LOG_PROB, LayerText, TextReader, labels_of
 from millpond_lab.train.retain.texts import Asked, FileTexts, RecallTexts
-from millpond_lab.train.retain.train import TrainedResult, train_retain
+from millpond_lab.train.retain.train import (
+    RetainSettings,
+    TrainedHeads,
+    TrainedResult,
+    overlap,
+    retaining_loss,
+    train_retain,
+    write_card,
+)
 from tests.cli.test_cli import right
 from tests.helpers.matrix.models import llama
 
@@ -266,8 +270,8 @@ def by_letter(text: str) -> list[int]:
 
 
 def test_rows_of_recall_come_from_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond_lab.pond import text as pond_text
-    from millpond_lab.train.recall import training_rows
+    from millpond_lab.pond import facts as pond_text
+    from millpond_lab.train.recall import rows
 
     names: list[tuple[object, ...]] = []
     stream = pond_text.stream
@@ -276,7 +280,7 @@ def test_rows_of_recall_come_from_streams_of_their_own(monkeypatch: pytest.Monke
         names.append(name)
         return stream(*name)
 
-    for module in (sources, training_rows):
+    for module in (sources, rows):
         monkeypatch.setattr(module, "stream", noted)
     first = RecallTexts().draw("retain", 0, 5)
     assert torch.equal(RecallTexts().draw("retain", 0, 5).ids, first.ids)
@@ -287,13 +291,13 @@ def test_rows_of_recall_come_from_streams_of_their_own(monkeypatch: pytest.Monke
 
 
 def test_no_task_of_the_evaluation_reads_a_stream_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond_lab.pond import exam
+    from millpond_lab.pond import facts
 
     names: list[str] = []
-    stream = exam.stream
-    monkeypatch.setattr(exam, "stream", lambda *name: names.append(":".join(map(str, name))) or stream(*name))
-    for family in exam.TASKS:
-        exam.draw_paper(family, 0, 0, 256)
+    stream = facts.stream
+    monkeypatch.setattr(facts, "stream", lambda *name: names.append(":".join(map(str, name))) or stream(*name))
+    for family in facts.TASKS:
+        facts.draw_paper(family, 0, 0, 256)
     assert names
     assert not [name for name in names if name.split(":")[1] in ("retain", "retain-check", "train", "warm-up")]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from millpond.errors import DataError
-from millpond_lab.train.text.analysis import even_columns, gathered, measure_attention, sparsity, spread_windows
-from millpond_lab.train.text.model import build_text_model
+from millpond_lab.train.text.eval import even_columns, gathered, measure_attention, sparsity, spread_windows
+from millpond_lab.train.text.recipe import build_text_model
 from tests.helpers.train.text_tiny import TINY
 
 

@@ -12,8 +12,16 @@ import pytest
 
 from millpond.errors import DataError
 from millpond_lab.pond.english_facts import FORMS, draw_facts
-from millpond_lab.train.text.corpus import HELD_OUT, clean, held_out_files, read_document, training_files
-from millpond_lab.train.text.data import TokenFile, draw_batch, open_tokens
+from millpond_lab.train.text.data import (
+    HELD_OUT,
+    TokenFile,
+    clean,
+    draw_batch,
+    held_out_files,
+    open_tokens,
+    read_document,
+    training_files,
+)
 from millpond_lab.train.text.mix import Mixer
 from millpond_lab.train.text.recipe import Tasks
 from millpond_lab.train.text.tokenizer import BOS_ID, EOS_ID, plain_ids

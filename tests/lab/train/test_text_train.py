@@ -19,10 +19,8 @@ from millpond.errors import DataError, OptionError
 from millpond_lab.train.text import card as text_card
 from millpond_lab.train.text.data import TokenFile
 from millpond_lab.train.text.eval import loss_by_place, perplexity, recall, told_again
-from millpond_lab.train.text.model import build_text_model
-from millpond_lab.train.text.recipe import PRESETS, recipe_named
-from millpond_lab.train.text.run import TextRun
-from millpond_lab.train.text.train import CHECKPOINT, LOG, train_text
+from millpond_lab.train.text.recipe import PRESETS, build_text_model, recipe_named
+from millpond_lab.train.text.train import CHECKPOINT, LOG, TextRun, train_text
 from tests.helpers.train.text_tiny import TINY, write_corpus
 
 QUIET = {"threads": 1, "device": "cpu", "show_progress": False}

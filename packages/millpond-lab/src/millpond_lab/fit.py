@@ -19,10 +19,8 @@ from millpond.hf.fit import LEAST_WINDOWS, MOST_WINDOWS, Fit, FitRow, default_pa
 from millpond.hf.model_support import unwrapped
 from millpond.policy.policy import Policy
 from millpond_lab.evals.data.data_files import read_text
-from millpond_lab.evals.decoding.batch import Tokens
-from millpond_lab.evals.decoding.batch_reader import BatchReader
-from millpond_lab.evals.decoding.likelihood import compare
-from millpond_lab.evals.decoding.recorded_logits import RecordedLogits
+from millpond_lab.evals.decoding.batch import BatchReader, Tokens
+from millpond_lab.evals.decoding.likelihood import RecordedLogits, compare
 from millpond_lab.evals.tasks.text import fidelity
 
 #: The grid where none is given: shares of the prompt, and formats.

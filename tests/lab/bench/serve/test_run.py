@@ -15,8 +15,7 @@ from millpond.cli.app import app
 from millpond.errors import DataError, OptionError
 from millpond_lab.bench.serve.client import LoadClient, RequestOutcome
 from millpond_lab.bench.serve.requests import LoadRequest, TokenBlocks
-from millpond_lab.bench.serve.run import LoadPlan, run
-from millpond_lab.bench.serve.statistics import summarise
+from millpond_lab.bench.serve.run import LoadPlan, run, summarise
 from tests.helpers.server.fake_openai import FakeServer
 
 TEXTS = [LoadRequest(0.05 * i, f"question {i}", 4) for i in range(6)]

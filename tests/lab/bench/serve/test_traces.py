@@ -13,11 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millpond.errors import DataError
-from millpond_lab.bench.serve.load_loop import poisson
-from millpond_lab.bench.serve.requests import LoadRequest, TokenBlocks
-from millpond_lab.bench.serve.statistics import spread
-from millpond_lab.bench.serve.synthetic import Span, synthetic
-from millpond_lab.bench.serve.traces import TRACES, agents, azure, mooncake
+from millpond_lab.bench.serve.requests import TRACES, LoadRequest, Span, TokenBlocks, agents, azure, mooncake, synthetic
+from millpond_lab.bench.serve.run import poisson, spread
 
 PUBLISHED = Path(__file__).parents[5] / "shared" / "data" / "traces"
 

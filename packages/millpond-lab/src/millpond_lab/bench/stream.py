@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from millpond.hf.compress import compress
 from millpond.models.cache_argument import cache_argument
-from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.memory import resident_bytes
+from millpond_lab.bench.common.machine import describe_machine, resident_bytes
 
 PROMPT = 64  #: tokens of the first pass
 STAGES = 10  #: rows of the report

@@ -16,8 +16,8 @@ from millpond.cli.options import DtypeName, ModelName, Samples, SampleSeed, opti
 from millpond.errors import OptionError, unknown
 
 if TYPE_CHECKING:
-    from millpond_lab.evals.peers.plan import PeerPlan
     from millpond_lab.evals.peers.process import Peer
+    from millpond_lab.evals.peers.run import PeerPlan
 
 #: Peers, and their side of the line, in the repository's benchmarks/peers/.
 SCRIPTS = {"kvpress": "kvpress_eval.py"}
@@ -52,7 +52,7 @@ def eval_peer(
 ) -> None:
     """Score a peer's presses x budgets on tasks, in the same table as our methods; lists are separated by commas."""
     from millpond.models.load import load_model, load_tokenizer
-    from millpond_lab.evals.peers.plan import PeerPlan
+    from millpond_lab.evals.peers.run import PeerPlan
     from millpond_lab.evals.spec import parse_specs, words
 
     if peer not in SCRIPTS:

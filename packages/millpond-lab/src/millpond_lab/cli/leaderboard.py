@@ -21,7 +21,7 @@ def leaderboard(
 ) -> None:
     """Write results as a table: methods x tasks for each model, protocol and budget, best first."""
     from millpond.cli.inspect import write
-    from millpond_lab.evals.harness.results import read_notes, read_rows, unite
+    from millpond_lab.evals.harness.summary import read_notes, read_rows, unite
     from millpond_lab.evals.report.leaderboard import render
 
     rows = unite([row for path in results for row in read_rows(path)])

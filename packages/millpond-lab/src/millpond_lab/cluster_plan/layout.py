@@ -1,13 +1,46 @@
-"""Workers of a cluster by role, and what lies between them."""
+"""Workers of a cluster by role, the bytes of their caches, and the times of moves between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from millpond.budget import Budget
+from millpond.engine.scheduler import MemoryNeed
 from millpond.errors import OptionError
-from millpond_lab.cluster_plan.move_times import FREE_MOVES, MoveTimes
 from millpond_lab.cluster_plan.profile import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTimes:
+    """What a move costs the engines; 0 by default, as where devices copy by themselves.
+
+    Attributes:
+        pack_base, pack_per_byte: seconds in the engine that read the prompt, for each move and each byte of the cache.
+        take_base, take_per_byte: likewise in the engine that decodes.
+
+    Example:
+        >>> MoveTimes(pack_base=0.004, pack_per_byte=1e-8).packing(1_000_000)
+        0.014
+    """
+
+    pack_base: float = 0.0
+    pack_per_byte: float = 0.0
+    take_base: float = 0.0
+    take_per_byte: float = 0.0
+
+    def packing(self, n_bytes: int) -> float:
+        """Seconds in which the engine that has read a prompt turns its cache of `n_bytes` into a message."""
+        return self.pack_base + self.pack_per_byte * n_bytes
+
+    def taking_in(self, n_bytes: int) -> float:
+        """Seconds in which the engine that decodes takes such a cache in."""
+        return self.take_base + self.take_per_byte * n_bytes
+
+
+#: Moves that occupy no engine.
+FREE_MOVES = MoveTimes()
+
 
 Role = Literal["both", "prefill", "decode"]
 #: Most tokens of a step that reads, where a profile does not say.
@@ -89,3 +122,42 @@ class ClusterLayout:
         kinds = dict.fromkeys((worker.role, worker.devices) for worker in self.workers)
         counts = [(sum((w.role, w.devices) == kind for w in self.workers), *kind) for kind in kinds]
         return " + ".join(f"{n} {role}" + f" x {devices} devices" * (devices > 1) for n, role, devices in counts)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What a cache holds of a prompt and its answer.
+
+    Attributes:
+        entry_bytes: of one token in all layers while its prompt is read. stored_bytes: of a kept one afterwards, in
+            the format of the cache. budget: entries that are kept when the prompt has been read; None: all.
+        grows: whether tokens of the answer are added to the budget, or older entries are evicted for them.
+    """
+
+    entry_bytes: float
+    stored_bytes: float
+    budget: Budget | None = None
+    grows: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stored_bytes <= self.entry_bytes:
+            raise OptionError(
+                f"{self.stored_bytes:g} bytes of a stored token must be above 0 and at most the {self.entry_bytes:g} "
+                "of one that is being read"
+            )
+        if self.budget is not None and self.budget.kind == "bytes":
+            raise OptionError(f"budget {self.budget}: a plan needs a share or tokens, since it compares requests")
+
+    def kept(self, prompt: int, answer: int = 0) -> int:
+        """Entries per KV head behind `answer` tokens of an answer."""
+        entries = prompt if self.budget is None else min(prompt, self.budget.entries(prompt))
+        return entries + (answer if self.grows else 0)
+
+    def need(self, prompt: int, output: int) -> MemoryNeed:
+        """Bytes that a request holds at most."""
+        after = self.kept(prompt, output)
+        return MemoryNeed(round(prompt * self.entry_bytes), 0, round(after * self.stored_bytes))
+
+    def moved(self, prompt: int) -> int:
+        """Bytes that go from one worker to another when the prompt has been read."""
+        return round(self.kept(prompt) * self.stored_bytes)

@@ -14,12 +14,10 @@ import numpy as np
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError, PoolFullError
-from millpond_lab.cluster_plan.fit import fit, fit_moves
-from millpond_lab.cluster_plan.move_times import FREE_MOVES, MoveTimes
-from millpond_lab.cluster_plan.profile import StepLoad
+from millpond_lab.cluster_plan.layout import FREE_MOVES, MoveTimes
+from millpond_lab.cluster_plan.profile import StepLoad, fit, fit_moves
 from millpond_lab.cluster_plan.profile_file import Profile
-from millpond_lab.cluster_plan.recorded_engines import RecordedEngines
-from millpond_lab.cluster_plan.recording import EngineRecord
+from millpond_lab.cluster_plan.record import EngineRecord, RecordedEngines
 
 #: Users who have a request under way at a time while an engine shows how many it answers, and requests of each.
 USERS, EACH = 16, 2

@@ -15,9 +15,7 @@ from millpond.cache.atomic_files import publish, write_part
 from millpond.cluster.json_file import parse_json, read_json
 from millpond.codec import Codec, Format, LayerCodecs, resolve
 from millpond.errors import DataError, OptionError, unknown
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.layout import STEP_TOKENS
-from millpond_lab.cluster_plan.move_times import FREE_MOVES, MoveTimes
+from millpond_lab.cluster_plan.layout import FREE_MOVES, STEP_TOKENS, CacheSize, MoveTimes
 from millpond_lab.cluster_plan.profile import A100, DecodeTimes, StepTimes
 
 #: Changes when the meaning of a field does.

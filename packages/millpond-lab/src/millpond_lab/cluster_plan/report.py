@@ -11,9 +11,8 @@ from typing import Any
 from millpond.cache.atomic_files import publish, write_part
 from millpond.cluster.layout_file import FORMAT
 from millpond.errors import OptionError
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.goodput import Demand, Goodput, goodput
-from millpond_lab.cluster_plan.layout import Link
+from millpond_lab.cluster_plan.layout import CacheSize, Link
+from millpond_lab.cluster_plan.place import Demand, Goodput, goodput
 
 #: A layout counts as ahead only if its goodput per device is above the other's by this share, and outside its seeds.
 AHEAD = 0.05

@@ -1,25 +1,57 @@
-"""A simulation of workers that run the engine's own scheduler; only the times of their steps are modelled.
-
-Between two steps a worker packs all caches that leave, or takes in as many as the engine's thread would, at least one;
-each takes as long as its plan says.
-What is not modelled: shared beginnings of prompts, the time of swapping, deaths, and other work between two steps.
-"""
+"""A simulation of workers that run the engine's own scheduler on modelled step times, and its requests."""
 
 from __future__ import annotations
 
 import heapq
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from millpond.cluster.router import DECODING
 from millpond.engine.async_llm import CALLS_SHARE
 from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
 from millpond.errors import OptionError
-from millpond_lab.cluster_plan.cache_size import CacheSize
-from millpond_lab.cluster_plan.layout import ClusterLayout, Link, WorkerPlan
+from millpond_lab.cluster_plan.layout import CacheSize, ClusterLayout, Link, WorkerPlan
 from millpond_lab.cluster_plan.profile import StepLoad
-from millpond_lab.cluster_plan.requests import PlannedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request.
+
+    Attributes:
+        at: seconds from the first one. prompt, output: tokens, at least 1 each.
+    """
+
+    at: float
+    prompt: int
+    output: int
+
+
+def sample(lengths: Sequence[tuple[int, int]], count: int, rate: float, seed: int) -> list[PlannedRequest]:
+    """`count` of the given lengths without repetition, arriving independently at `rate` per second.
+
+    The lengths and the gaps of a seed are those of DistServe's simulator (`random.sample` and exponential gaps of
+    NumPy's older generator; the first request comes at 0), so that its table can be checked.
+
+    Args:
+        lengths: (prompt, output) tokens of a trace.
+
+    Raises:
+        OptionError: fewer lengths than requests, or a rate that is not above 0.
+    """
+    if not 0 < count <= len(lengths):
+        raise OptionError(f"{count} requests: the trace has {len(lengths):,} usable ones; ask for 1 to as many")
+    if not 0 < rate < float("inf"):
+        raise OptionError(f"rate={rate:g} requests per second must be above 0")
+    chosen = random.Random(seed).sample(list(lengths), count)
+    gaps = np.random.RandomState(seed).gamma(1.0, 1 / rate, size=count - 1)
+    times = [0.0, *np.cumsum(gaps).tolist()]
+    return [PlannedRequest(at, prompt, output) for at, (prompt, output) in zip(times, chosen, strict=True)]
+
 
 #: Share of a worker's memory that caches which it fetches may take before they decode.
 WAITING_SHARE = 0.05

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millpond_lab.cluster_plan.profile import StepLoad, StepTimes
-from millpond_lab.cluster_plan.requests import PlannedRequest
+from millpond_lab.cluster_plan.simulate import PlannedRequest
 
 #: Tokens of a batch of answers; and of a batch of prompts on one device of OPT-13B, which no trace here reaches.
 DECODE_TOKENS, PROMPT_TOKENS = 50_000, 66_144

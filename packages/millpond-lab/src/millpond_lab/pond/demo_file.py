@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from millpond.models.installed import BUNDLED
-from millpond_lab.pond.exam import draw_paper
+from millpond_lab.pond.facts import draw_paper
 
 #: The exam in the file, which the demo reads where it has no other.
 LENGTH, SEED = 2048, 0

@@ -1,32 +1,17 @@
-"""Facts and questions by family, as word ids.
-
-A family draws facts, each a short run of words that a text states somewhere, in the order given, and knows which
-questions they answer. It knows nothing of the filler around them, of samples or of training.
-
-| family | a text says | a question and its answer |
-|---|---|---|
-| recall | `emma kite` | `<ask> emma <is>` emma kite |
-| overwritten | `emma kite` ... `<let> emma drum` | `<ask> emma <is>` emma drum |
-| multivalue | `emma kite` ... `emma drum` | `<all> emma <is>` emma kite drum, in any order |
-| multiquery | pairs | `<each> emma karl nora otto <is>` emma kite karl lamp nora harp otto coin |
-| tracking | `<let> kite oslo` ... `<let> oslo riga` | `<trace> kite <is>` kite oslo riga |
-| copy | `<open> emma kite drum harp <close>` | `<copy> emma <is>` emma kite drum harp |
-| frequent | animals, some of them often | `<most> <is>` the three most frequent, the first first |
-| common | plants, four of them often | `<common> <is>` these four in the order of the alphabet |
-
-Every answer ends with `<eos>`. An answer names again what it is about: so the looking up happens while it is decoded,
-from what is kept of the text by then, and not while the question is read.
-"""
+"""Facts and questions of `pond-recall` by family, the texts that hold them, and exams that training never reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from millpond.errors import OptionError, unknown
 from millpond_lab.pond import words as w
-from millpond_lab.pond.words import ID, ids
+from millpond_lab.pond.words import BOS_ID, ID, ids
 
 _IDS = {group: np.array(ids(group)) for group in w.GROUPS}
 FAMILIES = ("recall", "overwritten", "multivalue", "multiquery", "tracking", "copy", "frequent", "common")
@@ -177,3 +162,138 @@ def common(draw: Words, count: int) -> Facts:
 def _singly(told: list[int]) -> list[list[tuple[int, ...]]]:
     """Each word a fact and a thread of its own."""
     return [[(word,)] for word in told]
+
+
+_GROUP = np.array(ids(w.FILLER))
+
+#: uniform: every word equally often. zipf: some words often, others by text. refrain: one sentence over and over.
+Filler = Literal["uniform", "zipf", "refrain"]
+FILLERS: tuple[Filler, ...] = ("uniform", "zipf", "refrain")
+
+
+def stream(*name: object) -> np.random.Generator:
+    """The random stream of that name: equal names give equal numbers on every machine."""
+    digest = blake2b(":".join(map(str, name)).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(int.from_bytes(digest, "big")))
+
+
+def filler(rng: np.random.Generator, length: int, kind: Filler) -> np.ndarray:
+    """Filler word ids, (length,)."""
+    if kind == "uniform":
+        return rng.choice(_GROUP, length)
+    if kind == "zipf":
+        weights = 1 / (1 + np.arange(len(_GROUP))) ** rng.uniform(0.5, 1.1)
+        return rng.choice(rng.permutation(_GROUP), length, p=weights / weights.sum())
+    return np.resize(rng.choice(_GROUP, int(rng.integers(8, 21))), length)
+
+
+def hide(
+    rng: np.random.Generator, facts: Facts, length: int, kind: Filler = "uniform", depth: float | None = None
+) -> np.ndarray:
+    """Word ids (length,): the facts at random places in filler, the facts of a thread in their order.
+
+    Args:
+        rng: of the places and the filler.
+        facts: what the text says.
+        length: words of the text, the facts included.
+        kind: of the filler.
+        depth: where the first fact stands, 0 at the beginning to 1 at the end; None: anywhere.
+
+    Raises:
+        OptionError: the facts alone are longer than the text.
+    """
+    room = length - facts.size
+    if room < 0:
+        raise OptionError(f"the facts take {facts.size} words; length {length} must be at least that")
+    owners = rng.permutation(np.repeat(np.arange(len(facts.threads)), [len(t) for t in facts.threads]))
+    places = np.sort(rng.integers(0, room + 1, len(owners)))
+    if depth is not None and len(owners):
+        places = np.sort(np.r_[round(depth * room), places[1:]])
+    told = [iter(thread) for thread in facts.threads]
+    text, before = filler(rng, room, kind), 0
+    parts: list[np.ndarray] = []
+    for owner, place in zip(owners, places, strict=True):
+        parts += [text[before:place], np.array(next(told[owner]))]
+        before = int(place)
+    return np.concatenate([*parts, text[before:]]).astype(np.int64)
+
+
+Knobs = Mapping[str, Any]
+
+
+class Paper(NamedTuple):
+    """One examination paper: a text, `<bos>` first, and questions about it."""
+
+    text: np.ndarray  # (L,) word ids
+    asked: list[FactQuestion]
+
+
+def draw_paper(task: str, seed: int, index: int, length: int, knobs: Knobs | None = None) -> Paper:
+    """The paper number `index` of a task under `seed`.
+
+    Args:
+        task: one of `TASKS`.
+        seed, index: name the paper.
+        length: tokens, `<bos>` and the longest question with its answer included.
+        knobs: `questions` (asked of one text, default 1), `depth` (of the first fact, 0 to 1), and the numbers that
+            the task's facts take, such as `pairs`.
+
+    Raises:
+        OptionError: no such task, or facts that do not fit into `length`.
+    """
+    if task not in _FACTS:
+        raise unknown("task of pond-recall", task, _FACTS)
+    knobs = knobs or {}
+    rng = stream("pond", "eval", task, seed, index)
+    facts = _FACTS[task](Words(rng), knobs)
+    family = _FAMILY.get(task, task)
+    asked = [question for question in facts.asked if question.family == family]
+    wanted = int(knobs.get("questions", 1))
+    if not 1 <= wanted <= len(asked):
+        raise OptionError(f"questions={wanted}: a text of {task} answers 1 to {len(asked)}")
+    chosen = [asked[int(i)] for i in rng.permutation(len(asked))[:wanted]]
+    longest = max(len(question.question) + len(question.answer) for question in chosen)
+    text = hide(rng, facts, length - 1 - longest, _filler(task, knobs), knobs.get("depth"))
+    return Paper(np.concatenate([[BOS_ID], text]), chosen)
+
+
+def spell(ids: np.ndarray | tuple[int, ...]) -> str:
+    """Word ids as text."""
+    return " ".join(w.VOCABULARY[int(i)] for i in ids)
+
+
+def _filler(task: str, knobs: Knobs) -> Filler:
+    """The one needle of variant 1 lies in a refrain, as in RULER; everything else in varied words."""
+    return "refrain" if task == "niah_single" and int(knobs.get("variant", 1)) == 1 else "zipf"
+
+
+def _pairs(count: int) -> Callable[[Words, Knobs], Facts]:
+    return lambda draw, knobs: pairs(draw, int(knobs.get("pairs", count)))
+
+
+def _multikey(draw: Words, knobs: Knobs) -> Facts:
+    return pairs(draw, 4 if int(knobs.get("variant", 1)) == 1 else 96)
+
+
+_FACTS: dict[str, Callable[[Words, Knobs], Facts]] = {
+    "recall": _pairs(32),
+    "overwritten": lambda draw, knobs: retold(draw, int(knobs.get("pairs", 12))),
+    "niah_single": _pairs(1),
+    "niah_multikey": _multikey,
+    "niah_multivalue": lambda draw, knobs: manifold(draw, int(knobs.get("pairs", 8)), 4),
+    "niah_multiquery": _pairs(16),
+    "tracking": lambda draw, knobs: chains(draw, int(knobs.get("chains", 4)), int(knobs.get("hops", 4))),
+    "copy": lambda draw, knobs: passages(draw, int(knobs.get("passages", 4)), int(knobs.get("words", 8))),
+    "frequent_words": lambda draw, knobs: frequent(draw, int(knobs.get("words", 60))),
+    "common_words": lambda draw, knobs: common(draw, int(knobs.get("words", 44))),
+}
+#: The family of questions that a task asks, where its name is another.
+_FAMILY = {
+    "niah_single": "recall",
+    "niah_multikey": "recall",
+    "niah_multivalue": "multivalue",
+    "niah_multiquery": "multiquery",
+    "frequent_words": "frequent",
+    "common_words": "common",
+}
+TASKS = tuple(_FACTS)

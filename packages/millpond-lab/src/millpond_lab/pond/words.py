@@ -1,8 +1,10 @@
-"""Vocabulary of `pond-recall`, in groups that do not overlap.
+"""Vocabulary and tokenizer of `pond-recall`: one word, one token."""
 
-Facts are stated about names; towns are joined into chains; animals and plants are counted; plain words are filler; the
-rest are marks. Ids follow the order of `VOCABULARY`. This module knows nothing of tensors or of the tokenizer.
-"""
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 #: A fact may begin with <let> (a link of a chain, a fact restated), or lie between <open> and <close> (a passage).
@@ -99,3 +101,25 @@ BOS_ID, EOS_ID, PAD_ID, UNK_ID, IS_ID = (ID[mark] for mark in (BOS, EOS, PAD, UN
 def ids(group: tuple[str, ...]) -> range:
     """The ids of one group."""
     return range(ID[group[0]], ID[group[-1]] + 1)
+
+
+# A chat is its messages in one line: the context may be one message and the question the next.
+CHAT_TEMPLATE = BOS + "{% for message in messages %} {{ message['content'] }}{% endfor %}"
+
+
+def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """Build the tokenizer; `max_length` is the longest input in tokens that the model takes."""
+    words = Tokenizer(WordLevel(ID, unk_token=UNK))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, BOS_ID)])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        padding_side="left",
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )

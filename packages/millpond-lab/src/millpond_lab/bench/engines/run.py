@@ -15,13 +15,38 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from millpond.kernels import native
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.optional_peer import TIMEOUT_S, OptionalPeer
-from millpond_lab.bench.engines.candidates import EngineCandidate
-from millpond_lab.bench.engines.read_floor import Floor
-from millpond_lab.bench.engines.weights import ConversionError, Weights
+from millpond_lab.bench.common.peer_process import TIMEOUT_S, OptionalPeer, PeerError
+from millpond_lab.bench.engines.candidates import ConversionError, EngineCandidate, Weights
 from millpond_lab.bench.generate.candidates import TINY, BenchModel, ModelShape, draw_prompts
-from millpond_lab.peer_process import PeerError
+
+READINGS = 5  #: of which the median counts
+
+
+class Floor:
+    """A buffer to read with as many threads as the engines have. It grows to the largest read."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read_ms(self, n_bytes: int) -> float | None:
+        """Milliseconds in which `n_bytes` are read; None where there are no native kernels to read with."""
+        if not native.is_available():
+            return None
+        if len(self._memory) < n_bytes:
+            self._memory = torch.ones(n_bytes, dtype=torch.uint8)
+            native.use_huge_pages([self._memory])
+        times = []
+        for _ in range(READINGS):
+            start = time.perf_counter()
+            native.read_bandwidth(self._memory.data_ptr(), n_bytes, self._threads)
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times)
+
 
 #: Milliseconds to read a number of bytes once; None where nothing can measure it.
 ReadMs = Callable[[int], float | None]

@@ -6,20 +6,29 @@ Every candidate runs unmodified generate() on the same model and prompts and rep
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
+)
 
+from millpond.codec import codec_named
 from millpond.hf.compress import compress
 from millpond.hf.native_layers.decoder_layers import use_native_layers
 from millpond.hf.stopwatch import Stopwatch
 from millpond.models.cache_argument import cache_argument
-from millpond_lab.bench.common.memory import PeakMemory, storage_bytes
+from millpond_lab.bench.common.machine import PeakMemory, storage_bytes
 from millpond_lab.bench.generate.saved_model import SavedModel
 
 _GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -192,3 +201,45 @@ def default_candidates(budget: str) -> list[GenerateCandidate]:
         ),
         stock("dynamic", our_layers=True),
     ]
+
+
+BITS = {"int4": 4, "int2": 2}  #: our codecs that it has a counterpart of
+
+
+def coded_candidates(codecs: Sequence[str]) -> list[GenerateCandidate]:
+    """Our full cache in bf16, and in each of the codecs; quanto's with as many bits, where it has such.
+
+    Raises:
+        OptionError: no such codec.
+    """
+    for codec in codecs:
+        codec_named(codec)
+    mine = [ours("full", "", codec=codec) for codec in dict.fromkeys(["bf16", *codecs])]
+    return [*mine, *(quanto(codec) for codec in dict.fromkeys(codecs) if codec in BITS)]
+
+
+def quanto(codec: str) -> GenerateCandidate:
+    """Its cache with as many bits as `codec` has, in its default groups and residual window."""
+
+    def run(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> GenerateTiming:
+        cache = QuantizedCache("quanto", model.config, nbits=BITS[codec])
+        return timed(model, prompts, new_tokens, cache, lambda: _codec_bytes(cache))
+
+    return GenerateCandidate("transformers QuantizedCache", f"quanto {codec}", run)
+
+
+def _codec_bytes(cache: QuantizedCache) -> int:
+    """Bytes of codes, scales and shifts, and of the window that is not quantised yet."""
+    layers: Any = cache.layers
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return storage_bytes(part for layer in layers for name in names for part in _parts(getattr(layer, name)))
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that a quantised one is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    inner, _ = tensor.__tensor_flatten__()
+    for name in inner:
+        yield from _parts(getattr(tensor, name))

@@ -11,15 +11,68 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from millpond.budget import Budget
 from millpond_lab.bench.common.machine import describe_machine, torch_threads
-from millpond_lab.bench.generate.candidates import GenerateCandidate, GenerateTiming, default_candidates, draw_prompts
-from millpond_lab.bench.generate.kvpress import KVPress
-from millpond_lab.bench.generate.plan import GeneratePlan
+from millpond_lab.bench.common.peer_process import OptionalPeer
+from millpond_lab.bench.generate.candidates import (
+    TINY,
+    BenchModel,
+    GenerateCandidate,
+    GenerateTiming,
+    ModelShape,
+    default_candidates,
+    draw_prompts,
+)
+
+
+@dataclass(frozen=True)
+class GeneratePlan:
+    """What is measured."""
+
+    shape: BenchModel = field(default_factory=ModelShape)
+    cells: tuple[tuple[int, int], ...] = ((1, 2048), (1, 4096), (4, 2048))  # (batch, prompt)
+    new_tokens: int = 64
+    repeats: int = 5
+    budget: str = "20%"
+    threads: int | None = None
+    seed: int = 0
+
+
+QUICK = GeneratePlan(shape=TINY, cells=((1, 256), (2, 192)), new_tokens=8, repeats=2)
+
+
+PRESSES = ("SnapKV", "ObservedAttention", "AdaKV(SnapKV)")
+
+
+class KVPress(OptionalPeer):
+    """A running child with kvpress, or the reason why there is none."""
+
+    def __init__(self, python: Path, script: Path) -> None:
+        super().__init__("kvpress", python, script, made_by="benchmarks/peers/kvpress_env.sh")
+
+    def candidates(self, plan: GeneratePlan) -> list[GenerateCandidate]:
+        """Its presses at the plan's budget, and its own full cache; none if it does not run."""
+        if not self.running:
+            return []
+        setup = {"config": plan.shape.config(), "seed": plan.seed, "threads": plan.threads}
+        ratio = 1 - float(Budget.parse(plan.budget).amount)
+        full = GenerateCandidate("kvpress, no press", "sdpa", self._runner(setup, "none", 0.0))
+        return [full, *(GenerateCandidate(f"kvpress {p}", plan.budget, self._runner(setup, p, ratio)) for p in PRESSES)]
+
+    def _runner(self, setup: dict[str, Any], press: str, ratio: float) -> Any:
+        def run(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> GenerateTiming:
+            request = {**setup, "press": press, "ratio": ratio, "prompts": prompts.tolist(), "new_tokens": new_tokens}
+            return GenerateTiming(**self.ask(request))
+
+        return run
+
 
 WARM_UP = 256  #: tokens of the prompts before the clock runs
 ANCHOR = "transformers DynamicCache"

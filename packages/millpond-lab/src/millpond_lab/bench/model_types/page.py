@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from millpond_lab.bench.common.report import markdown_table
-from millpond_lab.bench.model_types.finding import BROKEN, EQUAL, NOT_TRIED, REFUSED, WRONG, Finding, Outcome
 from millpond_lab.bench.model_types.greedy import LENGTHS, NEW, WITHIN
-from millpond_lab.bench.model_types.probe import AMPLE, SETTINGS, SMALL
+from millpond_lab.bench.model_types.probe import (
+    AMPLE,
+    BROKEN,
+    EQUAL,
+    NOT_TRIED,
+    REFUSED,
+    SETTINGS,
+    SMALL,
+    WRONG,
+    Finding,
+    Outcome,
+    probe,
+)
 
 _ORDER = (EQUAL, REFUSED, NOT_TRIED, WRONG, BROKEN)
 _INTRO = """# Model types
@@ -94,3 +108,43 @@ def _reason(finding: Finding) -> str:
 def _short(reason: str) -> str:
     """Without the name of the class, which the type tells, and on one line of a table."""
     return re.sub(r"^\w*[A-Z]\w* (\(model type '[^']*'\) )?(?=[a-z])", "", reason).replace("|", "\\|")
+
+
+SECONDS, MEMORY_BYTES = 120.0, 8 << 30  #: what one type may take
+_AHEAD = ["torch", "transformers", "transformers.generation", "millpond", "millpond_lab.bench.model_types.probe"]
+
+
+def survey(kinds: Iterable[str], task: Callable[[str], Finding] = probe) -> Iterator[Finding]:
+    """What comes of each type, in order."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(_AHEAD)
+    for kind in kinds:
+        ours, theirs = processes.Pipe(duplex=False)
+        child = processes.Process(target=_child, args=(theirs, task, kind), daemon=True)
+        child.start()
+        theirs.close()
+        yield _wait(kind, ours, child)
+
+
+def _wait(kind: str, connection: Connection[Any, Any], child: Any) -> Finding:
+    try:
+        if not connection.poll(SECONDS):
+            return Finding(kind, BROKEN, f"took longer than {SECONDS:.0f} seconds")
+        found: Finding = connection.recv()
+        return found
+    except EOFError:
+        child.join()
+        return Finding(kind, BROKEN, f"its process ended with {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+        connection.close()
+
+
+def _child(connection: Connection[Any, Any], task: Callable[[str], Finding], kind: str) -> None:
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    torch.set_num_threads(1)
+    connection.send(task(kind))
+    connection.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond.errors import OptionError
-from millpond_lab.bench.engines.weights import SCRIPTS
+from millpond_lab.bench.engines.candidates import SCRIPTS
 from millpond_lab.bench.offload.settings import OffloadSettings
 from millpond_lab.bench.offload.shapes import prompts_of
 

@@ -6,8 +6,7 @@ import hashlib
 from pathlib import Path
 
 from millpond.errors import DataError, OptionError, unknown
-from millpond_lab.bench.serve.requests import TokenBlocks
-from millpond_lab.bench.serve.traces import CHARACTERS_PER_TOKEN, MOONCAKE_BLOCK, TRACES
+from millpond_lab.bench.serve.requests import CHARACTERS_PER_TOKEN, MOONCAKE_BLOCK, TRACES, TokenBlocks
 
 #: Kinds whose requests have common beginnings.
 KINDS = ("mooncake", "agents")

@@ -2,16 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from millpond.errors import OptionError
-from millpond_lab.bench.serve.client import LoadClient, RequestOutcome
-from millpond_lab.bench.serve.load_loop import closed_loop, open_loop, poisson
+from millpond_lab.bench.serve.client import Gauges, LoadClient, RequestOutcome
 from millpond_lab.bench.serve.requests import LoadRequest
-from millpond_lab.bench.serve.server_metrics import Gauges
-from millpond_lab.bench.serve.statistics import summarise
+
+#: Sends an ask that was planned for a second of the run.
+Send = Callable[[LoadRequest, float], Awaitable[RequestOutcome]]
+
+
+def poisson(n: int, per_s: float, seed: int) -> list[float]:
+    """Times of `n` independent arrivals, `per_s` of them a second on average, from 0 s."""
+    drawn, at, times = random.Random(seed), 0.0, []
+    for _ in range(n):
+        times.append(at)
+        at += drawn.expovariate(per_s)
+    return times
+
+
+async def open_loop(
+    asks: Sequence[LoadRequest], times: Sequence[float], send: Send, now: Callable[[], float]
+) -> list[RequestOutcome]:
+    """Send each request at its time, however many are unanswered: an open loop of independent users."""
+
+    async def one(ask: LoadRequest, at: float) -> RequestOutcome:
+        await asyncio.sleep(at - now())
+        return await send(ask, at)
+
+    return list(await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, times, strict=True))))
+
+
+async def closed_loop(
+    asks: Sequence[LoadRequest], users: int, send: Send, now: Callable[[], float]
+) -> list[RequestOutcome]:
+    """Users with one unanswered request each; a session is one user's, one request after another."""
+    sessions: dict[str | int, deque[int]] = {}
+    for i, ask in enumerate(asks):
+        sessions.setdefault(i if ask.session is None else ask.session, deque()).append(i)
+    waiting, outcomes = deque(sessions.values()), dict[int, RequestOutcome]()
+
+    async def user() -> None:
+        while waiting:
+            for i in waiting.popleft():
+                outcomes[i] = await send(asks[i], now())
+
+    await asyncio.gather(*(user() for _ in range(users)))
+    return [outcomes[i] for i in range(len(asks))]
+
+
+#: Latencies that a service level may name.
+LEVELS = ("ttft", "tpot", "e2e")
+PERCENTILES = (50, 90, 99)
+
+
+def parse_levels(text: str | None) -> dict[str, float]:
+    """Seconds by name, from "ttft=2,tpot=0.1".
+
+    Raises:
+        OptionError: another name, one given twice, or no time above 0.
+
+    Example:
+        >>> parse_levels("ttft=2,tpot=0.1")
+        {'ttft': 2.0, 'tpot': 0.1}
+    """
+    levels: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, _, value = part.strip().partition("=")
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if name not in LEVELS or name in levels or not 0 < seconds < float("inf"):
+            raise OptionError(f"service level {part.strip()!r} must read ttft=2, tpot=0.1 or e2e=30, in seconds, once")
+        levels[name] = seconds
+    return levels
+
+
+def summarise(outcomes: Sequence[RequestOutcome], levels: Mapping[str, float]) -> dict[str, Any]:
+    """Counts, rates and times, over the seconds from the first sending to the last end.
+
+    A failed request is in no time and no token count, and misses every service level. An answer of one token has no
+    time per token and misses none. Goodput is the rate of requests that meet all levels at once.
+    """
+    answered = [outcome for outcome in outcomes if outcome.failure is None]
+    seconds = max(o.ended_s for o in outcomes) - min(o.sent_s for o in outcomes) if outcomes else 0.0
+    met = {name: [_meets(outcome, name, limit) for outcome in outcomes] for name, limit in levels.items()}
+    joint = [outcome.failure is None and all(of[i] for of in met.values()) for i, outcome in enumerate(outcomes)]
+    read, written = sum(o.prompt_tokens for o in answered), sum(o.output_tokens for o in answered)
+
+    def rate(n: int) -> float:
+        return n / seconds if seconds else 0.0
+
+    return {
+        "sent": len(outcomes),
+        "answered": len(answered),
+        "failed": len(outcomes) - len(answered),
+        "failures": dict(Counter(o.failure for o in outcomes if o.failure is not None)),
+        "seconds": seconds,
+        "prompt_tokens": read,
+        "output_tokens": written,
+        "requests_per_s": rate(len(answered)),
+        "output_tokens_per_s": rate(written),
+        "total_tokens_per_s": rate(read + written),
+        "ttft_s": spread([o.ttft_s for o in answered]),
+        "tpot_s": spread([o.tpot_s for o in answered]),
+        "e2e_s": spread([o.e2e_s for o in answered]),
+        "late_s": spread([o.sent_s - o.planned_s for o in outcomes]),
+        "levels_s": dict(levels),
+        "attained": {name: _share(of) for name, of in met.items()},
+        "attained_jointly": _share(joint),
+        "goodput_per_s": rate(sum(joint)),
+    }
+
+
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Mean, percentiles and the largest, of those that there are; None of none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    percentiles = np.percentile(known, PERCENTILES)
+    named = {f"p{p}": float(value) for p, value in zip(PERCENTILES, percentiles, strict=True)}
+    return {"mean": float(np.mean(known)), **named, "max": max(known)}
+
+
+def _meets(outcome: RequestOutcome, name: str, limit: float) -> bool:
+    time = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s, "e2e": outcome.e2e_s}[name]
+    return outcome.failure is None and (time is None or time <= limit)
+
+
+def _share(met: Sequence[bool]) -> float:
+    return sum(met) / len(met) if met else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from millpond_lab.bench.common.report import markdown_table
-from millpond_lab.bench.serve.statistics import PERCENTILES
+from millpond_lab.bench.serve.run import PERCENTILES
 
 _TIMES = {"ttft_s": "time to first token", "tpot_s": "time per token after it", "e2e_s": "whole answer"}
 

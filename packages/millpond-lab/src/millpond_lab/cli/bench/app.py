@@ -76,10 +76,8 @@ def generate(
 ) -> None:
     """Time generate() under our caches, transformers' and kvpress's, on the same model."""
     from millpond_lab.bench.common.report import generate_markdown
-    from millpond_lab.bench.generate.codec_candidates import coded_candidates
-    from millpond_lab.bench.generate.kvpress import KVPress
-    from millpond_lab.bench.generate.plan import QUICK, GeneratePlan
-    from millpond_lab.bench.generate.run import run
+    from millpond_lab.bench.generate.candidates import coded_candidates
+    from millpond_lab.bench.generate.run import QUICK, GeneratePlan, KVPress, run
 
     check_share(budget)
     if model is not None and kvpress is not None:

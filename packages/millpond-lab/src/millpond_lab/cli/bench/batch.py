@@ -29,9 +29,7 @@ def batch(
     """Time a planned batch, arrival order and sorted order, all with a prefix cache; report what each spares."""
     import torch
 
-    from millpond_lab.bench.batch.prompts import parse_tree
-    from millpond_lab.bench.batch.run import BatchBench, run
-    from millpond_lab.bench.batch.table import markdown
+    from millpond_lab.bench.batch import BatchBench, markdown, parse_tree, run
     from millpond_lab.bench.generate.candidates import TINY, ModelShape
 
     check_share(budget)

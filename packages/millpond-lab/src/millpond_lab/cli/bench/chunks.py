@@ -36,8 +36,7 @@ def chunks(
     """Time first tokens with chunks from memory and from files, and count what many queries compute."""
     import torch
 
-    from millpond_lab.bench.chunks.run import ChunkBench, run
-    from millpond_lab.bench.chunks.table import markdown
+    from millpond_lab.bench.chunks import ChunkBench, markdown, run
     from millpond_lab.bench.generate.candidates import TINY, ModelShape
 
     if per_query > pool:

@@ -31,8 +31,7 @@ def cluster(
     out: Report = None,
 ) -> None:
     """Load a server of each layout in turns through HTTP; compare them within each round."""
-    from millpond_lab.bench.cluster.run import ClusterBench, run
-    from millpond_lab.bench.cluster.table import markdown
+    from millpond_lab.bench.cluster import ClusterBench, markdown, run
 
     given = ["--model", model, *([] if threads is None else ["--threads", str(threads)]), *shlex.split(options)]
     bench = ClusterBench(

@@ -50,9 +50,8 @@ def serve(
 ) -> None:
     """Send a trace or a synthetic load to a server; report times, goodput under service levels, and failures."""
     from millpond_lab.bench.common.report import write_report
-    from millpond_lab.bench.serve.run import LoadPlan, run
-    from millpond_lab.bench.serve.statistics import parse_levels
-    from millpond_lab.bench.serve.synthetic import Span, synthetic
+    from millpond_lab.bench.serve.requests import Span, synthetic
+    from millpond_lab.bench.serve.run import LoadPlan, parse_levels, run
     from millpond_lab.bench.serve.table import markdown, screen
 
     if trace is None:
@@ -91,7 +90,7 @@ def serve(
 def _read(trace: str, requests: int, shrink: int, max_prompt: int | None) -> list[LoadRequest]:
     """The first asks of a trace, shrunk, without those that are too long."""
     from millpond.errors import unknown
-    from millpond_lab.bench.serve.traces import TRACES
+    from millpond_lab.bench.serve.requests import TRACES
 
     kind, colon, path = trace.partition(":")
     if not colon:

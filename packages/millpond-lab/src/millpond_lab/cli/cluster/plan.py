@@ -15,7 +15,7 @@ from millpond.cli.options import optional
 from millpond.errors import OptionError
 
 if TYPE_CHECKING:
-    from millpond_lab.cluster_plan.goodput import Goodput
+    from millpond_lab.cluster_plan.place import Goodput
 
 #: Bits per second in a word such as 25Gbit.
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -63,13 +63,12 @@ def plan(
     import time
 
     from millpond.budget import parse_bytes
-    from millpond_lab.bench.serve.statistics import parse_levels
-    from millpond_lab.cluster_plan.goodput import Demand, ServiceLevels
+    from millpond_lab.bench.serve.run import parse_levels
     from millpond_lab.cluster_plan.layout import Link
-    from millpond_lab.cluster_plan.place import Devices, compare
+    from millpond_lab.cluster_plan.place import Demand, Devices, ServiceLevels, compare
+    from millpond_lab.cluster_plan.place import watch as follow
     from millpond_lab.cluster_plan.profile_file import load_profile
     from millpond_lab.cluster_plan.report import judge, save_plan
-    from millpond_lab.cluster_plan.watch import watch as follow
 
     levels = parse_levels(slo)
     if levels.keys() != {"ttft", "tpot"}:
@@ -121,8 +120,7 @@ def _cells(row: Goodput) -> tuple[str, ...]:
 def _lengths(trace: str, longest: int) -> list[tuple[int, int]]:
     """(prompt, output) tokens of a trace's requests that are not too long."""
     from millpond.errors import unknown
-    from millpond_lab.bench.serve.requests import TokenBlocks
-    from millpond_lab.bench.serve.traces import TRACES
+    from millpond_lab.bench.serve.requests import TRACES, TokenBlocks
 
     kind, colon, path = trace.partition(":")
     if not colon:

@@ -41,7 +41,7 @@ def profile(
     from millpond_lab.bench.common.machine import describe_machine
     from millpond_lab.cluster_plan.measure import Measured, measure
     from millpond_lab.cluster_plan.profile_file import save_profile
-    from millpond_lab.cluster_plan.recorded_engines import RecordedEngines
+    from millpond_lab.cluster_plan.record import RecordedEngines
 
     parts = [part.strip() for part in prompts.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):

@@ -34,7 +34,7 @@ def calibrate_gate(
     card: Annotated[Path | None, optional(help="Card (.md) to which a section on the kept shares is added.")] = None,
 ) -> None:
     """Move the biases of trained gates so that texts like yours keep a share; seconds to minutes, no training."""
-    from millpond_lab.train.gate.calibrate import calibrate_gates, calibration_section
+    from millpond_lab.train.gate.card import calibrate_gates, calibration_section
 
     if out.suffix != ".safetensors":
         raise OptionError(f"--out {out}: name a file that ends in .safetensors")

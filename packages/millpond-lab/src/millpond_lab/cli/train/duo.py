@@ -35,8 +35,7 @@ def duo(
 ) -> None:
     """Train one number per KV head, for duo_attention: heads that need distant entries have high ones."""
     from millpond.hf.model_profile import ModelProfile
-    from millpond_lab.train.duo.spans import SPANS, RepeatedSpans
-    from millpond_lab.train.duo.train import DuoSettings, train_duo
+    from millpond_lab.train.duo import SPANS, DuoSettings, RepeatedSpans, train_duo
 
     if out.suffix != ".json":
         raise OptionError(f"--out {out}: name a file that ends in .json")

@@ -11,10 +11,10 @@ import typer
 from millpond.cli.console import output
 from millpond.errors import OptionError
 from millpond.optional import require
-from millpond_lab.markdown import one_per_line
+from millpond_lab.evals.report.leaderboard import one_per_line
 
 if TYPE_CHECKING:
-    from millpond_lab.train.text.analysis import AttentionStatistics
+    from millpond_lab.train.text.eval import AttentionStatistics
 
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 
@@ -34,9 +34,9 @@ def heavy_hitters(
     require("matplotlib", "plot", "the picture")
     from millpond.models.load import load_tokenizer, resolve
     from millpond_lab.cli.train.heavy_hitters_picture import draw
-    from millpond_lab.train.common.progress_bars import no_bars
-    from millpond_lab.train.text.analysis import measure_attention, spread_windows
-    from millpond_lab.train.text.corpus import read_document
+    from millpond_lab.train.common.progress import no_bars
+    from millpond_lab.train.text.data import read_document
+    from millpond_lab.train.text.eval import measure_attention, spread_windows
 
     before = _page(page)
     tokenizer = load_tokenizer(model)

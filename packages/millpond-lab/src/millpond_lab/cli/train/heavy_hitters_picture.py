@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from millpond_lab.train.text.analysis import AttentionStatistics
+    from millpond_lab.train.text.eval import AttentionStatistics
 
 INK, QUIET = "#22313f", "#b9c0c7"
 

@@ -12,7 +12,7 @@ from millpond.errors import OptionError, unknown
 from millpond_lab.cli.train.texts_option import DATA_HELP, DataLength, Without, pair_of, texts_of
 
 if TYPE_CHECKING:
-    from millpond_lab.train.retain.labels import Label
+    from millpond_lab.train.retain.features import Label
 
 
 @expand_groups
@@ -41,8 +41,7 @@ def retain(
     card: Annotated[bool, typer.Option("--card", help="Write a card of the file, with the ending .md.")] = False,
 ) -> None:
     """Train the retaining heads of locret on a frozen model: minutes for the bundled one, on a CPU or a GPU."""
-    from millpond_lab.train.retain.run import RetainSettings
-    from millpond_lab.train.retain.train import defaults_of, train_retain
+    from millpond_lab.train.retain.train import RetainSettings, defaults_of, train_retain
 
     budget, chunk = pair_of(chunked, "--chunked", "205,256") if chunked else (0, 0)
     if out.suffix != ".safetensors":
@@ -62,7 +61,7 @@ def retain(
     result = train_retain(loaded, texts, out, settings, max_minutes=max_minutes, threads=threads)
     if card:
         from millpond_lab.bench.common.machine import describe_machine
-        from millpond_lab.train.retain.card import write_card
+        from millpond_lab.train.retain.train import write_card
 
         write_card(result, out, name=model.model, hardware=describe_machine().hardware)
     mean = sum(map(sum, result.overlaps)) / sum(map(len, result.overlaps))

@@ -34,9 +34,15 @@ def pair_of(text: str, name: str, example: str) -> tuple[int, int]:
 def texts_of(data: str, tokenizer: PreTrainedTokenizerBase, length: str, without: str) -> Texts:
     """The texts that --data, --length and --without name."""
     from millpond_lab.evals.data.pond_tasks import speaks_pond
-    from millpond_lab.train.retain.mixed_texts import MIXED, MixedRecallTexts
-    from millpond_lab.train.retain.sparse_texts import SPARSE, SparseRecallTexts
-    from millpond_lab.train.retain.texts import RECALL, FileTexts, RecallTexts
+    from millpond_lab.train.retain.texts import (
+        MIXED,
+        RECALL,
+        SPARSE,
+        FileTexts,
+        MixedRecallTexts,
+        RecallTexts,
+        SparseRecallTexts,
+    )
 
     shortest, longest = pair_of(length, "--length", "256,1024")
     left_out = [kind.strip() for kind in without.split(",") if kind.strip()]

@@ -7,13 +7,20 @@ import importlib
 import json
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from millpond.errors import DataError
+from transformers import PreTrainedTokenizerBase
+
+from millpond.errors import DataError, OptionError
 from millpond.install_command import install_command
+from millpond_lab.evals.data import pond_tasks
+from millpond_lab.evals.data.generated_task import TokenBudget, stream
+from millpond_lab.evals.metrics import exact
+from millpond_lab.evals.sample import Question, Sample
+from millpond_lab.evals.task import Kind
 
 #: Bytes of a file that are read at most, decompressed.
 MOST_BYTES = 1 << 30
@@ -148,3 +155,144 @@ def _parquet(path: str) -> Iterator[DataRow]:
         raise DataError(f"{path} cannot be read as Parquet ({error}); download it again") from error
     for number, fields in enumerate(rows, start=1):
         yield DataRow(fields, path, number)
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Graded(Question):
+    """A question that says by itself how its answer is graded, for files that mix ways.
+
+    Attributes:
+        metric: a name that the task knows. classes: what the answer may be, where it names one of some classes.
+    """
+
+    metric: str = ""
+    classes: tuple[str, ...] = ()
+
+
+def best_exact(question: Question, answer: str) -> float:
+    """Exact match with one of the references."""
+    return exact(question.references, answer)
+
+
+@dataclass(frozen=True)
+class FileTask(Generic[Item]):
+    """A task over a file.
+
+    Attributes:
+        name: of the task. read: all items of the file (rows, or groups of rows), or a `DataError`.
+        make: the sample of one item. grade: what an answer is worth. kind: see `Task.kind`.
+    """
+
+    name: str
+    read: Callable[[], Sequence[Item]]
+    make: Callable[[Item, TokenBudget], Sample]
+    grade: Callable[[Question, str], float] = best_exact
+    kind: Kind = "generate"
+
+    def samples(self, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> Iterator[Sample]:
+        """See `Task.samples`."""
+        refuse_pond(self.name, tokenizer)
+        items, room = self.read(), TokenBudget(tokenizer)
+        order = list(range(len(items)))
+        stream(self.name, seed).shuffle(order)
+        for index in order[:count]:
+            yield self.make(items[index], room)
+
+    def score(self, question: Question, answer: str) -> float:
+        """See `Task.score`."""
+        return self.grade(question, answer)
+
+
+def refuse_pond(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model can read a file's words at all.
+
+    Raises:
+        OptionError: it is `pond-recall`, to which nearly every word is unknown.
+    """
+    if pond_tasks.speaks_pond(tokenizer):
+        raise OptionError(f"{name}: pond-recall knows none of the words of a file; name another model, or another task")
+
+
+def shortened(room: TokenBudget, context: str, questions: Sequence[str], max_tokens: int) -> str:
+    """`context` with its middle cut out where the prompt is longer than `max_tokens` (0: never)."""
+    if not max_tokens or room.prompt(context, questions) <= max_tokens:
+        return context
+    return room.cut_middle(context, max_tokens - max(map(room.tokens, questions)))
+
+
+def read_labels(path: str, count: int, choices: int) -> list[int]:
+    """`count` indices below `choices`, one a line.
+
+    Raises:
+        DataError: a line that is no such index, or another number of lines.
+    """
+    lines = read_text(path).split()
+    for number, line in enumerate(lines, start=1):
+        if not line.isdecimal() or int(line) >= choices:
+            raise DataError(f"{path}, line {number}: {line[:40]!r} must be a choice, 0 to {choices - 1}; mend the line")
+    if len(lines) != count:
+        raise DataError(f"{path} has {len(lines)} lines for {count} questions; name the labels that belong to the data")
+    return [int(line) for line in lines]
+
+
+@dataclass(frozen=True)
+class DocumentQuestion:
+    """A question, its accepted answers, the documents that hold them, and the place in its file."""
+
+    name: str
+    question: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...]
+
+
+def read_asked(path: str) -> list[DocumentQuestion]:
+    """All questions of a file that have an answer.
+
+    Raises:
+        DataError: a file or field that cannot be read, or no question with an answer.
+    """
+    asked = [each for row in read_rows(path) for each in (_squad(row) if "data" in row.fields else _plain(row))]
+    if not asked:
+        raise DataError(f"{path} holds no question that can be answered; name a file with at least two")
+    return asked
+
+
+def _plain(row: DataRow) -> Iterator[DocumentQuestion]:
+    answers = row.texts("answers") if "answers" in row.fields else (row.words("answer"),)
+    yield DocumentQuestion(row.name, row.words("question"), answers, _documents(row))
+
+
+def _documents(row: DataRow) -> tuple[str, ...]:
+    context = row.fields.get("context")
+    if isinstance(context, list) and context and all(_is_titled(each) for each in context):
+        return tuple(f"{title}. {' '.join(sentences)}" for title, sentences in context)
+    return row.texts("context") if isinstance(context, list) else (row.words("context"),)
+
+
+def _is_titled(each: object) -> bool:
+    return isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], list)
+
+
+def _squad(row: DataRow) -> Iterator[DocumentQuestion]:
+    for article in _rows(row, "data"):
+        for paragraph in _rows(article, "paragraphs"):
+            for asked in _rows(paragraph, "qas"):
+                if asked.fields.get("is_impossible") or not asked.fields.get("answers", True):
+                    continue
+                answers = tuple(answer.words("text") for answer in _rows(asked, "answers"))
+                yield DocumentQuestion(
+                    f"{row.name}:{asked.fields.get('id', asked.number)}",
+                    asked.words("question"),
+                    answers,
+                    (paragraph.words("context"),),
+                )
+
+
+def _rows(row: DataRow, field: str) -> list[DataRow]:
+    value = row.fields.get(field)
+    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
+        raise row.error(field, "must be a list of at least one object")
+    return [DataRow(each, f"{row.path}, {field}", number) for number, each in enumerate(value, start=1)]

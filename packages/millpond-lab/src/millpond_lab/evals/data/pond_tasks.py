@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.pond import words as w
-from millpond_lab.pond.exam import draw_paper, spell
-from millpond_lab.pond.facts import FactQuestion
+from millpond_lab.pond.facts import FactQuestion, draw_paper, spell
 
 
 def speaks_pond(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -22,7 +21,7 @@ def speaks_pond(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def pond_samples(family: str, count: int, seed: int, *, length: int, **knobs: Any) -> Iterator[Sample]:
-    """Samples of one task in the language of `pond-recall`; see `millpond_lab.pond.exam.draw_paper`.
+    """Samples of one task in the language of `pond-recall`; see `millpond_lab.pond.facts.draw_paper`.
 
     Args:
         family: the task's name.

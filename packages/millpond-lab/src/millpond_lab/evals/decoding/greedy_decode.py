@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond_lab.evals.decoding.batch_reader import BatchReader
+from millpond_lab.evals.decoding.batch import BatchReader
 from millpond_lab.evals.sample import Question
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from millpond.budget import Budget
-from millpond_lab.evals.harness.paired_difference import Verdict
-from millpond_lab.evals.report.claim_results import ALL, SAME_BYTES, ClaimResult
-from millpond_lab.evals.report.claims import AT_BYTES, CLAIMS, PEERS, Claim
+from millpond_lab.evals.harness.summary import Verdict
+from millpond_lab.evals.report.claims import ALL, AT_BYTES, CLAIMS, PEERS, SAME_BYTES, Claim, ClaimResult
 from millpond_lab.evals.report.kvpress_equivalents import pool
 from millpond_lab.evals.report.leaderboard import MASKED, markdown_table, span
 

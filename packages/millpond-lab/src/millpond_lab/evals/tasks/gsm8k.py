@@ -7,12 +7,9 @@ from typing import Annotated
 
 from millpond.errors import DataError
 from millpond.option_ranges import Range
-from millpond_lab.evals.data.data_files import DataRow, read_rows
-from millpond_lab.evals.data.file_task import FileTask
-from millpond_lab.evals.data.generated_task import at_least, at_most
-from millpond_lab.evals.data.token_budget import TokenBudget
-from millpond_lab.evals.metrics import same_number
-from millpond_lab.evals.metrics.numbers import last_number
+from millpond_lab.evals.data.data_files import DataRow, FileTask, read_rows
+from millpond_lab.evals.data.generated_task import TokenBudget, at_least, at_most
+from millpond_lab.evals.metrics import last_number, same_number
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Task, task
 

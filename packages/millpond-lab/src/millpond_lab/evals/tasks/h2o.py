@@ -8,10 +8,8 @@ from typing import Annotated
 
 from millpond.errors import DataError
 from millpond.option_ranges import SOME_POSITIONS
-from millpond_lab.evals.data.data_files import DataRow, read_rows
-from millpond_lab.evals.data.file_task import FileTask, read_labels
-from millpond_lab.evals.data.generated_task import at_least
-from millpond_lab.evals.data.token_budget import TokenBudget
+from millpond_lab.evals.data.data_files import DataRow, FileTask, read_labels, read_rows
+from millpond_lab.evals.data.generated_task import TokenBudget, at_least
 from millpond_lab.evals.metrics import rouge
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Kind, Task, task

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from millpond.option_ranges import POSITIONS
-from millpond_lab.evals.data.data_files import DataRow, read_rows
-from millpond_lab.evals.data.file_task import FileTask, Graded, shortened
-from millpond_lab.evals.data.generated_task import at_least
-from millpond_lab.evals.data.token_budget import TokenBudget
-from millpond_lab.evals.metrics import exact, f1, letters_chosen, rouge, same_number
-from millpond_lab.evals.metrics.words import normal
+from millpond_lab.evals.data.data_files import DataRow, FileTask, Graded, read_rows, shortened
+from millpond_lab.evals.data.generated_task import TokenBudget, at_least
+from millpond_lab.evals.metrics import exact, f1, letters_chosen, normal, rouge, same_number
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Task, task
 

@@ -7,11 +7,9 @@ from typing import Annotated
 
 from millpond.errors import unknown
 from millpond.option_ranges import POSITIONS
-from millpond_lab.evals.data.data_files import DataRow, read_rows
-from millpond_lab.evals.data.file_task import FileTask, Graded, shortened
-from millpond_lab.evals.data.generated_task import at_least
+from millpond_lab.evals.data.data_files import DataRow, FileTask, Graded, read_rows, shortened
+from millpond_lab.evals.data.generated_task import TokenBudget, at_least
 from millpond_lab.evals.data.longbench_datasets import WAYS
-from millpond_lab.evals.data.token_budget import TokenBudget
 from millpond_lab.evals.metrics import class_named, code_similarity, f1, f1_zh, number_share, rouge, rouge_zh
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Task, task

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from millpond_lab.evals.data.data_files import DataRow, read_rows
-from millpond_lab.evals.data.file_task import FileTask
-from millpond_lab.evals.data.token_budget import TokenBudget
-from millpond_lab.evals.metrics import found
-from millpond_lab.evals.metrics.words import units
+from millpond_lab.evals.data.data_files import DataRow, FileTask, read_rows
+from millpond_lab.evals.data.generated_task import TokenBudget
+from millpond_lab.evals.metrics import found, units
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Task, task
 

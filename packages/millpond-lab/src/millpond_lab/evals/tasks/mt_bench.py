@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from millpond.errors import DataError
-from millpond_lab.evals.data.data_files import DataRow, read_rows
-from millpond_lab.evals.data.file_task import FileTask
-from millpond_lab.evals.data.token_budget import TokenBudget
+from millpond_lab.evals.data.data_files import DataRow, FileTask, read_rows
+from millpond_lab.evals.data.generated_task import TokenBudget
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Task, task
 

@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from millpond.errors import DataError, OptionError
 from millpond.inspector.token_text import encode_pieces
 from millpond.option_ranges import SOME_POSITIONS
-from millpond_lab.evals.data.data_files import read_text
-from millpond_lab.evals.data.file_task import refuse_pond
-from millpond_lab.evals.data.generated_task import at_least
-from millpond_lab.evals.data.random_streams import stream
+from millpond_lab.evals.data.data_files import read_text, refuse_pond
+from millpond_lab.evals.data.generated_task import at_least, stream
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Kind, Task, task
 

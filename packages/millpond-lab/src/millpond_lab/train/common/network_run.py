@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from millpond.errors import NumericsError, OptionError
-from millpond_lab.train.common.checkpoint import save_curve, save_state
+
+
+def save_state(state: dict[str, Any], file: Path) -> None:
+    """Write a checkpoint; a crash while writing leaves the older file whole."""
+    fresh = file.with_suffix(".new")
+    torch.save(state, fresh)
+    fresh.replace(file)
+
+
+def save_curve(log: Iterable[NamedTuple], file: Path) -> None:
+    """Write the learning curve, one JSON line a point."""
+    file.write_text("".join(json.dumps(line._asdict()) + "\n" for line in log), encoding="utf-8")
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Hold torch to `count` CPU threads inside; None leaves them as they are."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 #: Steps between two points of the learning curve.
 LOG_EVERY = 10
@@ -177,3 +204,55 @@ class NetworkRun(Generic[S, Line]):
 def checkpoint_of(out: Path) -> Path:
     """Where the checkpoint of a run into `out` lies."""
     return out.with_name(out.name + ".checkpoint")
+
+
+class Optimizers:
+    """Several optimisers as one, with learning rates relative to their own base."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        self._base = [[group["lr"] for group in part.param_groups] for part in parts]
+
+    def set_rate(self, share: float) -> None:
+        """Every learning rate as a share of its base, 0 to 1."""
+        for part, bases in zip(self.parts, self._base, strict=True):
+            for group, base in zip(part.param_groups, bases, strict=True):
+                group["lr"] = share * base
+
+    def step(self) -> None:
+        """One update, and no gradients afterwards."""
+        for part in self.parts:
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """For a checkpoint."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """From a checkpoint."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def muon_and_adamw(
+    model: nn.Module, *, muon_lr: float, adamw_lr: float, betas: tuple[float, float], weight_decay: float
+) -> Optimizers:
+    """Muon (Jordan et al., 2024) on hidden matrices, scaled to AdamW's update size; AdamW on embeddings and norms."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
+    chosen = {id(p) for p in hidden}
+    rest = [p for _, p in named if id(p) not in chosen]
+    return Optimizers(
+        [
+            torch.optim.Muon(hidden, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, weight_decay=0.0),
+        ]
+    )
+
+
+def greedy(max_new_tokens: int, bos: int, eos: int, pad: int) -> GenerationConfig:
+    """Greedy decoding that ends at `eos`; the last three are token ids."""
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=max_new_tokens, do_sample=False, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad
+    )

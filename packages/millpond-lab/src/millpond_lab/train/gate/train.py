@@ -7,30 +7,188 @@ reading. Every step is a function of (settings, step, state), and the state lies
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.calibration.load import model_mark
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.offline import read_later
 from millpond.policy.trained.file import GATE, save_heads
-from millpond.policy.trained.networks import ATTENTION, LARGE, Gates, LayerGate, RetainingHeads, default_shape
-from millpond_lab.train.common.checkpoint import cpu_threads
-from millpond_lab.train.common.network_run import StopLimits, checkpoint_of
-from millpond_lab.train.common.step_progress import step_progress
-from millpond_lab.train.gate.kept_share import flags_of, hidden_of, logits_of, shift_to
-from millpond_lab.train.gate.objective import TrainedGate, gate_loss, pinned_entries, prediction_loss, straight_through
-from millpond_lab.train.gate.prune import pruned
-from millpond_lab.train.gate.run import GateLogLine, GateRun, GateSettings, new_run
-from millpond_lab.train.gate.weighted_attention import weighted_attention
-from millpond_lab.train.retain.features import ReadPrompt, TextReader
+from millpond.policy.trained.networks import (
+    ATTENTION,
+    LARGE,
+    SINKS,
+    WINDOW,
+    Gates,
+    LayerGate,
+    RetainingHeads,
+    default_shape,
+)
+from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
+from millpond_lab.train.common.progress import step_progress
+from millpond_lab.train.gate.objective import (
+    Teacher,
+    TrainedGate,
+    gate_loss,
+    pinned_entries,
+    prediction_loss,
+    pruned,
+    straight_through,
+    weighted_attention,
+)
+from millpond_lab.train.retain.features import HeadSizes, ReadPrompt, TextReader
 from millpond_lab.train.retain.texts import Asked, Texts
 from millpond_lab.train.retain.train import defaults_of as retain_defaults
+
+
+@dataclass(frozen=True)
+class GateSettings(RunSettings):
+    """The numbers of the recipe.
+
+    Attributes:
+        target: share of a prompt's entries that is to be kept, pinned ones included. alpha: weight of its loss.
+        teacher: see `prediction_loss`. hidden: width of the networks. n_heads, width: of their narrow attention.
+        sinks, window: first and newest entries of a prompt that stay. clip: of the norm of all gradients.
+        start: digest of the retaining heads that the gates begin with; empty: none.
+        attention: what a token of a prompt looks at: causal, those before it; global, the whole prompt.
+    """
+
+    target: float = 0.2
+    alpha: float = 5.0
+    teacher: Teacher = "self"
+    hidden: int = 1024
+    n_heads: int = 4
+    width: int = 16
+    sinks: int = SINKS
+    window: int = WINDOW
+    clip: float = 1.0
+    start: str = ""
+    attention: Literal["causal", "global"] = "causal"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise OptionError(f"target={self.target} is a share of the entries, between 0 and 1, such as 0.1 or 10%")
+        if self.teacher not in ("self", "text"):
+            raise OptionError(f"teacher={self.teacher!r} must be self or text")
+        if self.attention not in ("causal", "global"):
+            raise OptionError(f"attention={self.attention!r} must be causal or global")
+
+
+class GateLogLine(NamedTuple):
+    """One point of the learning curve."""
+
+    step: int
+    time_s: float
+    loss: float
+    predicted: float  # of it, how far predictions are from the teacher's
+    kept: float  # share of the text's entries
+
+    @property
+    def said(self) -> str:
+        return f"kept {self.kept:.1%}"
+
+    def timed(self, time_s: float) -> GateLogLine:
+        return self._replace(time_s=time_s)
+
+
+GateRun = NetworkRun[GateSettings, GateLogLine]
+
+
+def new_run(
+    settings: GateSettings,
+    mark: str,
+    data: str,
+    sizes: Sequence[HeadSizes],
+    device: torch.device,
+    start: RetainingHeads | None = None,
+) -> GateRun:
+    """A run that begins. Equal seeds give equal weights; the caller's random state is kept.
+
+    Raises:
+        CacheMismatchError: the retaining heads to start from are of another model or width.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        gates = [
+            TrainedGate(
+                s.inputs,
+                settings.hidden,
+                s.n_kv_heads,
+                settings.n_heads,
+                settings.width,
+                settings.attention == "causal",
+            )
+            for s in sizes
+        ]
+    if start is not None:
+        if start.model != mark or len(start.layers) != len(gates):
+            raise CacheMismatchError(
+                f"the retaining heads to start from were trained for another model ({start.name}): take those of this "
+                "model"
+            )
+        for gate, heads in zip(gates, start.layers, strict=True):
+            if len(heads.b1) != settings.hidden:
+                raise CacheMismatchError(
+                    f"the retaining heads to start from are {len(heads.b1)} wide and these gates {settings.hidden}: "
+                    f"give --hidden {len(heads.b1)}"
+                )
+            gate.start_from(heads.to(torch.device("cpu")), settings.target)
+    return GateRun(settings, mark, data, nn.ModuleList(gates).to(device), GateLogLine)
+
+
+#: Halvings of the interval in which the shift is looked for.
+HALVINGS = 30
+
+
+def hidden_of(gate: LayerGate, prompts: Sequence[ReadPrompt], layer: int) -> list[Tensor]:
+    """(n, hidden) of the gate of a layer, of each prompt."""
+    features = [prompt.layers[layer].features.float() for prompt in prompts]
+    return [gate.hidden(x, *gate.take(x)) for x in features]
+
+
+def logits_of(layers: Sequence[LayerGate], hidden: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """(KV heads, n) by text and layer, of what `hidden_of` found by layer and text."""
+    by_layer = [
+        [F.linear(units, gate.w2, gate.b2).T for units in own] for gate, own in zip(layers, hidden, strict=True)
+    ]
+    return [list(found) for found in zip(*by_layer, strict=True)]
+
+
+def flags_of(logits: Tensor, sinks: int, window: int) -> Tensor:
+    """(KV heads, n) 0 or 1: what is kept of a prompt, given the logits of its tokens and the entries that stay."""
+    return ((logits > 0) | pinned_entries(logits.shape[1], sinks, window, logits.device)).float()
+
+
+def share_of(logits: Sequence[Tensor], sinks: int, window: int, shift: float = 0.0) -> float:
+    """Share of the entries of one prompt that is kept with `shift` added to every bias.
+
+    Args:
+        logits: (KV heads, n) of each layer.
+    """
+    return float(torch.cat([flags_of(z + shift, sinks, window).flatten() for z in logits]).mean())
+
+
+def shift_to(target: float, logits: Sequence[Sequence[Tensor]], sinks: int, window: int) -> float:
+    """Number to add to every bias so that texts keep `target` in the mean, or as near as pinned entries let.
+
+    Args:
+        logits: (KV heads, n) by text and layer.
+    """
+    low, high = -30.0, 30.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        shares = [share_of(found, sinks, window, middle) for found in logits]
+        low, high = (low, middle) if sum(shares) > target * len(shares) else (middle, high)
+    return (low + high) / 2
+
 
 #: Names of the random streams: of training, and of the texts that the result is measured on.
 TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"

@@ -21,8 +21,7 @@ from millpond.cache.paging.predictor import (
 )
 from millpond.cache.paging.rule import PageFacts
 from millpond.errors import DataError
-from millpond_lab.paging.belady import Belady
-from millpond_lab.paging.replay import Path, belady_bits, next_uses_of, replay
+from millpond_lab.paging.replay import Belady, Path, belady_bits, next_uses_of, replay
 
 #: Sizes of the cache, as shares of the distinct pages of a trace.
 SHARES = (0.01, 0.03, 0.1)

@@ -7,13 +7,67 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import DynamicCache, PreTrainedModel
 
-from millpond_lab.pond.exam import TASKS, draw_paper, spell
-from millpond_lab.pond.facts import FAMILIES
-from millpond_lab.train.recall.curriculum import LENGTHS, PASS_LEAST, PASS_MEAN, PATIENCE, POLISH, WARM_UP_STAGES
-from millpond_lab.train.recall.eval import QUESTIONS, evaluate_task, papers_of
+from millpond.models.cache_argument import cache_argument
+from millpond_lab.pond.facts import FAMILIES, TASKS, FactQuestion, Paper, draw_paper, spell
 from millpond_lab.train.recall.model import MAX_POSITIONS
-from millpond_lab.train.recall.run import RecallLogLine, RecallRun, Recipe
+from millpond_lab.train.recall.rows import LENGTHS, PASS_LEAST, PASS_MEAN, PATIENCE, POLISH, WARM_UP_STAGES
+from millpond_lab.train.recall.train import RecallLogLine, RecallRun, Recipe
+
+MOST_QUESTIONS = 8  # of a paper
+QUESTIONS = {
+    "frequent_words": 1,
+    "common_words": 1,
+    "niah_single": 1,
+    "niah_multiquery": 4,
+    "tracking": 4,
+    "copy": 4,
+    "niah_multikey": 4,
+}
+
+
+def papers_of(task: str, questions: int) -> int:
+    """Number of papers of a task with at least this many questions."""
+    return -(-questions // QUESTIONS.get(task, MOST_QUESTIONS))
+
+
+@torch.inference_mode()
+def evaluate_task(model: PreTrainedModel, task: str, *, length: int, papers: int = 16, seed: int = 0) -> float:
+    """Share of right words over held-out papers, each answer decoded greedily.
+
+    Args:
+        model: any causal model over the vocabulary of `pond-recall`, on any device.
+        task: of `millpond_lab.pond.facts.TASKS`.
+        length: tokens of a paper. papers: how many. seed: names them; the same for every model to be compared.
+    """
+    knobs = {"questions": QUESTIONS.get(task, MOST_QUESTIONS)}
+    shares = [share for i in range(papers) for share in _answer(model, draw_paper(task, seed, i, length, knobs))]
+    return sum(shares) / len(shares)
+
+
+def _answer(model: PreTrainedModel, paper: Paper) -> list[float]:
+    """The share of right words of each question of one paper."""
+    cache = DynamicCache(config=model.config)
+    model(torch.from_numpy(paper.text)[None].to(model.device), **cache_argument(cache), logits_to_keep=1)
+    seen = cache.get_seq_length()
+    shares = []
+    for asked in paper.asked:
+        shares.append(_share(model, cache, asked))
+        cache.crop(seen - cache.get_seq_length())
+    return shares
+
+
+def _share(model: PreTrainedModel, cache: DynamicCache, asked: FactQuestion) -> float:
+    """Decode one answer; the share of the words that count which stand where they should."""
+    ids, answer, right = torch.tensor([asked.question]), list[int](), 0
+    for place, counts in enumerate(asked.scored[:-1]):
+        logits = model(ids.to(model.device), **cache_argument(cache), logits_to_keep=1).logits[0, -1]
+        ids = logits.argmax()[None, None]
+        right += counts and int(ids) in asked.accepted(place, answer)
+        answer.append(int(ids))
+    return right / len(asked.references)
+
 
 EXAM_LENGTHS = (512, 2048, 4096, 8192)
 ASKED = 128  # questions of a cell; a text of 8,192 tokens takes a CPU some seconds
@@ -34,7 +88,7 @@ language; claims about text need a text model.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from millpond_lab.pond.exam import draw_paper, spell
+from millpond_lab.pond.facts import draw_paper, spell
 
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
@@ -57,7 +111,7 @@ Greedy decoding, each question alone after its text, {dtype}; {asked} questions 
 {table}
 
 ## Data
-Made on the fly by `millpond_lab.train.recall.training_rows`: `<bos>`, filler (uniform, Zipf or a refrain) with facts
+Made on the fly by `millpond_lab.train.recall.rows`: `<bos>`, filler (uniform, Zipf or a refrain) with facts
 of one to four kinds at random places, then questions; the loss is taken on the answers only: where values may come in
 any order, on all that are left together. In the first stages every other batch repeats random text after a random gap,
 which grows the induction head. From stage {jump_from} on every other row jumps over positions between filler words, up

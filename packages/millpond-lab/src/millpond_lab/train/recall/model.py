@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millpond.models.installed import BUNDLED
-from millpond_lab.pond.tokenizer import build_tokenizer
-from millpond_lab.pond.words import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
-from millpond_lab.train.common.generation import greedy
-from millpond_lab.train.common.progress_bars import no_bars
+from millpond_lab.pond.words import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, build_tokenizer
+from millpond_lab.train.common.network_run import greedy
+from millpond_lab.train.common.progress import no_bars
 
 MAX_POSITIONS = 8192
 ANSWER_TOKENS = 16

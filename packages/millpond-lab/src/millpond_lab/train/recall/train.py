@@ -7,18 +7,102 @@ cut off and called again ends with the weights of a run that was not (same machi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from millpond_lab.train.common.checkpoint import cpu_threads, save_curve
-from millpond_lab.train.common.optimizer import muon_and_adamw
+from millpond.errors import OptionError
+from millpond_lab.train.common.network_run import Optimizers, cpu_threads, muon_and_adamw, save_curve, save_state
 from millpond_lab.train.recall.model import build_model, save_bundle
-from millpond_lab.train.recall.progress import training_progress
-from millpond_lab.train.recall.run import RecallLogLine, RecallRun, Recipe
-from millpond_lab.train.recall.training_rows import NO_WORD, TrainingBatch
+from millpond_lab.train.recall.rows import LENGTHS, NO_WORD, Curriculum, TrainingBatch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The numbers of the recipe."""
+
+    muon_lr: float = 4e-3
+    adamw_lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    warmup_steps: int = 100
+    tokens_per_step: int = 4096
+    polish_steps: int = 4600
+    checkpoint_steps: int = 200
+    bf16: bool = True
+
+
+class RecallLogLine(NamedTuple):
+    """One point of the learning curve."""
+
+    step: int
+    time_s: float
+    stage: int
+    loss: float
+    accuracy: list[float]  # running, per family
+
+
+@dataclass
+class RecallRun:
+    """A training run between two steps: all that a checkpoint holds."""
+
+    model: LlamaForCausalLM
+    optimizers: Optimizers
+    seed: int
+    step: int = 0
+    time_s: float = 0.0
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    log: list[RecallLogLine] = field(default_factory=list)
+
+    def save(self, file: Path) -> None:
+        """Write the run to `file`; a crash while writing leaves the older file whole."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "step", "time_s")}
+        state["curriculum"] = self.curriculum.state()
+        state["log"] = [tuple(line) for line in self.log]
+        state["model"] = self.model.state_dict()
+        state["optimizers"] = self.optimizers.state_dict()
+        save_state(state, file)
+
+    def load(self, file: Path) -> None:
+        """Continue where `file` stands.
+
+        Raises:
+            OptionError: when the checkpoint was begun with another seed.
+        """
+        state = torch.load(file, map_location=self.model.device, weights_only=True)
+        if state["seed"] != self.seed:
+            raise OptionError(f"{file} was begun with seed {state['seed']}, not {self.seed}; use another folder")
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        self.step, self.time_s = state["step"], state["time_s"]
+        self.curriculum = Curriculum(**state["curriculum"])
+        self.log = [RecallLogLine(*line) for line in state["log"]]
+
+
+@contextmanager
+def training_progress(visible: bool, recipe: Recipe) -> Iterator[Callable[[RecallRun, RecallLogLine], None]]:
+    """A progress bar over the stages and the polish; yields the function that moves it."""
+    text = TextColumn("step {task.fields[step]}  {task.description}  loss {task.fields[loss]:.3f}")
+    with Progress(text, BarColumn(), TimeElapsedColumn(), disable=not visible) as bar:
+        task = bar.add_task("starting", total=len(LENGTHS) + 1, step=0, loss=0.0)
+
+        def show(run: RecallRun, line: RecallLogLine) -> None:
+            place = run.curriculum
+            what = "polish" if place.polishing else f"{LENGTHS[place.stage]} words"
+            done = place.stage + place.polished / max(1, recipe.polish_steps)
+            about = f"{what}  right {place.mean:.3f}"
+            bar.update(task, completed=done, description=about, step=run.step, loss=line.loss)
+
+        yield show
+
 
 CHECKPOINT = "checkpoint.pt"
 LOG_EVERY = 25  # steps

@@ -6,12 +6,15 @@ off and called again ends with the weights of a run that was not (same machine, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from millpond.hf.calibration.load import model_mark
@@ -28,13 +31,96 @@ from millpond.policy.trained.networks import (
     default_width,
     quantiles_of,
 )
-from millpond_lab.train.common.checkpoint import cpu_threads
-from millpond_lab.train.common.network_run import StopLimits, checkpoint_of
-from millpond_lab.train.common.step_progress import step_progress
-from millpond_lab.train.retain.features import LayerText, TextReader
-from millpond_lab.train.retain.objective import TrainedHeads, overlap, retaining_loss
-from millpond_lab.train.retain.run import RetainLogLine, RetainRun, RetainSettings, new_run
+from millpond_lab.evals.report.leaderboard import one_per_line
+from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
+from millpond_lab.train.common.progress import curve_rows, step_progress
+from millpond_lab.train.retain.features import HeadSizes, Label, LayerText, TextReader
 from millpond_lab.train.retain.texts import Texts
+
+#: Weight of the squared differences of neighbouring scores, as in the paper's code.
+NEIGHBOURS = 0.0025
+
+
+class TrainedHeads(nn.Module):
+    """The network of one layer while it is trained: W2 SiLU(W1 x + b1) + b2."""
+
+    def __init__(self, inputs: int, width: int, n_kv_heads: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.second = nn.Linear(width, n_kv_heads)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(KV heads, n) raw scores of features (n, inputs)."""
+        raw: Tensor = self.second(F.silu(self.first(features)))
+        return raw.T
+
+
+def retaining_loss(scores: list[Tensor], labels: list[Tensor]) -> Tensor:
+    """Mean over layers, heads and tokens of smooth L1(s, label) + 0.0025 sum over layers of mean (s_t - s_t+1)^2.
+
+    Args:
+        scores, labels: one (KV heads, n) per layer.
+    """
+    fit = torch.stack([F.smooth_l1_loss(s, y) for s, y in zip(scores, labels, strict=True)]).mean()
+    rough = torch.stack([(s[:, 1:] - s[:, :-1]).square().mean() for s in scores]).sum()
+    return fit + NEIGHBOURS * rough
+
+
+def overlap(scores: Tensor, labels: Tensor, share: float = 0.1) -> Tensor:
+    """(KV heads,) of the `share` entries with the highest labels, how many have the highest scores.
+
+    Args:
+        scores, labels: (KV heads, n).
+    """
+    n = scores.shape[1]
+    count = max(1, round(share * n))
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(count, 1).indices, True)
+    best = torch.zeros_like(chosen).scatter_(1, labels.topk(count, 1).indices, True)
+    return (chosen & best).sum(1) / count
+
+
+@dataclass(frozen=True)
+class RetainSettings(RunSettings):
+    """The numbers of the recipe.
+
+    Attributes:
+        label: see `labels_of`. width: of the networks. clip: of each gradient.
+        budget, chunk: entries per KV head and tokens, where texts are read with eviction; 0: with full attention.
+    """
+
+    label: Label = "log_prob"
+    width: int = 1024
+    clip: float = 0.5
+    budget: int = 0
+    chunk: int = 0
+
+
+class RetainLogLine(NamedTuple):
+    """One point of the learning curve."""
+
+    step: int
+    time_s: float
+    loss: float
+    overlap: float  # of the text's best tenth, mean over heads
+
+    @property
+    def said(self) -> str:
+        return f"best tenth {self.overlap:.2f}"
+
+    def timed(self, time_s: float) -> RetainLogLine:
+        return self._replace(time_s=time_s)
+
+
+RetainRun = NetworkRun[RetainSettings, RetainLogLine]
+
+
+def new_run(settings: RetainSettings, mark: str, data: str, sizes: list[HeadSizes], device: torch.device) -> RetainRun:
+    """A run that begins. Equal seeds give equal weights; the caller's random state is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        heads = nn.ModuleList([TrainedHeads(s.inputs, settings.width, s.n_kv_heads) for s in sizes])
+    return RetainRun(settings, mark, data, heads.to(device), RetainLogLine)
+
 
 #: Names of the random streams: of training, and of the texts behind quantiles and overlap.
 TRAIN_STREAM, CHECK_STREAM = "retain", "retain-check"
@@ -179,3 +265,92 @@ def defaults_of(model: PreTrainedModel) -> tuple[int, float]:
     """Width of the networks and learning rate for a model."""
     hidden = int(ModelProfile.of(model).config.hidden_size)
     return default_width(hidden), 5e-4 if hidden >= LARGE else 3e-3
+
+
+#: Of the learning curve.
+COLUMNS: list[tuple[Callable[[RetainLogLine], float], str]] = [
+    (lambda line: line.loss, ".3f"),
+    (lambda line: line.overlap, ".2f"),
+]
+
+CARD = """\
+# Retaining heads of {name}
+
+One small network per layer scores each entry of the KV cache when it is written, from its query, key and value before
+RoPE (Locret, arXiv:2410.01805). They are made for one model, whose mark begins with `{mark}`, and for nothing else.
+
+```python
+with millpond.compress(model, "locret", budget="10%", heads={file!r}) as cache: ...
+```
+
+## Data
+{data}: {steps:,} texts, one a step, seed {seed}; {check} more of another random stream gave the quantiles and the
+table of overlaps. Each text has questions, or its last eighth asks. The model saw each text in full{chunks}.
+What was not like these texts was not learned: measure before you rely on it.
+
+## Training
+The model is frozen. The label of an entry is the largest {label} that any query of the questions gives it, over the
+query heads of its KV head. Loss: smooth L1, and {neighbours:g} of the squared differences between neighbours. AdamW at
+{lr:g}, betas {betas}, {warmup:.0%} of the steps to rise, then linearly to zero; gradients clipped at {clip:g}.
+Networks {width:,} wide, {parameters:,} parameters, {size:,} bytes on disk. {minutes:.1f} minutes by the clock on
+{hardware}, with other programs running, one process, torch {torch}, transformers {transformers}.{unfinished}
+
+| step | minutes | loss | of the text's best tenth |
+|---:|---:|---:|---:|
+{curve}
+
+## Overlap with the best tenth
+Of the tenth of the entries with the highest labels, how many have the highest scores, on {check} held-out texts.
+
+| layer | {heads} |
+|---:|{rule}|
+{overlaps}
+"""
+
+
+def write_card(result: TrainedResult, out: Path, *, name: str, hardware: str) -> str:
+    """Write `out` with the ending .md; returns the text.
+
+    name: of the model. hardware: in words, what the run was trained on.
+    """
+    run, settings = result.run, result.run.settings
+    chunks = ""
+    if settings.chunk:
+        chunks = (
+            f", and from a quarter of the steps on every other text with eviction to {settings.budget} entries per KV "
+            f"head behind every {settings.chunk} tokens"
+        )
+    n_heads = max(len(row) for row in result.overlaps)
+    text = CARD.format(
+        name=name,
+        mark=result.heads.model[:12],
+        file=out.name,
+        data=run.data.capitalize(),
+        steps=run.step,
+        seed=settings.seed,
+        check=settings.check_texts,
+        chunks=chunks,
+        label="log-probability (at least -12)" if settings.label == "log_prob" else "logit before the softmax",
+        neighbours=NEIGHBOURS,
+        lr=settings.lr,
+        betas=settings.betas,
+        warmup=settings.warmup,
+        clip=settings.clip,
+        width=settings.width,
+        parameters=sum(p.numel() for p in run.networks.parameters()),
+        size=out.stat().st_size,
+        minutes=run.time_s / 60,
+        hardware=hardware,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        unfinished="" if run.step == settings.steps else f" The run stopped before step {settings.steps:,}.",
+        curve="\n".join(curve_rows(run.log, COLUMNS)),
+        heads=" | ".join(f"KV head {i}" for i in range(n_heads)),
+        rule="|".join(["---:"] * n_heads),
+        overlaps="\n".join(
+            f"| {layer} | {' | '.join(f'{value:.2f}' for value in row)} |" for layer, row in enumerate(result.overlaps)
+        ),
+    )
+    text = one_per_line(text)
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,10 +19,62 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from millpond.errors import DataError
-from millpond_lab.train.text.corpus import read_document, training_files
 from millpond_lab.train.text.mix import Mixer
 from millpond_lab.train.text.recipe import Tasks
 from millpond_lab.train.text.tokenizer import BOS_ID, EOS_ID, TOKENIZER_FILE, grow_tokenizer, plain_ids
+
+#: Whole documents that training never sees, by file name: tests measure on them.
+HELD_OUT = (
+    "great_expectations.txt",
+    "the_adventures_of_sherlock_holmes.txt",
+    "tinyshakespeare.txt",
+    "wikitext2_test.txt",
+    "wikitext2_valid.txt",
+)
+
+
+def training_files(folder: Path) -> list[Path]:
+    """The text files of `folder` and of its `gutenberg`, in the order of their names, without the held-out ones.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = sorted([*folder.glob("*.txt"), *(folder / "gutenberg").glob("*.txt")], key=lambda file: file.name)
+    chosen = [file for file in files if file.name not in HELD_OUT]
+    if not chosen:
+        raise DataError(f"no text to train on: {folder} and {folder / 'gutenberg'} hold no *.txt besides {HELD_OUT}")
+    return chosen
+
+
+def held_out_files(folder: Path) -> list[Path]:
+    """Those of `HELD_OUT` that lie in `folder` or its `gutenberg`, in the order of their names."""
+    places = [(folder / name, folder / "gutenberg" / name) for name in HELD_OUT]
+    return [place for pair in places for place in pair if place.is_file()]
+
+
+def read_document(file: Path) -> str:
+    """The cleaned text of one file.
+
+    Raises:
+        DataError: it cannot be read as UTF-8.
+    """
+    try:
+        return clean(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from error
+
+
+def clean(text: str) -> str:
+    r"""One kind of line break, no blanks at the end of a line, at most one empty line in a row.
+
+    Example:
+        >>> clean("one \r\ntwo\n\n\n\nthree\n")
+        'one\ntwo\n\nthree\n'
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
+    text = re.sub(r"[ \t]+\n", "\n", text)
+    return re.sub(r"\n{3,}", "\n\n", text).lstrip("\n")
+
 
 TOKENS_FILE, TOKENS_NOTE = "tokens.u16", "tokens.json"
 _GOLDEN = 0.6180339887498949

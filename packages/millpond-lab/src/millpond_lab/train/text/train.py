@@ -7,25 +7,177 @@ and called again ends with the weights of a run that was not (same machine, same
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from millpond.errors import unknown
-from millpond_lab.train.common.checkpoint import cpu_threads, save_curve
-from millpond_lab.train.common.optimizer import muon_and_adamw
+from millpond.errors import DataError, OptionError, unknown
+from millpond.hf.document import fingerprint
+from millpond_lab.train.common.network_run import Optimizers, cpu_threads, muon_and_adamw, save_curve, save_state
+from millpond_lab.train.common.progress import no_bars
 from millpond_lab.train.text.data import TokenFile, draw_batch, open_tokens
 from millpond_lab.train.text.mix import Mixer
-from millpond_lab.train.text.model import build_text_model, save_text_model
-from millpond_lab.train.text.progress import training_progress
-from millpond_lab.train.text.recipe import TextRecipe
-from millpond_lab.train.text.run import TextLogLine, TextRun
-from millpond_lab.train.text.start import begin_with
+from millpond_lab.train.text.recipe import TextRecipe, build_text_model, save_text_model
+from millpond_lab.train.text.tokenizer import TOKENIZER_FILE
+
+
+class TextLogLine(NamedTuple):
+    """One point of the learning curve: window and learning rate of that step, the mean loss since the line before."""
+
+    step: int
+    tokens: int
+    time_s: float
+    length: int
+    rate: float
+    loss: float
+
+
+@dataclass
+class TextRun:
+    """A run as it stands.
+
+    Attributes:
+        planned: tokens of the whole run; the schedule is a function of `tokens / planned`.
+        precision: of the forward and backward passes, bf16 or fp32; the weights are float32.
+        history: what the card of the model that the run started from says of its training; empty from nothing.
+        origin: the fingerprint of the weights that the run started from; empty from nothing.
+        windows: windows read so far; names the place in the data.
+    """
+
+    model: LlamaForCausalLM
+    optimizers: Optimizers
+    recipe: TextRecipe
+    seed: int
+    planned: int
+    precision: str = "bf16"
+    history: str = ""
+    origin: str = ""
+    step: int = 0
+    tokens: int = 0
+    windows: int = 0
+    time_s: float = 0.0
+    log: list[TextLogLine] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Share of the planned tokens, 0 to 1."""
+        return self.tokens / self.planned
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned tokens are read."""
+        return self.tokens >= self.planned
+
+    def save(self, file: Path) -> None:
+        """Write the run to `file`; a crash while writing leaves the older file whole."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in _KEPT}
+        state["recipe"] = self.recipe.name
+        state["log"] = [tuple(line) for line in self.log]
+        state["model"] = self.model.state_dict()
+        state["optimizers"] = self.optimizers.state_dict()
+        save_state(state, file)
+
+    def load(self, file: Path) -> None:
+        """Continue where `file` stands.
+
+        The number of planned tokens may be another one as long as no step taken so far depended on it.
+
+        Raises:
+            OptionError: the checkpoint was begun with another seed or recipe, or another plan that already counts.
+        """
+        state = torch.load(file, map_location=self.model.device, weights_only=True)
+        for name, own in (("seed", self.seed), ("recipe", self.recipe.name), ("precision", self.precision)):
+            if state[name] != own:
+                raise OptionError(f"{file} was begun with {name} {state[name]}, not {own}; use another folder")
+        if self.origin and state["origin"] != self.origin:
+            raise OptionError(f"{file} was begun with other weights than those of --start; use another folder")
+        settled = self.recipe.first_mark * min(state["planned"], self.planned)
+        if state["planned"] != self.planned and state["tokens"] > settled:
+            raise OptionError(
+                f"{file} has read {state['tokens']:,} of {state['planned']:,} planned tokens, too many to plan "
+                f"{self.planned:,} instead; ask for {state['planned']:,} or use another folder"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        for name in ("history", "origin", "step", "tokens", "windows", "time_s"):
+            setattr(self, name, state[name])
+        self.log = [TextLogLine(*line) for line in state["log"]]
+
+
+_KEPT = ("seed", "planned", "precision", "history", "origin", "step", "tokens", "windows", "time_s")
+
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+)
+CARD_FILE, TRAINING = "MODEL_CARD.md", "## Training\n"
+
+
+def begin_with(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> tuple[str, str]:
+    """Give `model` the weights of the one saved in `folder`.
+
+    Returns:
+        What its card says of its training, and the fingerprint of the weights.
+
+    Raises:
+        DataError: `folder` holds no such model, or one of another shape or vocabulary.
+    """
+    try:
+        with no_bars():
+            earlier = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, trust_remote_code=False)
+        vocabulary = Tokenizer.from_file(str(folder / TOKENIZER_FILE)).get_vocab()
+        if _shape(earlier) != _shape(model):
+            raise ValueError(f"its shape is {_shape(earlier)}, that of the recipe {_shape(model)}")
+        model.load_state_dict(earlier.state_dict())
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise DataError(f"{folder} holds no pond-text to start from: {error}") from error
+    if vocabulary != tokenizer.get_vocab():
+        raise DataError(
+            f"{folder} has another vocabulary than these documents give; start from a model that was grown on them"
+        )
+    card = folder / CARD_FILE
+    if not card.is_file():
+        return "", fingerprint(model)
+    return card.read_text(encoding="utf-8").partition(TRAINING)[2], fingerprint(model)
+
+
+def _shape(model: PreTrainedModel) -> dict[str, object]:
+    """The numbers of the config that a recipe decides."""
+    return {name: getattr(model.config, name) for name in _SHAPE}
+
+
+@contextmanager
+def training_progress(run: TextRun, visible: bool) -> Iterator[Callable[[TextRun], None]]:
+    """A progress bar over the planned tokens; yields the function that moves it."""
+    text = TextColumn("{task.description}  {task.completed:,.0f} of {task.total:,.0f} tokens  {task.fields[about]}")
+    columns = (text, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not visible, refresh_per_second=2) as bar:
+        task = bar.add_task("pond-text", total=run.planned, completed=run.tokens, about="")
+
+        def show(run: TextRun) -> None:
+            line = run.log[-1]
+            about = f"window {line.length:,}  loss {line.loss:.3f}  {run.tokens / run.time_s:,.0f} tokens/s"
+            bar.update(task, completed=run.tokens, about=about)
+
+        yield show
+
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 PRECISIONS = ("bf16", "fp32")

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from millpond.errors import DataError, unknown
 from millpond.inspector.trace import read_trace
 from millpond_lab.evals.decoding.record import SummaryRow
-from millpond_lab.evals.harness.results import cell_of, read_rows, read_samples
 from millpond_lab.evals.harness.store import SUMMARY
+from millpond_lab.evals.harness.summary import cell_of, read_rows, read_samples
 from millpond_lab.evals.report.plots.budgets import budget_map, budgets_of_trace
 from millpond_lab.evals.report.plots.needle import needle, panels_of
 from millpond_lab.evals.report.plots.pareto import pareto

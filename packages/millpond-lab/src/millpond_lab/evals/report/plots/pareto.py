@@ -14,7 +14,7 @@ from millpond.errors import DataError
 from millpond.inspector.palette import FAINT, INK, PAPER, colour_of
 from millpond_lab.evals.decoding.record import SummaryRow
 from millpond_lab.evals.harness.summary import scored_text
-from millpond_lab.evals.report.pareto_front import pareto_front
+from millpond_lab.evals.report.curves import pareto_front
 from millpond_lab.evals.report.plots.style import calm, figure, heading, title
 
 PANEL = (7.2, 3.4)  #: inches

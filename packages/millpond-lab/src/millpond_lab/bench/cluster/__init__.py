@@ -1,1 +1,0 @@
-"""One engine, replicas and split workers under the same load, in turns."""

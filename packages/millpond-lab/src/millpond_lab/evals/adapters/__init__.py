@@ -1,1 +1,0 @@
-"""Adapters for other evaluation harnesses; their modules import libraries that are optional."""

@@ -1,0 +1,117 @@
+"""Facts hidden in texts: those of `pond-recall` and those in English prose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from millpond.errors import OptionError
+from millpond.option_ranges import SOME_POSITIONS
+from millpond_lab.evals.data.generated_task import Draft, EnglishTask, at_least, at_most, number
+from millpond_lab.evals.data.haystack import Haystack, Source, depths
+from millpond_lab.evals.data.synthetic_english import keys
+from millpond_lab.evals.sample import Question
+from millpond_lab.evals.task import Task, task
+from millpond_lab.pond.english_facts import MOST_FACTS, NUMBER_FORMS, WORD_FORMS, draw_facts
+
+
+@task("pond_facts")
+def pond_facts(
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 1024,
+    answer: Annotated[Literal["any", "number", "word"], "a number of 3 to 5 digits, a word, or either"] = "any",
+    facts: Annotated[int, "facts in the text, of one kind", SOME_POSITIONS] = 6,
+    questions: Annotated[int, "how many of them are asked for, each by itself", SOME_POSITIONS] = 1,
+    essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
+) -> Task:
+    """Recall facts of the kind that pond-text and pond-text-long know, hidden in running text.
+
+    The sentences are those of the models' training, since models of five million parameters understand no others. Last
+    names, things and the random stream are not those that heads and gates of these models were trained on.
+    """
+    at_least("pond_facts", 1, facts=facts, questions=questions)
+    at_most("pond_facts", "questions", questions, "facts", facts)
+    if facts > MOST_FACTS:
+        raise OptionError(f"pond_facts: facts={facts} must be at most {MOST_FACTS}, of which each has another answer")
+    forms = {"any": NUMBER_FORMS + WORD_FORMS, "number": NUMBER_FORMS, "word": WORD_FORMS}[answer]
+    source = Source("prose", essay)
+
+    def write(rng: random.Random, index: int) -> Draft:
+        drawn, where = draw_facts(rng, facts, forms[index % len(forms)], "asked"), depths(rng, facts)
+        needles = [(depth, fact.told) for depth, fact in zip(where, drawn, strict=True)]
+        asked, hay = rng.sample(range(facts), questions), Haystack(source.sentences(rng))
+        texts = tuple(
+            Question(f" {drawn[i].question}", (drawn[i].answer.strip(" ."),), stop=(".", "\n")) for i in asked
+        )
+        return Draft(lambda n: hay.text(n, needles), texts, {"depth": [round(where[i], 3) for i in asked]})
+
+    return EnglishTask("pond_facts", length, write)
+
+
+_INTRO = "Read the text below with care. You will be asked about it.\n\n"
+#: Subjects of the facts, each of another kind: a small model confuses facts that differ in a name alone.
+_NUMBERED = (
+    "telephone number of the bakery",
+    "serial number of the fiddle",
+    "account number of the widow",
+    "number on the prison door",
+    "combination of the iron safe",
+    "number of the lottery ticket",
+    "licence number of the ferry",
+    "library card number of the captain",
+)
+_WORDED = (
+    "password of the night watchman",
+    "birthday present for the doctor",
+    "painting above the fireplace",
+    "prize of the village fair",
+    "cargo of the stolen wagon",
+    "secret hidden under the floor",
+    "sign above the tavern",
+    "inheritance of the youngest sister",
+)
+
+
+@task("prose_facts")
+def prose_facts(
+    length: Annotated[int, "tokens of context, question and answer", SOME_POSITIONS] = 4096,
+    answer: Annotated[Literal["number", "phrase"], "a number of seven digits, or a phrase of seven words"] = "number",
+    facts: Annotated[int, "facts in the text, at most 8", SOME_POSITIONS] = 4,
+    questions: Annotated[
+        int, "how many of them are asked for, one after another in the protocol turns", SOME_POSITIONS
+    ] = 1,
+    essay: Annotated[str, "a text file to fill with, instead of sentences made here"] = "",
+) -> Task:
+    """Answer questions about facts in prose, each with a number or a phrase that takes several tokens.
+
+    An answer counts if the whole number or phrase is in it. The facts of a text are of different kinds.
+    """
+    what, value = (_NUMBERED, number) if answer == "number" else (_WORDED, _phrase)
+    at_least("prose_facts", 1, facts=facts, questions=questions)
+    at_most("prose_facts", "questions", questions, "facts", facts)
+    if facts > len(what):
+        raise OptionError(f"prose_facts: facts={facts} must be at most {len(what)}, of which each is another kind")
+    source = Source("prose", essay)
+
+    def write(rng: random.Random, index: int) -> Draft:
+        return _draft(rng, rng.sample(what, facts), value, questions, Haystack(source.sentences(rng)))
+
+    return EnglishTask("prose_facts", length, write)
+
+
+def _draft(
+    rng: random.Random, told: list[str], value: Callable[[random.Random], str], questions: int, hay: Haystack
+) -> Draft:
+    values, where = [value(rng) for _ in told], depths(rng, len(told))
+    needles = [(d, f"The {name} is {one}.") for d, name, one in zip(where, told, values, strict=True)]
+    asked = rng.sample(range(len(told)), questions)
+    texts = tuple(
+        Question(f"\n\nWhat is the {told[i]}? The {told[i]} is", (values[i],), stop=(".", "\n")) for i in asked
+    )
+    return Draft(lambda n: _INTRO + hay.text(n, needles), texts, {"depth": [round(where[i], 3) for i in asked]})
+
+
+def _phrase(rng: random.Random) -> str:
+    """Two things, for example "the rusty kettle and the silent piano"."""
+    first, second = (key.replace("-", " ") for key in keys(rng, 2))
+    return f"the {first} and the {second}"

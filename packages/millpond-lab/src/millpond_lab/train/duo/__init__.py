@@ -1,1 +1,0 @@
-"""Training of head classes on a frozen model (DuoAttention)."""
