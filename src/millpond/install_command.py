@@ -6,8 +6,13 @@ from pathlib import Path
 
 #: Whether package registries carry millpond. All messages, and the commands in README and docs, follow from it.
 PUBLISHED = False
-#: Extras that are packages of this repository until they are published.
-PACKAGES = {"models": "packages/millpond-models", "lab": "packages/millpond-lab"}
+#: Extras that are packages of this repository, with extras of their own, until they are published.
+PACKAGES = {
+    "models": "packages/millpond-models",
+    "lab": "packages/millpond-lab",
+    "eval": "packages/millpond-lab[datasets]",
+    "lm-eval": "packages/millpond-lab[lm-eval]",
+}
 
 
 def install_command(extra: str) -> str:
@@ -31,7 +36,10 @@ def shown_command(extras: str) -> str:
     """The same for a reader of the documentation, in the root of a checkout. extras: separated by commas."""
     if PUBLISHED:
         return f"pip install 'millpond[{extras}]'"
-    return f"pip install ./{PACKAGES[extras]}" if extras in PACKAGES else f"pip install '.[{extras}]'"
+    if extras not in PACKAGES:
+        return f"pip install '.[{extras}]'"
+    path = f"./{PACKAGES[extras]}"
+    return f"pip install '{path}'" if "[" in path else f"pip install {path}"
 
 
 def build_command() -> str:

@@ -15,7 +15,10 @@ def test_in_a_checkout_the_checkout_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(commands, "_checkout", lambda: ROOT)
     assert commands.install_command("server") == f"pip install -e '{ROOT}[server]'"
     assert commands.install_command("models") == f"pip install '{ROOT}/packages/millpond-models'"
-    assert (ROOT / commands.PACKAGES["models"] / "pyproject.toml").is_file()
+    assert commands.install_command("lm-eval") == f"pip install '{ROOT}/packages/millpond-lab[lm-eval]'"
+    assert commands.shown_command("eval") == "pip install './packages/millpond-lab[datasets]'"
+    for path in commands.PACKAGES.values():
+        assert (ROOT / path.partition("[")[0] / "pyproject.toml").is_file()
     assert commands.build_command() == f"pip install --no-deps -e '{ROOT}'"
 
 
