@@ -29,6 +29,7 @@ GROUPS = {
         "EngineConfig",
         "SamplingParams",
         "CacheOptions",
+        "PromptMarks",
         "Prompt",
         "Chunk",
         "ChunkStore",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from millpond.models.load import load_model, load_tokenizer
     from millpond.policy.policy import Policy
     from millpond.presets import preset
+    from millpond.prompt_marks import PromptMarks
     from millpond_lab.fit import fit
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ _HOME = {
     "Policy": "millpond.policy.policy",
     "PoolFullError": "millpond.errors",
     "Prompt": "millpond.engine.chunks.prompt",
+    "PromptMarks": "millpond.prompt_marks",
     "SamplingParams": "millpond.engine.sampling.params",
     "TextAnswer": "millpond.hf.ask",
     "UnsupportedModelError": "millpond.errors",
@@ -110,6 +112,7 @@ __all__ = [  # noqa: RUF022 (plainly sorted)
     "Policy",
     "PoolFullError",
     "Prompt",
+    "PromptMarks",
     "SamplingParams",
     "TextAnswer",
     "UnsupportedModelError",

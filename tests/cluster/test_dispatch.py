@@ -20,6 +20,7 @@ from millpond.cluster.settings import ClusterSettings
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import DataError, MillpondError, OptionError, PoolFullError, WouldForgetError
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.cluster.local import LocalCluster, LocalWorker
 from tests.helpers.engine.helpers import budget_of, prompt
 from tests.helpers.hf.families import shared_model
@@ -53,16 +54,16 @@ def start(local: LocalCluster, prompts: list[tuple[int, ...]], **fields: Any) ->
 def test_generate_passes_spans_and_pressure_on() -> None:
     """Each as what it is: all are spans of tokens."""
     with LocalCluster(replicas=1) as local:
-        (output,) = local.llm.generate([PROMPTS[1]], params(), keep=((2, 6),), forget=((10, 20), (30, 33)))
+        marks = PromptMarks(keep=((2, 6),), forget=((10, 20), (30, 33)), breakpoints=(8,))
+        (output,) = local.llm.generate([PROMPTS[1]], params(), marks=marks)
         assert output.error is None
         (started,) = local.made[0].started
-        assert (started.keep, started.forget) == (((2, 6),), ((10, 20), (30, 33)))
-        assert started.breakpoints == ()
+        assert started.marks == marks
         kv = output.completions[0].kv
         assert kv is not None
         assert kv.forgotten_tokens == 13
         with pytest.raises(WouldForgetError):
-            local.llm.generate([PROMPTS[1]], params(), on_pressure="refuse", cache=CacheOptions(method="h2o", budget=8))
+            local.llm.generate([PROMPTS[1]], params(), cache=CacheOptions(method="h2o", budget=8, on_pressure="refuse"))
 
 
 def finished(queues: list[SimpleQueue[RequestOutput]]) -> list[RequestOutput]:

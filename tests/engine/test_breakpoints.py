@@ -16,6 +16,7 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.prompt_marks import block_ends, common_ends
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import NumericsError, OptionError
+from millpond.prompt_marks import PromptMarks
 from tests.engine.test_codecs import model as wide_model
 from tests.engine.test_prefix_sharing_full_pool import bytes_of
 from tests.helpers.engine.helpers import METHODS, add, budget_of, greedy, prompt
@@ -45,7 +46,9 @@ def engine_of(name: str, codec: str | None = None, **options: Any) -> Engine:
 
 
 def asked(name: str, ids: tuple[int, ...], *places: int, params: Any = None, **rest: Any) -> Request:
-    return Request(request_id=name, prompt=ids, params=params or greedy(5), breakpoints=places, **rest)
+    return Request(
+        request_id=name, prompt=ids, params=params or greedy(5), marks=PromptMarks(breakpoints=places), **rest
+    )
 
 
 def most_alone(engine: Engine, *requests: Request) -> int:
@@ -284,33 +287,33 @@ def test_every_request_ends_and_no_page_is_held(seed: int, name: str, monkeypatc
 
 def test_an_llm_takes_breakpoints_of_all_prompts_or_of_each() -> None:
     with LLM(shared_model("llama"), method="h2o", budget="30%", page_slots=4, prefix_cache=True) as llm:
-        llm.generate([FIRST], greedy(2), breakpoints=(50,))
-        found = llm.generate([SECOND, THIRD], greedy(2), breakpoints=[(), (70,)])
+        llm.generate([FIRST], greedy(2), marks=PromptMarks(breakpoints=(50,)))
+        found = llm.generate([SECOND, THIRD], greedy(2), marks=[PromptMarks(), PromptMarks(breakpoints=(70,))])
         assert [shared(output) for output in found] == [48, 80], "the second prompt begins the third"
         assert [answers(output)[0] for output in found] == [fresh("h2o", one)[0][:2] for one in (SECOND, THIRD)]
-        with pytest.raises(OptionError, match="3 breakpoints for 2 prompts"):
-            llm.generate([SECOND, THIRD], greedy(2), breakpoints=[(1,), (2,), (3,)])
+        with pytest.raises(OptionError, match="3 marks for 2 prompts"):
+            llm.generate([SECOND, THIRD], greedy(2), marks=[PromptMarks()] * 3)
         for cache_options, why in (
             (CacheOptions(method="streaming", budget=16), "streaming.* shares no beginnings of prompts"),
             (CacheOptions(method="h2o", options={"prefill": "greedy"}), "h2o.* shares no beginnings of prompts"),
         ):
             with pytest.raises(OptionError, match=why):
-                llm.generate([SECOND], greedy(2), cache=cache_options, breakpoints=(50,))
+                llm.generate([SECOND], greedy(2), cache=cache_options, marks=PromptMarks(breakpoints=(50,)))
         with pytest.raises(OptionError, match="log probabilities are wanted"):
-            llm.generate([SECOND], greedy(2, prompt_logprobs=1), breakpoints=(50,))
+            llm.generate([SECOND], greedy(2, prompt_logprobs=1), marks=PromptMarks(breakpoints=(50,)))
         assert not llm.engine.busy
     with (
         LLM(shared_model("llama"), method="h2o", budget="30%") as llm,
         pytest.raises(OptionError, match="prefix_cache"),
     ):
-        llm.generate([FIRST], greedy(2), breakpoints=(50,))
+        llm.generate([FIRST], greedy(2), marks=PromptMarks(breakpoints=(50,)))
 
 
 @pytest.mark.parametrize(
     ("places", "why"),
     [
-        ((0,), "breakpoint 0 must be a number of tokens from 1 to the prompt's 73"),
-        ((74,), "breakpoint 74"),
+        ((0,), "breakpoint 0 must be a number of tokens, from 1 on"),
+        ((74,), "breakpoint 74 must be a number of tokens from 1 to the prompt's 73"),
         ((True,), "breakpoint True"),
         ((1, 2, 3, 4, 5), "5 breakpoints: must be at most 4"),
     ],

@@ -12,6 +12,7 @@ from millpond.engine.engine import Engine
 from millpond.errors import NumericsError
 from millpond.kernels import ops
 from millpond.models.lean.decoder import Decoder
+from millpond.prompt_marks import PromptMarks
 from millpond.runner import native_forward
 from millpond.runner.native_forward import DecodeGraph, NativeForward
 from tests.engine import test_codecs
@@ -103,7 +104,7 @@ def test_codes(case: str, graphs: list[DecodeGraph]) -> None:
 
 def test_spans_are_launched(graphs: list[DecodeGraph]) -> None:
     engine = engine_for("h2o")
-    add(engine, ask(40, keep=((3, 7),)))
+    add(engine, ask(40, marks=PromptMarks(keep=((3, 7),))))
     finish(engine)
     assert graphs[-1].replayed == 0
     engine.close()

@@ -10,6 +10,7 @@ import pytest
 from millpond.engine.cache_snapshots import held_positions
 from millpond.engine.engine import Engine
 from millpond.errors import OptionError
+from millpond.prompt_marks import PromptMarks
 from tests.engine.test_kept_spans import LENGTH, small_engine
 from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
 from tests.helpers.hf.families import shared_model
@@ -49,7 +50,7 @@ def test_requests_hold_them_and_others_answer_as_before(method: str) -> None:
     before = finish(alone)
     alone.close()
     engine = small_engine(method)
-    add(engine, ask(40), ask(LENGTH, greedy(n=2), name="fair", fair_shares=FAIR, tell_forgotten=SPANS), ask(31))
+    add(engine, ask(40), ask(LENGTH, greedy(n=2), name="fair", marks=PromptMarks(shares=FAIR, report=SPANS)), ask(31))
     done = steps_that_hold(engine, ("fair",))
     for name in ("40", "31"):
         assert tokens(done[name]) == tokens(before[name])
@@ -63,8 +64,8 @@ def test_without_them_a_first_message_is_lost_whole() -> None:
     engine = small_engine("window")
     add(
         engine,
-        ask(LENGTH, name="plain", tell_forgotten=SPANS),
-        ask(LENGTH, name="fair", tell_forgotten=SPANS, fair_shares=FAIR),
+        ask(LENGTH, name="plain", marks=PromptMarks(report=SPANS)),
+        ask(LENGTH, name="fair", marks=PromptMarks(report=SPANS, shares=FAIR)),
     )
     done = finish(engine)
     assert [done[name].completions[0].forgotten[0].share == 1 for name in ("plain", "fair")] == [True, False]
@@ -74,8 +75,8 @@ def test_without_them_a_first_message_is_lost_whole() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_request_that_moves_takes_them_along() -> None:
     here, there, whole = (engine_for("window") for _ in range(3))
-    add(here, ask(LENGTH, name="fair", fair_shares=FAIR))
-    add(whole, ask(LENGTH, name="fair", fair_shares=FAIR))
+    add(here, ask(LENGTH, name="fair", marks=PromptMarks(shares=FAIR)))
+    add(whole, ask(LENGTH, name="fair", marks=PromptMarks(shares=FAIR)))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
         pass
     there.take_over(here.hand_over("fair"))
@@ -88,7 +89,7 @@ def test_a_request_that_moves_takes_them_along() -> None:
 def test_requests_that_leave_the_pool_come_back_with_them() -> None:
     engine = small_engine("snapkv", prefix_cache=False, kv_memory="40kB", overcommit=4)
     names = tuple(f"fair {n}" for n in range(4))
-    add(engine, *(ask(LENGTH, greedy(40), name=name, fair_shares=FAIR) for name in names))
+    add(engine, *(ask(LENGTH, greedy(40), name=name, marks=PromptMarks(shares=FAIR)) for name in names))
     steps_that_hold(engine, names)
     assert engine.stats().preemptions, "a limit that does not matter tests nothing"
     engine.close()
@@ -98,7 +99,7 @@ def test_requests_that_leave_the_pool_come_back_with_them() -> None:
     ("method", "fair", "match"),
     [
         ("h2o", ((0, LENGTH + 1, 0.5),), "must lie in the prompt"),
-        ("h2o", ((4, 3, 0.5),), "fair_shares: .* is no span"),
+        ("h2o", ((4, 3, 0.5),), "shares: .* is no span"),
         ("h2o", ((0, 4, 0.5), (3, 6, 0.5)), "overlaps"),
         ("h2o", ((0, 4, 2),), "above 0"),
         ("h2o", ((0, 4),), "begin, end, share"),
@@ -109,6 +110,6 @@ def test_requests_that_leave_the_pool_come_back_with_them() -> None:
 def test_what_has_no_share_is_refused_before_it_is_read(method: str, fair: Any, match: str) -> None:
     engine = Engine(shared_model("llama"), method=method, options=METHODS[method], budget=20, page_slots=4)
     with pytest.raises(OptionError, match=match):
-        engine.add(ask(LENGTH, fair_shares=fair))
+        engine.add(ask(LENGTH, marks=PromptMarks(shares=fair)))
     assert not engine.busy
     engine.close()

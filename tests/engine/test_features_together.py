@@ -11,6 +11,7 @@ import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import OptionError
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.engine.helpers import add, greedy
 from tests.helpers.hf.families import family, text
 
@@ -43,9 +44,9 @@ def logprobs(engine: Engine, *requests: Request) -> dict[str, list[tuple[int, fl
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_kept_spans_are_refused_where_positions_move_or_formats_age() -> None:
-    asked = Request(request_id="kept", prompt=tuple(range(5, 60)), params=greedy(), keep=SPANS)
+    asked = Request(request_id="kept", prompt=tuple(range(5, 60)), params=greedy(), marks=PromptMarks(keep=SPANS))
     rolling = Engine(model(), method="h2o", budget=32, overflow="rolling", options={"positions": "cache_relative"})
-    with pytest.raises(OptionError, match="overflow='rolling', which moves positions"):
+    with pytest.raises(OptionError, match="overflow='rolling' moves positions"):
         rolling.add(asked)
     rolling.close()
     aging = Engine(model(), method="h2o", budget=32, codec="bf16:50%,int8:25%,int4")
@@ -65,7 +66,7 @@ def test_formats_by_age_are_refused_where_positions_move() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_caches_with_kept_spans_are_not_stored(tmp_path: Path) -> None:
     engine = Engine(model(), method="h2o", budget=32, cache_dir=tmp_path)
-    first = logprobs(engine, request("kept", 60, keep=SPANS))["kept"]
+    first = logprobs(engine, request("kept", 60, marks=PromptMarks(keep=SPANS)))["kept"]
     assert engine.sessions is not None
     assert engine.sessions.wait(60)
     assert engine.stats().sessions.stored == 0  # type: ignore[union-attr]
@@ -73,14 +74,14 @@ def test_caches_with_kept_spans_are_not_stored(tmp_path: Path) -> None:
     assert engine.sessions.wait(60)
     assert engine.stats().sessions.stored == 1  # type: ignore[union-attr]
     later = tuple(text(1, 60, seed=60)[0].tolist()) + tuple(one for one, _ in first) + tuple(range(7, 20))
-    logprobs(engine, Request(request_id="later", prompt=later, params=greedy(), keep=SPANS))
+    logprobs(engine, Request(request_id="later", prompt=later, params=greedy(), marks=PromptMarks(keep=SPANS)))
     assert engine.stats().restored_tokens == 0
     engine.close()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_sums_at_breakpoints_beside_a_disk_of_blocks(tmp_path: Path) -> None:
-    asked = [request(str(n), 150 + n, begins=128, breakpoints=(128,)) for n in range(3)]
+    asked = [request(str(n), 150 + n, begins=128, marks=PromptMarks(breakpoints=(128,))) for n in range(3)]
     others = [request(f"other {n}", 160 + 40 * n) for n in range(4)]
     plain = [request(f"full {n}", 150 + n, begins=128, cache=CacheOptions(method="full")) for n in range(3)]
     alone = Engine(model(), method="h2o", budget=48)
@@ -110,7 +111,7 @@ def test_sums_at_breakpoints_beside_a_disk_of_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_breakpoints_and_a_disk_move_no_bits_of_a_deterministic_engine(tmp_path: Path) -> None:
-    asked = [request(str(n), 560 + n, begins=540, breakpoints=(520, 300)) for n in range(3)]
+    asked = [request(str(n), 560 + n, begins=540, marks=PromptMarks(breakpoints=(520, 300))) for n in range(3)]
     plain = [request(f"full {n}", 560 + n, begins=540, cache=CacheOptions(method="full")) for n in range(3)]
     others = [request(f"other {n}", 500 + 40 * n) for n in range(3)]
     own = model()

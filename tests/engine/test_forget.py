@@ -14,6 +14,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import OptionError
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.engine.sessions import NEW, kv, model, open_engine, said, words
 from tests.helpers.engine.sessions import ask as answer_to
 
@@ -80,7 +81,7 @@ def masked(
 def test_later_tokens_do_not_see_a_span(cut: int) -> None:
     ids = words(80, 1)
     engine = open_engine(None, "full", max_step_tokens=cut)
-    output = ask(engine, ids, forget=SPANS)
+    output = ask(engine, ids, marks=PromptMarks(forget=SPANS))
     (expected,), (values,) = masked([(ids, SPANS)], [[]])
     assert said(output) == expected
     assert logprobs(output) == pytest.approx(values, abs=CLOSE)
@@ -98,10 +99,10 @@ def test_a_stored_turn_forgets_and_only_new_tokens_are_read(tmp_path: Path) -> N
     one.close()
     two = open_engine(tmp_path, "full")  # a restart
     ids = [*first, *answer, *more]
-    output = ask(two, ids, forget=SPANS)
+    output = ask(two, ids, marks=PromptMarks(forget=SPANS))
     again = [*ids, *said(output), *last]
     wider = (*SPANS, (82, 88))
-    three = ask(two, again, forget=wider)
+    three = ask(two, again, marks=PromptMarks(forget=wider))
     texts, values = masked([(first, ()), (more, SPANS), (last, wider)], [[], [], []])
     assert [answer, said(output), said(three)] == texts
     assert logprobs(output) == pytest.approx(values[1], abs=CLOSE)
@@ -111,7 +112,9 @@ def test_a_stored_turn_forgets_and_only_new_tokens_are_read(tmp_path: Path) -> N
     assert (kv(output).forgotten_tokens, kv(three).forgotten_tokens) == (23, 29)
     assert two.stats().prompt_tokens == len(more) + 1 + len(last) + 1
     assert kv(ask(two, again)).restored_tokens == 80 + NEW - 1, "who forgets nothing goes on from the turn before"
-    assert kv(ask(two, again, forget=((10, 20),))).restored_tokens == 80 + NEW - 1, "nor who forgets less"
+    assert kv(ask(two, again, marks=PromptMarks(forget=((10, 20),)))).restored_tokens == 80 + NEW - 1, (
+        "nor who forgets less"
+    )
     two.close()
 
 
@@ -120,7 +123,7 @@ def test_a_stored_turn_forgets_and_only_new_tokens_are_read(tmp_path: Path) -> N
 def test_no_head_of_any_method_holds_a_span(method: str, codec: str | None) -> None:
     engine = open_engine(None, method, codec)
     ids = words(90, 4)
-    output = ask(engine, ids, forget=SPANS, tell_forgotten=(*SPANS, (50, 90)))
+    output = ask(engine, ids, marks=PromptMarks(forget=SPANS, report=(*SPANS, (50, 90))))
     told = output.completions[0].forgotten
     assert [one.share for one in told[:2]] == [1.0, 1.0]
     assert told[2].share < 1.0
@@ -134,7 +137,12 @@ def test_several_answers_and_a_small_pool() -> None:
     found = []
     for engine in (roomy, tight):
         for name in range(4):
-            request = Request(request_id=str(name), prompt=tuple(ids), params=params, forget=SPANS if name % 2 else ())
+            request = Request(
+                request_id=str(name),
+                prompt=tuple(ids),
+                params=params,
+                marks=PromptMarks(forget=SPANS if name % 2 else ()),
+            )
             engine.add(request)
         done: dict[str, Any] = {}
         while engine.busy:
@@ -154,18 +162,18 @@ def test_a_prompt_that_forgets_shares_no_page() -> None:
     ids = words(80, 6)
     engine = open_engine(None, "full", prefix_cache=True)
     plain = said(ask(engine, ids))
-    first = ask(engine, ids, forget=SPANS)
+    first = ask(engine, ids, marks=PromptMarks(forget=SPANS))
     assert kv(first).shared_tokens == 0
     assert said(ask(engine, ids)) == plain, "nor does it leave what others would take over"
-    assert said(ask(engine, ids, forget=SPANS)) == said(first)
+    assert said(ask(engine, ids, marks=PromptMarks(forget=SPANS))) == said(first)
     engine.close()
 
 
 def test_a_request_that_moves_goes_on_without_them() -> None:
     ids = words(80, 7)
-    expected = said(ask(engine := open_engine(None, "h2o"), ids, forget=SPANS))
+    expected = said(ask(engine := open_engine(None, "h2o"), ids, marks=PromptMarks(forget=SPANS)))
     params = mp.SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
-    engine.add(Request(request_id="moves", prompt=tuple(ids), params=params, forget=SPANS))
+    engine.add(Request(request_id="moves", prompt=tuple(ids), params=params, marks=PromptMarks(forget=SPANS)))
     while not any(output.completions[0].token_ids for output in engine.step()):
         pass
     data = engine.hand_over("moves")
@@ -173,7 +181,7 @@ def test_a_request_that_moves_goes_on_without_them() -> None:
     other.take_over(data)
     cache = other.cache_of("moves")
     assert cache is not None
-    assert cache[0].timeline.dropped.of(cache[1]) == SPANS
+    assert cache[0].timeline.marks.dropped.of(cache[1]) == SPANS
     found: list[RequestOutput] = []
     while other.busy:
         found += [output for output in other.step() if output.finished]
@@ -196,9 +204,9 @@ def test_a_request_that_moves_goes_on_without_them() -> None:
 def test_spans_that_cannot_leave_are_refused(spans: Any, rule: str) -> None:
     engine = open_engine(None, "full")
     with pytest.raises(OptionError, match=rule):
-        ask(engine, words(80, 1), forget=spans)
+        ask(engine, words(80, 1), marks=PromptMarks(forget=spans))
     with pytest.raises(OptionError, match=r"\[2, 6\) holds tokens of \[4, 8\), which keep= keeps"):
-        ask(engine, words(80, 1), forget=((2, 6),), keep=((4, 8),))
+        ask(engine, words(80, 1), marks=PromptMarks(forget=((2, 6),), keep=((4, 8),)))
     assert not engine.busy
     engine.close()
 
@@ -207,16 +215,16 @@ def test_spans_that_cannot_leave_are_refused(spans: Any, rule: str) -> None:
 def test_methods_that_cannot_forget_say_why(method: str, reason: str) -> None:
     engine = open_engine(None, method)
     with pytest.raises(OptionError, match=reason):
-        ask(engine, words(80, 1), forget=SPANS)
+        ask(engine, words(80, 1), marks=PromptMarks(forget=SPANS))
     engine.close()
 
 
 def test_generate_takes_them() -> None:
     ids = words(80, 1)
     engine = open_engine(None, "full")
-    expected = said(ask(engine, ids, forget=SPANS))
+    expected = said(ask(engine, ids, marks=PromptMarks(forget=SPANS)))
     engine.close()
     with mp.LLM(model(), method="full") as llm:
         params = mp.SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
-        (output,) = llm.generate(ids, params, forget=SPANS)
+        (output,) = llm.generate(ids, params, marks=PromptMarks(forget=SPANS))
     assert said(output) == expected

@@ -13,6 +13,7 @@ import millpond as mp
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import Forgotten
 from millpond.errors import OptionError
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.engine.helpers import METHODS, NEW, ask, budget_of, engine_for, finish, greedy, prompt
 from tests.helpers.hf.families import family, generate, shared_model
 
@@ -47,7 +48,7 @@ def expected(method: str, codec: str = "auto", new: int = NEW, model: Any = None
 def told(engine: Engine, **more: Any) -> list[tuple[Forgotten, ...]]:
     for length in (40, 31):
         engine.add(ask(length))
-    engine.add(ask(LENGTH, name="told", tell_forgotten=SPANS, **more))
+    engine.add(ask(LENGTH, name="told", marks=PromptMarks(report=SPANS), **more))
     done = finish(engine)
     engine.close()
     assert all(one.forgotten == () for one in done["40"].completions)
@@ -99,7 +100,7 @@ def test_every_answer_tells_however_short(new: int) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_nothing_is_told_of_a_prompt_that_was_not_read(steps: int) -> None:
     engine = engine_for("h2o")
-    engine.add(ask(LENGTH, name="told", tell_forgotten=SPANS))
+    engine.add(ask(LENGTH, name="told", marks=PromptMarks(report=SPANS)))
     for _ in range(steps):
         engine.step()
     engine.cancel("told")
@@ -109,7 +110,7 @@ def test_nothing_is_told_of_a_prompt_that_was_not_read(steps: int) -> None:
 
 def test_an_answer_that_is_cut_off_tells_too() -> None:
     engine = engine_for("h2o")
-    engine.add(ask(LENGTH, name="told", tell_forgotten=SPANS))
+    engine.add(ask(LENGTH, name="told", marks=PromptMarks(report=SPANS)))
     for _ in range(8):
         engine.step()
     engine.cancel("told")
@@ -123,21 +124,21 @@ def test_an_answer_that_is_cut_off_tells_too() -> None:
     ("spans", "match"),
     [
         (((0, LENGTH + 1),), "must lie in the prompt"),
-        (((-1, 3),), "must lie"),
-        (((5, 4),), "must lie"),
+        (((-1, 3),), "is no span"),
+        (((5, 4),), "is no span"),
         (((0, 1),) * 5000, "5000 spans"),
     ],
 )
 def test_bad_spans_are_refused(spans: Any, match: str) -> None:
     engine = engine_for("h2o")
     with pytest.raises(OptionError, match=match):
-        engine.add(ask(LENGTH, tell_forgotten=spans))
+        engine.add(ask(LENGTH, marks=PromptMarks(report=spans)))
     engine.close()
 
 
 def test_a_request_that_moves_takes_its_spans_along() -> None:
     here, there = engine_for("h2o"), engine_for("h2o")
-    here.add(ask(LENGTH, name="told", tell_forgotten=SPANS))
+    here.add(ask(LENGTH, name="told", marks=PromptMarks(report=SPANS)))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
         pass
     there.take_over(here.hand_over("told"))

@@ -10,6 +10,7 @@ import pytest
 from millpond.engine.engine import Engine
 from millpond.engine.outputs import Forgotten
 from millpond.engine.request import CacheOptions, Request
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.engine.helpers import greedy, prompt
 from tests.helpers.hf.families import family
 
@@ -54,7 +55,7 @@ def test_it_is_what_the_inspector_shows(n_requests: int) -> None:
                     prompt=prompt(length),
                     params=greedy(draw.randint(2, 12)),
                     watch=True,
-                    tell_forgotten=spans,
+                    marks=PromptMarks(report=spans),
                     cache=CacheOptions(method=method, **options),
                 )
             )

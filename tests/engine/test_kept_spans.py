@@ -10,6 +10,7 @@ import millpond as mp
 from millpond.engine.cache_snapshots import held_positions
 from millpond.engine.engine import Engine
 from millpond.errors import BudgetError, OptionError
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.engine.helpers import METHODS, add, ask, budget_of, engine_for, finish, greedy, prompt, tokens
 from tests.helpers.hf.families import shared_model
 
@@ -61,7 +62,7 @@ def test_requests_hold_them_and_others_answer_as_before(method: str) -> None:
     before = finish(alone)
     alone.close()
     engine = small_engine(method)
-    add(engine, ask(40), ask(LENGTH, name="kept", keep=SPANS), ask(31))
+    add(engine, ask(40), ask(LENGTH, name="kept", marks=PromptMarks(keep=SPANS)), ask(31))
     done = steps_that_hold(engine, ("kept",))
     for name in ("40", "31"):
         assert tokens(done[name]) == tokens(before[name])
@@ -75,7 +76,7 @@ def test_answers_of_one_prompt_and_prefixes_hold_them() -> None:
     add(engine, ask(LENGTH, name="first"))
     while not any(output.finished for output in engine.step()):
         pass
-    both = [ask(LENGTH, name=name, params=greedy(n=2), keep=SPANS) for name in ("kept", "again")]
+    both = [ask(LENGTH, name=name, params=greedy(n=2), marks=PromptMarks(keep=SPANS)) for name in ("kept", "again")]
     add(engine, *both, ask(40), ask(31))
     done = steps_that_hold(engine, ("kept", "again"))
     assert engine.stats().shared_tokens
@@ -87,7 +88,7 @@ def test_answers_of_one_prompt_and_prefixes_hold_them() -> None:
 def test_requests_that_leave_the_pool_come_back_with_them() -> None:
     engine = small_engine("snapkv", prefix_cache=False, kv_memory="40kB", overcommit=4)
     names = tuple(f"kept {n}" for n in range(4))
-    add(engine, *(ask(LENGTH, greedy(40), name=name, keep=SPANS) for name in names))
+    add(engine, *(ask(LENGTH, greedy(40), name=name, marks=PromptMarks(keep=SPANS)) for name in names))
     steps_that_hold(engine, names)
     assert engine.stats().preemptions, "a limit that does not matter tests nothing"
     engine.close()
@@ -96,8 +97,8 @@ def test_requests_that_leave_the_pool_come_back_with_them() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_request_that_moves_takes_them_along() -> None:
     here, there, whole = (engine_for("window") for _ in range(3))
-    add(here, ask(LENGTH, name="kept", keep=SPANS))
-    add(whole, ask(LENGTH, name="kept", keep=SPANS))
+    add(here, ask(LENGTH, name="kept", marks=PromptMarks(keep=SPANS)))
+    add(whole, ask(LENGTH, name="kept", marks=PromptMarks(keep=SPANS)))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
         pass
     there.take_over(here.hand_over("kept"))
@@ -109,7 +110,8 @@ def test_a_request_that_moves_takes_them_along() -> None:
 def test_generate_takes_them() -> None:
     with mp.LLM(shared_model("llama"), method="window", budget=24, page_slots=4) as llm:
         (plain,), (kept,), (none,) = (
-            llm.generate(list(prompt(LENGTH)), greedy(), keep=keep) for keep in ((), SPANS, ((3, 3),))
+            llm.generate(list(prompt(LENGTH)), greedy(), marks=PromptMarks(keep=keep))
+            for keep in ((), SPANS, ((3, 3),))
         )
     assert tokens(plain) == tokens(none)
     assert kept.completions[0].kv is not None
@@ -135,7 +137,7 @@ def test_what_cannot_be_kept_is_refused_before_it_is_read(
 ) -> None:
     engine = Engine(shared_model("llama"), method=method, options=METHODS[method], budget=budget, page_slots=4)
     with pytest.raises(error, match=match):
-        engine.add(ask(LENGTH, keep=keep))
+        engine.add(ask(LENGTH, marks=PromptMarks(keep=keep)))
     assert not engine.busy
     engine.close()
     assert budget_of("full") is None

@@ -35,9 +35,9 @@ def engine_for(method: str, budget: Any = BUDGET, options: Any = None, **more: A
     )
 
 
-def refusing(new: int | None, name: str = "one", length: int = LENGTH, **more: Any) -> Request:
+def refusing(new: int | None, name: str = "one", length: int = LENGTH, **options: Any) -> Request:
     params = mp.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-    return ask(length, params, name=name, on_pressure="refuse", **more)
+    return ask(length, params, name=name, cache=CacheOptions(on_pressure="refuse", **options))
 
 
 def steps_that_hold_all(engine: Engine, name: str, length: int = LENGTH) -> Any:
@@ -127,7 +127,7 @@ def test_the_engine_says_it_for_requests_that_do_not() -> None:
     engine = engine_for("h2o", on_pressure="refuse")
     with pytest.raises(WouldForgetError):
         engine.add(ask(LENGTH, greedy(30)))
-    engine.add(ask(LENGTH, greedy(30), name="evict", on_pressure="evict"))
+    engine.add(ask(LENGTH, greedy(30), name="evict", cache=CacheOptions(on_pressure="evict")))
     (done,) = engine.drain()
     assert done.completions[0].kv.evicted > 0
     engine.close()
@@ -135,7 +135,7 @@ def test_the_engine_says_it_for_requests_that_do_not() -> None:
         engine_for("h2o", on_pressure="refus")
     engine = engine_for("h2o")
     with pytest.raises(OptionError, match="unknown on_pressure 'evct'"):
-        engine.add(ask(LENGTH, on_pressure="evct"))
+        engine.add(ask(LENGTH, cache=CacheOptions(on_pressure="evct")))
     engine.close()
 
 
@@ -180,7 +180,7 @@ def test_waiting_and_preemption_lose_nothing_and_are_no_reason() -> None:
 def test_llm_says_it_for_a_call() -> None:
     with mp.LLM("pond-recall", method="h2o", budget=32) as llm:
         with pytest.raises(WouldForgetError, match="would be evicted"):
-            llm.generate(prompt(40), on_pressure="refuse")
-        (out,) = llm.generate(prompt(20), greedy(4), on_pressure="refuse", cache=CacheOptions(method="tova"))
+            llm.generate(prompt(40), cache=CacheOptions(on_pressure="refuse"))
+        (out,) = llm.generate(prompt(20), greedy(4), cache=CacheOptions(method="tova", on_pressure="refuse"))
         assert out.completions[0].kv is not None
         assert out.completions[0].kv.evicted == 0

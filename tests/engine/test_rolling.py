@@ -17,6 +17,7 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import BudgetError, CacheMismatchError, DataError, OptionError, UnsupportedModelError
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.hf.families import family
 
 CONTEXT, BUDGET = 128, 40
@@ -192,7 +193,7 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
 
 def test_what_was_forgotten_is_told_by_places_in_the_text() -> None:
     engine = engine_for("streaming")
-    engine.add(asked("told", 300, 100, tell_forgotten=((0, 4), (4, 300))))
+    engine.add(asked("told", 300, 100, marks=PromptMarks(report=((0, 4), (4, 300)))))
     answer = finish(engine)["told"].completions[0]
     assert [one.share for one in answer.forgotten] == [0.0, 1.0]
     engine.close()

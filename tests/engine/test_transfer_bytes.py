@@ -168,6 +168,15 @@ def test_made_up_codes_are_refused(engines: tuple[Engine, Engine]) -> None:
         ("cache", {"method": "ada", "budget": [1, 2]}),
         ("answers", []),
         ("answers", [{"seed": "x"}]),
+        ("marks", None),
+        ("marks", {"kept": [[0, 4]]}),
+        ("marks", {"keep": [[5, 4]]}),
+        ("marks", {"keep": [[0, 1_000_000]]}),
+        ("marks", {"shares": [[0, 4]]}),
+        ("marks", {"forget": [[0, 4], [2, 6]]}),
+        ("marks", {"report": [[0, 1_000_000]]}),
+        ("marks", {"report": [[0, 1]] * 5_000}),
+        ("marks", {"breakpoints": ["x"]}),
         ("caches", 7),
         ("caches", True),
         ("ages", {"arrived": "now"}),
@@ -189,7 +198,7 @@ def test_ids_behind_the_vocabulary_and_answers_behind_their_end(engines: tuple[E
 
 
 def test_a_buffer_of_another_form_and_headers_that_lie_about_sizes() -> None:
-    with pytest.raises(DataError, match="'other', and this Millpond reads 'millpond-request-1'"):
+    with pytest.raises(DataError, match="'other', and this Millpond reads 'millpond-request-2'"):
         RequestSnapshot.from_bytes(pack({"format": "other"}, {}))
 
     def made(entry: dict[str, Any]) -> bytes:

@@ -31,6 +31,7 @@ ORDER = {
             "optional",
             "option_files",
             "option_ranges",
+            "prompt_marks",
             "registry",
             "typed_json",
         },

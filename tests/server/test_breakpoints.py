@@ -15,9 +15,9 @@ import millpond as mp
 from millpond.engine.request import CacheOptions
 from millpond.models.load import load_model, load_tokenizer
 from millpond.server.app import create_app
-from millpond.server.chat_breakpoints import ChatBreakpoints, breakpoints_of
 from millpond.server.messages import Message
-from millpond.server.prompt_breakpoints import prompt_breakpoints
+from millpond.server.prompt_marks import ChatBreakpoints, breakpoints_of, completion_marks
+from millpond.server.schemas import CacheFields
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
 from tests.helpers.server.fake import FakeLLM
@@ -192,7 +192,10 @@ def test_a_place_in_the_middle_of_a_token_is_before_it(llm: mp.AsyncLLM) -> None
         n = len(llm.tokenizer("anna")["input_ids"])
 
         async def places(*given: int) -> tuple[int, ...]:
-            return await prompt_breakpoints(service, given, [ids], [text], True)
+            fields = CacheFields(breakpoints=list(given))
+            requested = completion_marks(fields, [ids], [text], shared=True, prefixes=True)
+            assert requested is not None
+            return (await service.tokens.in_text(text, ids, requested)).breakpoints
 
         assert await places(4) == (n,)
         assert await places(8) == (n,)

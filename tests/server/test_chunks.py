@@ -11,9 +11,10 @@ import pytest
 
 import millpond as mp
 from millpond.server.app import create_app
-from millpond.server.chunk_parts import MarkedChunks, with_spans
 from millpond.server.errors import ApiError
+from millpond.server.message_spans import MarkedChunks
 from millpond.server.messages import Message
+from millpond.server.prompt_marks import with_chunks
 from millpond.server.settings import ServerSettings
 
 A = "the quiet rain past the meadow and old stone on the river "
@@ -122,7 +123,7 @@ def test_spans_go_with_completions_alone(llm: mp.AsyncLLM) -> None:
 
 def test_a_span_cuts_no_character() -> None:
     text = "a\U0001f600b\u00e9"
-    assert with_spans(text, [(1, 2)]).texts == ("a", "\U0001f600", "b\u00e9")
+    assert with_chunks(text, [(1, 2)]).texts == ("a", "\U0001f600", "b\u00e9")
 
 
 def test_a_template_that_loses_chunks_is_an_error() -> None:

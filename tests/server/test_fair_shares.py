@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import millpond as mp
+from millpond.prompt_marks import disjoint
 from millpond.server.errors import ApiError
-from millpond.server.fair_shares import with_shares
+from millpond.server.messages import Message
+from millpond.server.prompt_marks import chat_marks
 from millpond.server.routes.completions import job_of
 from millpond.server.schemas import CacheFields, CompletionBody
 from millpond.server.service import Service
@@ -57,7 +59,7 @@ def test_a_prompt_has_shares_of_characters_or_tokens(llm: mp.AsyncLLM, in_ids: b
     fair = [[1, n, 0.5]] if in_ids else [[0, len(RULES.strip()), 0.5]]
     body = CompletionBody(prompt=ids if in_ids else prompt, millpond=CacheFields.model_validate({"fair_shares": fair}))
     (request,) = asyncio.run(job_of(Service(llm, ServerSettings()), body)).requests
-    assert request.fair_shares == ((1, n, 0.5),)
+    assert request.marks.shares == ((1, n, 0.5),)
     found = ask(llm, "/v1/completions", {"prompt": body.prompt, "max_tokens": 3, "millpond": {"fair_shares": fair}})
     assert found.status_code == 200, found.text
 
@@ -90,6 +92,8 @@ def test_what_has_no_share_is_refused(llm: mp.AsyncLLM, path: str, body: dict[st
 
 
 def test_a_token_of_two_messages_is_of_the_first() -> None:
-    assert with_shares([(0, 0), (0, 5), (4, 7), (5, 6)], [1, 0.5, 1, 1]) == ((0, 5, 0.5), (5, 7, 1.0))
+    assert disjoint([(0, 0, 1), (0, 5, 0.5), (4, 7, 1.0), (5, 6, 1)]) == ((0, 5, 0.5), (5, 7, 1.0))
+    many = [Message(role="user", content="a")] * 257
     with pytest.raises(ApiError, match="257 messages"):
-        with_shares([(n, n + 1) for n in range(257)], [1] * 257)
+        chat_marks(many, CacheFields(fair_shares=1), False)
+    assert chat_marks(many[1:], CacheFields(fair_shares=1), False).share == 1

@@ -10,8 +10,8 @@ import pytest
 
 import millpond as mp
 from millpond.server.errors import ApiError
-from millpond.server.forget import enclosed_forgets, thoughts_in
 from millpond.server.messages import Message
+from millpond.server.prompt_marks import enclosed_forgets, thoughts_in
 from tests.server.test_forgotten import ask
 
 STORY = "the quiet rain past the meadow and old stone on the river "

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import millpond as mp
-from millpond.cache.state.spans import united
-from millpond.server.message_spans import EnclosedMessages, kept_pieces
+from millpond.prompt_marks import united
+from millpond.server.message_spans import EnclosedMessages
 from millpond.server.messages import Message
+from millpond.server.prompt_marks import kept_pieces
 from millpond.server.routes.completions import job_of
 from millpond.server.schemas import CacheFields, CompletionBody
 from millpond.server.service import Service
@@ -62,7 +63,7 @@ def test_a_prompt_keeps_characters_or_tokens(llm: mp.AsyncLLM, in_ids: bool) -> 
     service = Service(llm, ServerSettings())
     body = CompletionBody(prompt=ids if in_ids else prompt, millpond=CacheFields.model_validate(kept))
     (request,) = asyncio.run(job_of(service, body)).requests
-    assert request.keep == (among,)
+    assert request.marks.keep == (among,)
     found = ask(llm, "/v1/completions", {"prompt": body.prompt, "max_tokens": 3, "millpond": kept})
     assert found.status_code == 200, found.text
 

@@ -102,7 +102,7 @@ def test_one_figure_tells_what_is_held(window: Window, server: Live) -> None:
     window.wait("!document.getElementById('definition').checkVisibility()")
     usual, server.llm.forgotten = (
         server.llm.forgotten,
-        lambda request: tuple(Forgotten(begin, end, 0.0, 0.1, 0.997) for begin, end in request.tell_forgotten),
+        lambda request: tuple(Forgotten(begin, end, 0.0, 0.1, 0.997) for begin, end in request.marks.report),
     )
     try:
         window.ask("w7")

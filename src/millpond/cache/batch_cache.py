@@ -17,12 +17,11 @@ from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.recurrent_states import RecurrentStates
-from millpond.cache.state.span_marks import FairShare
-from millpond.cache.state.spans import Span
 from millpond.cache.swap import Content, SwapFile, SwapFiles, SwappedPages, copy_out, release_all, restore
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.cache.types import RotaryEmbedding
 from millpond.errors import DataError
+from millpond.prompt_marks import PromptMarks, Span
 
 #: How many pages of each pool; of `StateSlots`, how many sequences.
 Pages = dict[Pool, int]
@@ -98,17 +97,12 @@ class BatchCache:
             lost, core.lost = {**core.lost, **lost}, {}
         return lost
 
-    def keep(self, spans: Sequence[Span], fair: Sequence[FairShare] = ()) -> None:
-        """Let every head of every layer keep spans of the one text that is read, or begins with the next pass.
-
-        fair: spans of which it keeps a share.
-        """
+    def mark(self, marks: PromptMarks) -> None:
+        """Let every head of every layer keep what is to stay of the one text that is read, or begins next."""
         if self.n_seq:
-            self.timeline.kept.add(spans, 0)
-            self.timeline.fair.add(fair, 0)
+            self.timeline.marks.add(marks, 0)
         else:
-            self.timeline.kept.expect(spans)
-            self.timeline.fair.expect(fair)
+            self.timeline.marks.expect(marks)
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
         """Let the entries in spans of the text of a sequence leave every head of every layer; later ones stay.
@@ -119,7 +113,7 @@ class BatchCache:
         for core in self.layers if spans else ():
             with self.here(core):
                 core.drop_spans(sequence, spans)
-        self.timeline.dropped.add(spans, sequence)
+        self.timeline.marks.dropped.add(spans, sequence)
 
     def begin_with(
         self, tables: Sequence[PageTable], ids: Tensor | None = None, sums: Sequence[LayerSums] | None = None

@@ -99,12 +99,13 @@ class LocalBackend:
     def stream(self, ids: tuple[int, ...], *, turn: bool) -> Generator[str, None, None]:
         """What follows the tokens, piece by piece; closing the generator ends it. turn: it ends with the turn."""
         from millpond.engine.request import Request
+        from millpond.prompt_marks import PromptMarks
 
         engine, name = self._llm.engine, f"chat-{next(self._numbers)}"
         clock = self._clock = Clock(time.monotonic(), prompt_tokens=len(ids))
-        params, whole = self._params if turn else self._alone, ((0, len(ids)),)
+        params, whole = self._params if turn else self._alone, PromptMarks(report=((0, len(ids)),))
         self._lost = None
-        engine.add(Request(request_id=name, prompt=ids, params=params, tell_forgotten=whole))
+        engine.add(Request(request_id=name, prompt=ids, params=params, marks=whole))
         try:
             with _held_back() as interrupts:
                 yield from self._pieces(clock, interrupts)

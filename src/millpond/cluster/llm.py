@@ -9,8 +9,6 @@ from os import PathLike, fspath
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
-from millpond.cache.state.span_marks import FairShare
-from millpond.cache.state.spans import Span
 from millpond.cluster.dispatcher import Dispatcher
 from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
@@ -21,9 +19,10 @@ from millpond.cluster.worker_pool import MakeWorker
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.prompts import Prompts, requests_of
-from millpond.engine.request import CacheOptions, OnPressure
+from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.prompt_marks import PromptMarks
 
 
 class Cluster:
@@ -183,10 +182,7 @@ class ClusterLLM(ClusterClient):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
-        keep: Sequence[Span] = (),
-        fair_shares: Sequence[FairShare] = (),
-        forget: Sequence[Span] = (),
-        on_pressure: OnPressure | None = None,
+        marks: PromptMarks | Sequence[PromptMarks] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts: the outputs of `LLM.generate`, in the order of the prompts.
 
@@ -194,9 +190,7 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        found = self.stream(
-            prompts, params, cache=cache, keep=keep, fair_shares=fair_shares, forget=forget, on_pressure=on_pressure
-        )
+        found = self.stream(prompts, params, cache=cache, marks=marks)
         return sorted(found, key=lambda output: int(output.request_id))
 
     def stream(
@@ -205,22 +199,10 @@ class ClusterLLM(ClusterClient):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
-        keep: Sequence[Span] = (),
-        fair_shares: Sequence[FairShare] = (),
-        forget: Sequence[Span] = (),
-        on_pressure: OnPressure | None = None,
+        marks: PromptMarks | Sequence[PromptMarks] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, each output as soon as it is finished."""
-        asked = requests_of(
-            prompts,
-            params,
-            cache,
-            self._names,
-            keep=keep,
-            fair_shares=fair_shares,
-            forget=forget,
-            on_pressure=on_pressure,
-        )
+        asked = requests_of(prompts, params, cache, self._names, marks)
         for request in asked:
             check_movable(request)
         outputs: SimpleQueue[RequestOutput] = SimpleQueue()

@@ -11,8 +11,6 @@ from typing import Any, Literal, Unpack, get_args
 
 import torch
 
-from millpond.cache.state.span_marks import FairShare
-from millpond.cache.state.spans import Span
 from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.chunks.prompt import Chunk, Prompt
 from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
@@ -23,7 +21,7 @@ from millpond.engine.offload.options import Offload
 from millpond.engine.offload.plan import Plan
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.prompts import Prompts, requests_of
-from millpond.engine.request import CacheOptions, OnPressure
+from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import OptionError, unknown
@@ -33,6 +31,7 @@ from millpond.models.load import find_tokenizer, load_model, resolve
 from millpond.models.weights.layout import has_safetensors
 from millpond.models.weights.streamed import Verify
 from millpond.optional import require
+from millpond.prompt_marks import PromptMarks
 
 #: Order of the requests of one call, see `LLM.generate`.
 Schedule = Literal["arrival", "batch"]
@@ -124,12 +123,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
-        keep: Sequence[Span] = (),
-        fair_shares: Sequence[FairShare] = (),
-        forget: Sequence[Span] = (),
+        marks: PromptMarks | Sequence[PromptMarks] | None = None,
         schedule: Schedule = "arrival",
-        breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
-        on_pressure: OnPressure | None = None,
         progress: bool = False,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
@@ -139,14 +134,10 @@ class LLM:
             prompts: one or several, texts, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `Prompt`s.
             params: for all of them, or one for each. sampling_params: the same under vLLM's name.
             cache: method, budget and codec of these requests; None: those of the LLM.
-            keep: spans [begin, end) in tokens of each prompt that every head of every layer keeps, see `Request.keep`.
-            fair_shares: (begin, end, share) of spans of each prompt of which every head keeps at least a share, see
-                `Request.fair_shares`.
-            forget: spans [begin, end) in tokens of each prompt that no later token sees, see `Request.forget`.
+            marks: spans of each prompt that are kept, shared out, forgotten or reported on, and its breakpoints: one
+                `PromptMarks` for all, or one for each.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
-            breakpoints: see `Request.breakpoints`: of all prompts, or a list for each of them.
-            on_pressure: "refuse" prompts of which anything would be evicted, see `Request`; None: as the LLM does.
             progress: show a bar (needs rich).
 
         Returns:
@@ -159,13 +150,9 @@ class LLM:
             prompts,
             params,
             cache=cache,
-            keep=keep,
-            forget=forget,
+            marks=marks,
             schedule=schedule,
-            breakpoints=breakpoints,
-            on_pressure=on_pressure,
             progress=progress,
-            fair_shares=fair_shares,
             sampling_params=sampling_params,
         )
         return sorted(found, key=lambda out: int(out.request_id))
@@ -176,12 +163,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache: CacheOptions | None = None,
-        keep: Sequence[Span] = (),
-        fair_shares: Sequence[FairShare] = (),
-        forget: Sequence[Span] = (),
+        marks: PromptMarks | Sequence[PromptMarks] | None = None,
         schedule: Schedule = "arrival",
-        breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
-        on_pressure: OnPressure | None = None,
         progress: bool = False,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
@@ -192,7 +175,7 @@ class LLM:
             if params is not None:
                 raise OptionError("params= and sampling_params= are two names of one argument; give one of them")
             params = sampling_params
-        asked = requests_of(prompts, params, cache, self._names, breakpoints, keep, forget, on_pressure, fair_shares)
+        asked = requests_of(prompts, params, cache, self._names, marks)
         for request in asked:
             self.engine.require_breakpoints(request)
         try:

@@ -52,7 +52,7 @@ class KVStats:
         restored_tokens: tokens of the prompt that the stored cache of an earlier turn had read.
         reused_tokens: tokens of the prompt that came from a chunk store. recomputed_tokens: tokens of its reused chunks
             that were computed again.
-        forgotten_tokens: tokens of the prompt that left by `Request.forget`.
+        forgotten_tokens: tokens of the prompt that left by `PromptMarks.forget`.
         exact: all of them are as the whole prompt would give them, up to rounding: not behind a compressed turn.
     """
 
@@ -111,7 +111,7 @@ class Completion:
         finish_reason: None while the answer grows.
         stop_reason: the stop text or token id that ended it; None for the model's own end.
         kv: size of its cache, now or when it ended.
-        forgotten: one for each span of `Request.tell_forgotten`, once it ended; none if its prompt was not read
+        forgotten: one for each span of `PromptMarks.report`, once it ended; none if its prompt was not read
             then, or its cache was swapped out.
     """
 

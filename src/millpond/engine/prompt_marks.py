@@ -1,4 +1,4 @@
-"""Marks of a request's prompt, checked before anything is read: kept spans, shares, breakpoints, nothing evicted."""
+"""Marks of a request's prompt, checked before anything is read: spans, breakpoints, and that nothing is evicted."""
 
 from __future__ import annotations
 
@@ -7,83 +7,74 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.state.span_marks import FairShare, fair_refusal, in_order, kept_spans
-from millpond.cache.state.spans import Span, tokens_in
-from millpond.engine.request import MOST_BREAKPOINTS
+from millpond.cache.state.span_marks import fair_refusal, kept_refusal
 from millpond.errors import OptionError, WouldForgetError
+from millpond.hf.forget import forget_refusal
 from millpond.policy.head_allocation import AboveThreshold
+from millpond.prompt_marks import MAX_BREAKPOINTS, PromptMarks, tokens_in
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
 
-def checked_spans(
-    spans: Sequence[Span], recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int
-) -> tuple[Span, ...]:
-    """Spans of a prompt of `n_tokens` as its cache keeps them, see `kept_spans`.
+def check_marks(
+    marks: PromptMarks, recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int, has_chunks: bool
+) -> None:
+    """Check what a request marks of its prompt of `n_tokens`.
+
+    Args:
+        layers: of the model. has_chunks: whether the prompt holds chunks.
 
     Raises:
-        OptionError: no spans of this prompt, or a method that cannot keep them; the message says why.
-        BudgetError: they leave less of the budget than the method protects.
+        OptionError: marks that do not lie in the prompt, or a method, model or prompt that cannot treat them so; the
+            message says why.
+        BudgetError: what stays leaves less of the budget than the method protects.
     """
-    if not spans:
-        return ()
-    refusal = recipe.policy.kept_refusal()
-    if refusal is not None:
-        raise OptionError(f"spans cannot be kept: {refusal}")
-    if any(codec.ages for codec in recipe.pools.codecs):
-        raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
-    if recipe.reach is not None:
-        raise OptionError("spans cannot be kept with overflow='rolling', which moves positions; leave one out")
-    found = kept_spans(spans, "keep")
-    if found and found[-1][1] > n_tokens:
-        raise OptionError(
-            f"keep: span [{found[-1][0]}, {found[-1][1]}) must lie in the prompt, whose tokens are 0 to {n_tokens - 1}"
-        )
-    n_kept = tokens_in(found, recipe.policy.protect.sinks)
+    marks.in_prompt(n_tokens)
+    refused = refusals(recipe, has_chunks)
+    for kind, (what, way_out) in _REFUSED.items():
+        if getattr(marks, kind) and (reason := refused[kind]) is not None:
+            raise OptionError(f"{what}: {reason}{way_out}")
+    n_kept = tokens_in(marks.keep, recipe.policy.protect.sinks)
     for index, layer in enumerate(layers if n_kept and not recipe.policy.keeps_all else ()):
         recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads), n_kept)
-    return found
 
 
-def checked_shares(shares: Sequence[FairShare], recipe: CacheFactory, n_tokens: int) -> tuple[FairShare, ...]:
-    """Spans of a prompt of `n_tokens` that keep a share of the budget, ascending.
+#: What a message says of a kind of spans that cannot be, and what it adds to the reason.
+_REFUSED = {
+    "keep": ("spans cannot be kept", ""),
+    "shares": ("spans cannot have a share of the budget", ""),
+    "forget": ("forget", "; or leave the text of the spans out of the prompt"),
+}
 
-    Raises:
-        OptionError: no spans of this prompt, no shares, or a method that cannot; the message says why.
+
+def refusals(recipe: CacheFactory, has_chunks: bool) -> dict[str, str | None]:
+    """Why a cache cannot treat spans of a prompt so, and what to do instead, by the fields of `PromptMarks`; None: it
+    can. What is not here every cache can.
     """
-    if not shares:
-        return ()
-    refusal = fair_refusal(recipe.policy, recipe.pools.codecs, rolling=recipe.reach is not None)
-    if refusal is not None:
-        raise OptionError(f"spans cannot have a share of the budget: {refusal}")
-    found = in_order(shares, "fair_shares")
-    if found and found[-1][1] > n_tokens:
-        raise OptionError(
-            f"fair_shares: span [{found[-1][0]}, {found[-1][1]}) must lie in the prompt, whose tokens are 0 to "
-            f"{n_tokens - 1}"
-        )
-    return found
+    codecs, rolling = recipe.pools.codecs, recipe.reach is not None
+    return {
+        "keep": kept_refusal(recipe.policy, codecs, rolling),
+        "shares": fair_refusal(recipe.policy, codecs, rolling),
+        "forget": _forget_refusal(recipe, has_chunks),
+    }
+
+
+def _forget_refusal(recipe: CacheFactory, has_chunks: bool) -> str | None:
+    if recipe.slots is not None:
+        return "this model's recurrent states hold the whole text, and a span cannot be taken out of them"
+    if recipe.reach is not None:
+        return "overflow='rolling' moves positions; leave one of the two out"
+    if has_chunks:
+        return "a prompt with chunks is not read in its order; give its text without Chunk"
+    if (reason := forget_refusal(recipe.policy)) is not None:
+        return reason
+    if recipe.whole_prompt:
+        return "this method reads a prompt in one pass, in which later tokens see the span; use another method"
+    return None
 
 
 #: Prompts that wait with which a prompt is compared when it begins.
 MOST_COMPARED = 64
-
-
-def check_breakpoints(breakpoints: Sequence[int], n_tokens: int) -> None:
-    """
-    Raises:
-        OptionError: too many, or one that does not lie in a prompt of `n_tokens`.
-    """
-    if len(breakpoints) > MOST_BREAKPOINTS:
-        raise OptionError(
-            f"{len(breakpoints)} breakpoints: must be at most {MOST_BREAKPOINTS}; leave out those that are met least"
-        )
-    for place in breakpoints:
-        if not isinstance(place, int) or isinstance(place, bool) or not 1 <= place <= n_tokens:
-            raise OptionError(
-                f"breakpoint {place!r} must be a number of tokens from 1 to the prompt's {n_tokens}; leave it out, or "
-                "give a place in the prompt"
-            )
 
 
 def block_ends(places: Iterable[int], n_tokens: int, slots: int) -> list[int]:
@@ -110,7 +101,7 @@ def common_ends(prompt: np.ndarray, others: Sequence[np.ndarray], slots: int) ->
             differs = other[:most] != prompt[:most]
             found.append((int(differs.argmax()) if differs.any() else most) // slots * slots)
     spared = {end: end * sum(one >= end for one in found) for end in set(found)}
-    return sorted(sorted(spared, key=lambda end: (-spared[end], end))[:MOST_BREAKPOINTS])
+    return sorted(sorted(spared, key=lambda end: (-spared[end], end))[:MAX_BREAKPOINTS])
 
 
 WAY_OUT = "or use on_pressure='evict'"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from millpond.cache.state.span_marks import FairShare
-from millpond.cache.state.spans import Span
 from millpond.engine.chunks.prompt import Prompt
-from millpond.engine.request import CacheOptions, OnPressure, Request
+from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
+from millpond.prompt_marks import PromptMarks
+
+T = TypeVar("T")
 
 #: What `LLM.generate` takes: a text, token ids, a mapping with one of them, or a `Prompt` of texts and chunks; or
 #: several.
@@ -37,35 +38,19 @@ def requests_of(
     params: SamplingParams | Sequence[SamplingParams] | None,
     cache: CacheOptions | None,
     names: Iterator[int],
-    breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
-    keep: Sequence[Span] = (),
-    forget: Sequence[Span] = (),
-    on_pressure: OnPressure | None = None,
-    fair_shares: Sequence[FairShare] = (),
+    marks: PromptMarks | Sequence[PromptMarks] | None = None,
 ) -> list[Request]:
     """A request for each prompt, named by the next numbers.
 
     Raises:
-        OptionError: something that is no prompt, or another number of params, or of lists of breakpoints.
+        OptionError: something that is no prompt, or another number of params or marks.
     """
     each = prompts_of(prompts)
-    chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(each)
-    if len(chosen) != len(each):
-        raise OptionError(f"{len(chosen)} params for {len(each)} prompts: give one, or one for each")
-    places = _places(breakpoints, len(each))
+    chosen = _for_each(SamplingParams() if params is None else params, SamplingParams, "params", len(each))
+    marked = _for_each(PromptMarks() if marks is None else marks, PromptMarks, "marks", len(each))
     return [
-        Request(
-            request_id=str(next(names)),
-            prompt=prompt,
-            params=own,
-            cache=cache or CacheOptions(),
-            breakpoints=at,
-            keep=tuple(keep),
-            fair_shares=tuple(fair_shares),
-            forget=tuple(forget),
-            on_pressure=on_pressure,
-        )
-        for prompt, own, at in zip(each, chosen, places, strict=True)
+        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), marks=its_marks)
+        for prompt, own, its_marks in zip(each, chosen, marked, strict=True)
     ]
 
 
@@ -125,15 +110,17 @@ def _short(given: object) -> str:
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
-def _places(breakpoints: Sequence[int] | Sequence[Sequence[int]], n: int) -> list[tuple[int, ...]]:
-    """The breakpoints of each of `n` prompts.
+def _for_each(given: T | Sequence[T], kind: type[T], name: str, n: int) -> list[T]:
+    """What is given for each of `n` prompts.
 
     Raises:
-        OptionError: neither numbers nor a list of them for each prompt.
+        OptionError: neither one for all nor one for each.
     """
-    given: list[Any] = list(breakpoints)
-    if all(isinstance(one, int) for one in given):
-        return [tuple(given)] * n
-    if len(given) != n or any(isinstance(one, int) for one in given):
-        raise OptionError(f"{len(given)} breakpoints for {n} prompts: give numbers for all, or a list for each")
-    return [tuple(one) for one in given]
+    if isinstance(given, kind):
+        return [given] * n
+    several: list[Any] = list(given) if isinstance(given, Sequence) else [given]
+    if not all(isinstance(one, kind) for one in several):
+        raise OptionError(f"{name}={_short(given)}: give a {kind.__name__}, or a list with one for each prompt")
+    if len(several) != n:
+        raise OptionError(f"{len(several)} {name} for {n} prompts: give one, or one for each")
+    return several

@@ -12,15 +12,12 @@ from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.sampling.params import SamplingParams
 from millpond.option_files import OptionFile
 from millpond.policy.reuse import Pick, Recompute
+from millpond.prompt_marks import PromptMarks
 
 #: "refuse" a request of whose prompt something would be evicted, or "evict" as its method does.
 OnPressure = Literal["refuse", "evict"]
 #: Limit of characters of a salt.
 MOST_SALT = 256
-#: Most spans of `Request.tell_forgotten`.
-MOST_SPANS = 4096
-#: Most breakpoints of one request.
-MOST_BREAKPOINTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,8 @@ class CacheOptions:
             its context asks for (CFO); or a number from 0, all is reused, to 1, the exact prompt.
         pick: which tokens these are: "attention", "head", "deviation" or "random", see `millpond.policy.reuse.Pick`.
         preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
+        on_pressure: "refuse" the request, before it is read, where anything of its prompt would be evicted before its
+            answers end, or "evict" as its method does; None: as the engine does.
     """
 
     method: str | None = None
@@ -49,6 +48,7 @@ class CacheOptions:
     max_kl: float | None = None
     pick: Pick = "attention"
     preset: str | None = None
+    on_pressure: OnPressure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +69,8 @@ class Request:
         known: tokens of each of the `n` answers that are known already, such as those that a client has been sent by an
             engine that is gone: they are fed behind the prompt and its plan, and what follows is chosen. Empty: none.
         watch: keep what the cache held at the end, for `AsyncLLM.memory`.
-        tell_forgotten: spans [begin, end) of the prompt, in tokens, at most `MOST_SPANS`: each answer tells in the end
-            how much of them is not held any more, see `Completion.forgotten`.
         tell_read: give outputs while the prompt is read, too, with how far it is (`RequestOutput.read`).
-        breakpoints: with `prefix_cache`, numbers of tokens of the prompt behind which others may go on, at most
-            `MOST_BREAKPOINTS`: methods that sum over all queries keep their sums there, at the last end of a block
-            before. Other methods share every block and need none; where nothing is shared they change nothing.
-        keep: spans [begin, end) of the prompt, in tokens, that every head of every layer keeps, whatever the method;
-            they count in the budget. See `kept_spans`.
-        fair_shares: (begin, end, share) of spans of the prompt, in tokens, such as its messages, of which every head
-            of every layer keeps at least that share of an even cut of its budget, see `millpond.policy.fair_shares`.
-        forget: spans [begin, end) of the prompt, in tokens, before its last one, that no later token sees: they leave
-            the cache of the turn that the prompt continues before more is read, and are else read and leave before the
-            next token is. Later tokens of a stored turn have seen them. Its prompt shares no pages with others.
-        on_pressure: "refuse" the request, before it is read, where anything of its prompt would be evicted before its
-            answers end, or "evict" as its method does; None: as the engine does.
+        marks: spans of the prompt with a treatment of their own, and its breakpoints.
     """
 
     request_id: str
@@ -96,10 +83,5 @@ class Request:
     deadline: float | None = None
     watch: bool = False
     known: tuple[tuple[int, ...], ...] = ()
-    tell_forgotten: tuple[tuple[int, int], ...] = ()
     tell_read: bool = False
-    breakpoints: tuple[int, ...] = ()
-    keep: tuple[tuple[int, int], ...] = ()
-    fair_shares: tuple[tuple[int, int, float], ...] = ()
-    forget: tuple[tuple[int, int], ...] = ()
-    on_pressure: OnPressure | None = None
+    marks: PromptMarks = field(default_factory=PromptMarks)

@@ -9,8 +9,6 @@ from types import TracebackType
 import numpy as np
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.state.span_marks import FairShare
-from millpond.cache.state.spans import Span
 from millpond.engine.chunks.blend import PromptBlend
 from millpond.engine.chunks.prompt import Prompt, PromptSpan
 from millpond.engine.completion import CompletionState
@@ -19,6 +17,7 @@ from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
 from millpond.engine.scheduler import Job, MemoryNeed, State
 from millpond.errors import MillpondError
+from millpond.prompt_marks import PromptMarks
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +64,6 @@ class RequestState:
             would give them.
         trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
             trunk. whole_need: what it holds at most without one.
-        kept: spans of the prompt that stay. fair: those that keep a share of the budget. forget: those that leave. All
-            ascend.
         waited: steps in which it waited for others to read what it begins with.
         access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
         stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
@@ -88,9 +85,6 @@ class RequestState:
     blend: PromptBlend | None = None
     trunk: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
-    kept: tuple[Span, ...] = ()
-    fair: tuple[FairShare, ...] = ()
-    forget: tuple[Span, ...] = ()
     waited: int = 0
     access: int | None = None
     stops: list[int] = field(default_factory=list)
@@ -105,6 +99,11 @@ class RequestState:
     def __post_init__(self) -> None:
         self.numbers = np.array(self.ids, dtype=np.int64)
         self.whole_need = self.job.need
+
+    @property
+    def marks(self) -> PromptMarks:
+        """Spans of its prompt with a treatment of their own."""
+        return self.request.marks
 
     @property
     def unfinished(self) -> list[CompletionState]:
@@ -129,12 +128,12 @@ class RequestState:
     @property
     def tainted(self) -> bool:
         """Whether pages of its prompt hold what was not computed for it, so that no exact prompt may have them."""
-        return self.restored > 0 or bool(self.forget) or (self.blend is not None and self.blend.tainted)
+        return self.restored > 0 or bool(self.marks.forget) or (self.blend is not None and self.blend.tainted)
 
     @property
     def exact(self) -> bool:
         """Whether all tokens of its prompt are as the whole prompt would give them, before its method's plan."""
-        return self.restored_exact and not self.forget and (self.blend is None or self.blend.exact)
+        return self.restored_exact and not self.marks.forget and (self.blend is None or self.blend.exact)
 
     @property
     def rolled(self) -> bool:
@@ -153,7 +152,7 @@ class RequestState:
 
     def forgets(self, n: int) -> bool:
         """Whether a span leaves when the next `n` tokens of its prompt were read."""
-        return any(end == self.job.read + n for _, end in self.forget)
+        return any(end == self.job.read + n for _, end in self.marks.forget)
 
     def regroup(self) -> None:
         """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""

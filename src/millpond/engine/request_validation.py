@@ -12,18 +12,11 @@ from millpond.engine.chunks.prompt import Chunk, Prompt, PromptSpan, tokenized
 from millpond.engine.chunks.reuse import ChunkReuse
 from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.forget import check_spans, checked_forgets
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import can_share
-from millpond.engine.prompt_marks import (
-    answer_without_loss,
-    block_ends,
-    check_breakpoints,
-    checked_shares,
-    checked_spans,
-)
+from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
 from millpond.engine.request import MOST_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.sampling.sampler import Sampler
@@ -74,13 +67,10 @@ class RequestValidator:
         salt = request.cache_salt
         if salt is not None and not 0 < len(salt) <= MOST_SALT:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
-        check_spans(request.tell_forgotten, len(ids))
         group = self._recipes.group(request.cache)
         group.recipe.check_prompt(len(ids))
         most = self._within_budget(request, group, len(ids), most)
-        kept = checked_spans(request.keep, group.recipe, self._model.layers, len(ids))
-        fair = checked_shares(request.fair_shares, group.recipe, len(ids))
-        forget = checked_forgets(request.forget, group.recipe, len(ids), kept, bool(spans))
+        check_marks(request.marks, group.recipe, self._model.layers, len(ids), bool(spans))
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
         reach = group.recipe.reach
@@ -123,9 +113,6 @@ class RequestValidator:
             Times(arrived),
             prompt_logprobs=logprobs,
             spans=spans,
-            kept=kept,
-            fair=fair,
-            forget=forget,
             stops=self._stops(request, len(ids), bool(spans), group),
         )
 
@@ -142,7 +129,7 @@ class RequestValidator:
         Raises:
             OptionError, BudgetError: see `answer_without_loss`; or there is no such value of on_pressure.
         """
-        chosen = self._on_pressure if request.on_pressure is None else request.on_pressure
+        chosen = self._on_pressure if request.cache.on_pressure is None else request.cache.on_pressure
         if chosen not in get_args(OnPressure):
             raise unknown("on_pressure", chosen, get_args(OnPressure))
         if chosen == "evict":
@@ -151,27 +138,22 @@ class RequestValidator:
         return answer_without_loss(group.recipe, self._model.layers, n_tokens, asked, most, context)
 
     def _stops(self, request: Request, n_tokens: int, chunks: bool, group: DecodeGroup) -> list[int]:
-        """The ends of blocks at which sums over a prompt's queries are kept.
-
-        Raises:
-            OptionError: see `check_breakpoints`.
-        """
-        check_breakpoints(request.breakpoints, n_tokens)
+        """The ends of blocks at which sums over a prompt's queries are kept."""
         if not group.recipe.policy.sums_prompt or self._no_use_of_breakpoints(request, chunks, group) is not None:
             return []
-        return block_ends(request.breakpoints, n_tokens, group.slots)
+        return block_ends(request.marks.breakpoints, n_tokens, group.slots)
 
     def require_breakpoints(self, request: Request) -> None:
         """
         Raises:
             OptionError: breakpoints where no later prompt could go on from them; the message says why.
         """
-        if not request.breakpoints:
+        if not request.marks.breakpoints:
             return
         chunks = isinstance(request.prompt, Prompt) and any(isinstance(p, Chunk) for p in request.prompt.parts)
         reason = self._no_use_of_breakpoints(request, chunks, self._recipes.group(request.cache))
         if reason is not None:
-            raise OptionError(f"breakpoints={request.breakpoints}: {reason}; or leave breakpoints out")
+            raise OptionError(f"breakpoints={request.marks.breakpoints}: {reason}; or leave breakpoints out")
 
     def _no_use_of_breakpoints(self, request: Request, chunks: bool, group: DecodeGroup) -> str | None:
         """Why no other prompt can go on from a prompt, and what to do; None: others can."""

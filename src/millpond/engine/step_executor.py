@@ -211,7 +211,7 @@ class StepExecutor:
                 continue
             with live.own_work():
                 self._score_prompt(live, part, found)
-                if live.forget:
+                if live.marks.forget:
                     drop_read(live)
                 if not part.ends and live.rolls(0):
                     self._sharing.keep_blocks(live)
@@ -320,9 +320,8 @@ class StepExecutor:
     def _segment(self, live: RequestState, n: int) -> PromptSegment:
         if live.stack is None:
             live.stack = live.group.recipe.stack(len(live.ids))
-        timeline = live.stack.timeline
-        if (live.kept and not timeline.kept.of(0)) or (live.fair and not timeline.fair.of(0)):
-            live.stack.keep(live.kept, live.fair)
+        if not live.stack.timeline.marks.hold(live.marks):
+            live.stack.mark(live.marks)
         start = live.job.read
         ends = start + n == len(live.ids) and not live.job.trunk
         span = None if live.blend is None else live.blend.span(start, start + n)

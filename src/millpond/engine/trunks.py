@@ -108,7 +108,7 @@ class Trunks:
         A request whose prompt's log probabilities are wanted reads all of it, as does one of which spans
         leave; one with chunks takes them from a store.
         """
-        if live.prompt_logprobs is not None or live.spans or live.forget:
+        if live.prompt_logprobs is not None or live.spans or live.marks.forget:
             return
         while trunk is not None:
             need = estimate_behind(

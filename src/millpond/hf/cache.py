@@ -20,8 +20,8 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.state.span_marks import FairShare, fair_refusal, fair_shares, kept_spans
-from millpond.cache.state.spans import Span, TextMarks
+from millpond.cache.state.span_marks import fair_refusal, kept_refusal
+from millpond.cache.state.spans import TextMarks
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.types import RotaryEmbedding
 from millpond.errors import CacheMismatchError, NotPicklableError, OptionError, UnsupportedModelError
@@ -43,9 +43,10 @@ from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.kernels.cuda_graphs import RecordedDecode, record_cuda, recording
 from millpond.policy.policy import Policy
+from millpond.prompt_marks import Span, SpanShare, kept_spans, with_share
 from millpond.tiers.free_memory import give_back
 
-AnySpan = TypeVar("AnySpan", Span, FairShare)
+AnySpan = TypeVar("AnySpan", Span, SpanShare)
 
 
 class MillpondCache(Cache):
@@ -206,15 +207,13 @@ class MillpondCache(Cache):
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
         if share is not None:
-            return self._share_out(fair_shares(spans, share), sequence)
-        refusal = self.policy.kept_refusal()
+            return self._share_out(with_share(spans, share), sequence)
+        refusal = kept_refusal(self.policy, self._pools.codecs)
         if refusal is not None:
             raise OptionError(f"spans cannot be kept: {refusal}")
-        if any(codec.ages for codec in self._pools.codecs):
-            raise OptionError("spans cannot be kept where entries pass through number formats by age; name one format")
-        self._mark(self.timeline.kept, kept_spans(spans), sequence)
+        self._mark(self.timeline.marks.kept, kept_spans(spans), sequence)
 
-    def _share_out(self, shares: Sequence[FairShare], sequence: int | None) -> None:
+    def _share_out(self, shares: Sequence[SpanShare], sequence: int | None) -> None:
         """
         Raises:
             OptionError, CacheMismatchError: see `protect`.
@@ -222,7 +221,7 @@ class MillpondCache(Cache):
         refusal = fair_refusal(self.policy, self._pools.codecs)
         if refusal is not None:
             raise OptionError(f"spans cannot have a share of the budget: {refusal}")
-        self._mark(self.timeline.fair, shares, sequence)
+        self._mark(self.timeline.marks.shares, shares, sequence)
 
     def _mark(self, marks: TextMarks[AnySpan], found: Sequence[AnySpan], sequence: int | None) -> None:
         """Add spans, whose tuples begin with their places, to those of the prompt or of what follows it."""
@@ -273,7 +272,7 @@ class MillpondCache(Cache):
             for number in chosen:
                 core.drop_spans(number, found)
         for number in chosen:
-            self.timeline.dropped.add(found, number)
+            self.timeline.marks.dropped.add(found, number)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
@@ -532,4 +531,4 @@ def _entries(
     seen: int,
 ) -> int:
     """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
-    return budgets.entries(layer, table, sequence, seen, timeline.kept.count(sequence, policy.protect.sinks))
+    return budgets.entries(layer, table, sequence, seen, timeline.marks.kept.count(sequence, policy.protect.sinks))

@@ -113,13 +113,13 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     tensors = {f"{core.index}.{name}": t for core in cache.layer_caches for name, t in to_tensors(core).items()}
     tensors |= state_tensors(cache.states)
     tensors["ids"] = ids.cpu().int()
-    if timeline.kept.of(0):
-        tensors["kept"] = torch.tensor(timeline.kept.of(0), dtype=torch.int32)
-    if timeline.fair:
-        tensors["fair.spans"] = torch.tensor([one[:2] for one in timeline.fair.of(0)], dtype=torch.int32)
-        tensors["fair.shares"] = torch.tensor([one[2] for one in timeline.fair.of(0)], dtype=torch.float64)
-    if timeline.dropped:
-        tensors["dropped"] = torch.tensor(timeline.dropped.of(0), dtype=torch.int32)
+    if timeline.marks.kept.of(0):
+        tensors["kept"] = torch.tensor(timeline.marks.kept.of(0), dtype=torch.int32)
+    if timeline.marks.shares:
+        tensors["fair.spans"] = torch.tensor([one[:2] for one in timeline.marks.shares.of(0)], dtype=torch.int32)
+        tensors["fair.shares"] = torch.tensor([one[2] for one in timeline.marks.shares.of(0)], dtype=torch.float64)
+    if timeline.marks.dropped:
+        tensors["dropped"] = torch.tensor(timeline.marks.dropped.of(0), dtype=torch.int32)
     model = cache.model()
     if model is None:
         raise CacheMismatchError("the model of this cache is gone: save while it is still there")
@@ -184,7 +184,7 @@ def restore_document(
             cache.protect(tensors.pop("kept").tolist())
         if "fair.spans" in tensors and "fair.shares" in tensors:
             fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
-            cache.timeline.fair.expect(fair)
+            cache.timeline.marks.shares.expect(fair)
         for core in cache.layer_caches:
             own = f"{core.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
@@ -193,7 +193,7 @@ def restore_document(
         restore_states(cache.states, tensors, model.device)
         cache.restore_position(ids)
         if dropped:
-            cache.timeline.dropped.add(dropped, 0)
+            cache.timeline.marks.dropped.add(dropped, 0)
             cache.journal.truncatable = False
     except BaseException:
         cache.close()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millpond.cache.state.spans import Span, ascending
 from millpond.errors import CacheMismatchError, OptionError
 from millpond.hf.protocol import LayerCaches
 from millpond.policy.policy import Policy
+from millpond.prompt_marks import Span, ascending, check_apart, check_inside
 
 
 def forget_refusal(policy: Policy) -> str | None:
@@ -53,20 +53,7 @@ def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence
         OptionError: a span holds tokens that `protect` keeps.
     """
     for sequence in sequences:
-        check_apart(spans, cache.timeline.kept.of(sequence), "protect() keeps")
-
-
-def check_apart(spans: Sequence[Span], kept: Sequence[Span], who: str) -> None:
-    """
-    Raises:
-        OptionError: spans that are to leave, and those that are to stay, share tokens.
-    """
-    for begin, end in spans:
-        for first, last in kept:
-            if begin < last and first < end:
-                raise OptionError(
-                    f"forget: [{begin}, {end}) holds tokens of [{first}, {last}), which {who}; leave one of the two out"
-                )
+        check_apart(spans, cache.timeline.marks.kept.of(sequence), "protect() keeps")
 
 
 def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tuple[Span, ...]:
@@ -84,11 +71,7 @@ def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tup
         ((0, 4), (8, 12))
     """
     found = ascending(spans, "forget")
-    for begin, end in found:
-        if not 0 <= begin < end <= most:
-            raise OptionError(
-                f"forget: [{begin}, {end}) must hold one token at least, and lie in {text}, tokens 0 to {most - 1}"
-            )
+    check_inside(found, most, text)
     return tuple(found)
 
 

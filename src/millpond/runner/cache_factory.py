@@ -171,7 +171,7 @@ class CacheFactory(CacheLayout):
 
     def _cores(self, timeline: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
-            kept = timeline.kept.count(sequence, self.policy.protect.sinks)
+            kept = timeline.marks.kept.count(sequence, self.policy.protect.sinks)
             return self._budgets.entries(layer, table, sequence, self.within_reach(max(seen, prompt)), kept)
 
         cores = [

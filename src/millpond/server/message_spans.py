@@ -1,17 +1,17 @@
-"""Where each message of a chat lies in what the model reads."""
+"""Where messages of a chat, and pieces of them, lie in what its template makes of them."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from millpond.engine.chunks.prompt import Chunk
+from millpond.prompt_marks import Span
 from millpond.server.errors import ApiError
 from millpond.server.messages import Message
 
-#: [begin, end) in characters or tokens.
-Span = tuple[int, int]
-FORGOTTEN, KEEP = "millpond.forgotten", "millpond.keep"
+#: Chunks of one prompt, at most.
+MOST_CHUNKS = 256
 
 
 class EnclosedMessages:
@@ -102,60 +102,56 @@ def text_of(message: Message) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-def kept_pieces(message: Message) -> list[Span]:
-    """Where the parts of a message that stay lie in its text, in characters."""
-    if message.millpond is not None and message.millpond.keep:
-        return [(0, len(text_of(message)))]
-    found, behind = [], 0
-    for part in message.content if isinstance(message.content, list) else ():
-        if part.millpond is not None and part.millpond.keep:
-            found.append((behind, behind + len(part.text)))
-        behind += len(part.text)
-    return found
+def has_chunks(messages: Iterable[Message]) -> bool:
+    """Whether a part of a message is marked as a chunk."""
+    return any(isinstance(m.content, list) and any(part.chunk for part in m.content) for m in messages)
 
 
-def refuse_keep(wanted: object, way_out: str) -> None:
+class MarkedChunks:
+    """Messages whose chunks are replaced by marks, so that they can be found again behind a chat template.
+
+    Attributes:
+        messages: with a mark in place of each chunk.
     """
-    Raises:
-        ApiError: `millpond.keep` is given where there is no prompt of a completion.
-    """
-    if wanted is not None:
-        message = f"millpond.keep goes with the one prompt of a completion; {way_out}"
-        raise ApiError(400, message, "invalid_value", KEEP)
 
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._secret = secrets.token_hex(12)
+        self._texts: list[str] = []
+        self.messages = [self._marked(message) for message in messages]
 
-def refuse_forgotten(wanted: bool) -> None:
-    """
-    Raises:
-        ApiError: `millpond.forgotten` is set where there are no messages of a chat.
-    """
-    if wanted:
-        message = "millpond.forgotten goes with a chat, of whose messages it tells: use /v1/chat/completions"
-        raise ApiError(400, message, "invalid_value", FORGOTTEN)
+    def _marked(self, message: Message) -> Message:
+        if not isinstance(message.content, list):
+            return message
+        parts = []
+        for part in message.content:
+            if part.chunk and not part.text:
+                raise ApiError(400, "a chunk has no text", "invalid_value", "messages")
+            if part.chunk:
+                self._texts.append(part.text)
+            parts.append(part.model_copy(update={"text": self._mark(len(self._texts) - 1)}) if part.chunk else part)
+        if len(self._texts) > MOST_CHUNKS:
+            raise ApiError(400, f"a prompt may have {MOST_CHUNKS} chunks", "invalid_value", "messages")
+        return message.model_copy(update={"content": parts})
 
+    def _mark(self, number: int) -> str:
+        return f"chunk{self._secret}n{number}e"
 
-def token_spans(
-    tokenizer: Any, text: str, special: bool, spans: Sequence[Span], field: str = FORGOTTEN
-) -> tuple[list[int], list[Span]]:
-    """The ids of a text, and where spans of its characters lie among them; a token that lies in part in one is of it.
+    def split(self, text: str) -> list[str | Chunk]:
+        """The parts of what a template has made of the messages.
 
-    field: of the body, which asks for it.
-
-    Raises:
-        ApiError: the tokenizer does not tell which characters a token stands for.
-    """
-    if not getattr(tokenizer, "is_fast", False):
-        message = "this model's tokenizer does not tell which characters a token stands for"
-        raise ApiError(400, message, "unsupported_parameter", field)
-    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    offsets = [(begin, end) for begin, end in found["offset_mapping"]]
-    return list(found["input_ids"]), [_among(offsets, span) for span in spans]
-
-
-def _among(offsets: Sequence[Span], span: Span) -> Span:
-    """The first and behind the last of the tokens that share characters with a span."""
-    own = [place for place, (begin, end) in enumerate(offsets) if begin < min(end, span[1]) and end > span[0]]
-    return (own[0], own[-1] + 1) if own and span[0] < span[1] else (0, 0)
+        Raises:
+            ApiError: the template leaves a chunk out, repeats one or changes their order.
+        """
+        parts: list[str | Chunk] = []
+        for number, own in enumerate(self._texts):
+            before, found, text = text.partition(self._mark(number))
+            if not found or self._secret in before:
+                break
+            parts += [before, Chunk(own)]
+        if len(parts) < 2 * len(self._texts) or self._secret in text:
+            message = "the model's chat template leaves a chunk out, repeats one or changes their order"
+            raise ApiError(400, message, "template_error", "messages")
+        return [part for part in [*parts, text] if part]
 
 
 def _changed() -> ApiError:

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.budget import Budget
-from millpond.cache.state.span_marks import FairShare
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import CONSTRAINTS, SamplingParams
 from millpond.errors import BudgetError
 from millpond.hf.fit import is_auto
 from millpond.presets import preset
+from millpond.prompt_marks import PromptMarks
 from millpond.server.errors import ApiError
-from millpond.server.message_spans import Span
 from millpond.server.schemas import CacheFields, ObjectFormat, SamplingFields, SchemaFormat, TextFormat, TokenFields
 from millpond.server.structured_outputs import StructuralTag, constraint, two_of
 
@@ -80,6 +79,7 @@ def cache_options(fields: CacheFields) -> CacheOptions:
         recompute=fields.recompute,
         max_kl=fields.max_kl,
         preset=fields.preset,
+        on_pressure=fields.on_pressure,
     )
 
 
@@ -90,11 +90,7 @@ def requests(
     fields: CacheFields,
     cache_salt: str | None,
     timeout_s: float | None,
-    tell_forgotten: tuple[Span, ...] = (),
-    breakpoints: tuple[int, ...] = (),
-    keep: tuple[Span, ...] = (),
-    forget: tuple[Span, ...] = (),
-    fair_shares: tuple[FairShare, ...] = (),
+    marks: PromptMarks | None = None,
     tell_read: bool = False,
 ) -> list[Request]:
     """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
@@ -109,12 +105,7 @@ def requests(
             priority=fields.priority,
             deadline=min(limits, default=None),
             watch=fields.watch,
-            tell_forgotten=tell_forgotten,
-            breakpoints=breakpoints,
-            keep=keep,
-            forget=forget,
-            fair_shares=fair_shares,
-            on_pressure=fields.on_pressure,
+            marks=marks or PromptMarks(),
             tell_read=tell_read,
         )
         for place, prompt in enumerate(prompts)

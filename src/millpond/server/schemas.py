@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
-from millpond.cache.state.span_marks import MOST_KEPT, MOST_SHARES
-from millpond.engine.request import MOST_BREAKPOINTS, MOST_SALT, OnPressure
+from millpond.engine.request import MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
+from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MOST_NAME, MOST_TOOLS, Body, Message, Name, Tool
 from millpond.server.structured_outputs import GuidedFields, StructuralTag
@@ -27,7 +27,7 @@ Forgettable = Annotated[str, Field(min_length=1, max_length=MOST_NAME + len("too
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
 #: Of a text, in characters or tokens; whether it lies in the prompt is known later.
 Place = Annotated[StrictInt, Field(ge=-MOST_TOKENS, le=MOST_TOKENS)]
-SpanShares = Annotated[list[tuple[Place, Place, Share]], Field(max_length=MOST_SHARES, fail_fast=True)]
+SpanShares = Annotated[list[tuple[Place, Place, Share]], Field(max_length=MAX_SHARES, fail_fast=True)]
 #: A number for all messages, or spans: an error speaks of the one that was meant.
 FairShareField = Annotated[
     Annotated[Share, Tag("share")] | Annotated[SpanShares, Tag("spans")],
@@ -78,10 +78,10 @@ class CacheFields(Body):
     watch: bool = False
     chunks: Annotated[list[tuple[Place, Place]], Field(max_length=256, fail_fast=True)] | None = None
     forgotten: bool = False
-    keep: Annotated[list[tuple[Place, Place]], Field(max_length=MOST_KEPT, fail_fast=True)] | None = None
+    keep: Annotated[list[tuple[Place, Place]], Field(max_length=MAX_KEPT, fail_fast=True)] | None = None
     fair_shares: FairShareField | None = None
     forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
-    breakpoints: Annotated[list[Place], Field(max_length=MOST_BREAKPOINTS, fail_fast=True)] | None = None
+    breakpoints: Annotated[list[Place], Field(max_length=MAX_BREAKPOINTS, fail_fast=True)] | None = None
     on_pressure: OnPressure | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
 

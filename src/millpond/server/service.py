@@ -19,12 +19,12 @@ from millpond.option_files import listed_files
 from millpond.server.admission import AdmissionControl
 from millpond.server.answers import GenerationJob
 from millpond.server.body_parsing import JsonBodies
-from millpond.server.chat_breakpoints import ChatBreakpoints
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import FrontPace
 from millpond.server.identity import Client, ClientRegistry
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Metrics
+from millpond.server.prompt_marks import ChatBreakpoints
 from millpond.server.request_log import FINISHED
 from millpond.server.settings import ServerSettings
 from millpond.server.tokenizer_worker import TokenizerWorker

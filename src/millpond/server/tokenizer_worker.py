@@ -7,22 +7,22 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from millpond.cache.state.spans import united
 from millpond.engine.chunks.prompt import Prompt, with_ids
 from millpond.engine.token_bytes import TokenBytes
 from millpond.errors import OptionError
 from millpond.models.untrusted.whole_chat import write_whole
-from millpond.server.chunk_parts import MarkedChunks
+from millpond.prompt_marks import PromptMarks, Span, TokenOffsets
 from millpond.server.errors import ApiError
 from millpond.server.fill_in import fill_in_of
 from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
-from millpond.server.message_spans import KEEP, EnclosedMessages, Span, kept_pieces, token_spans
+from millpond.server.message_spans import EnclosedMessages, MarkedChunks
 from millpond.server.messages import Message, Tool
+from millpond.server.prompt_marks import FORGOTTEN, ChatMarks, RequestedMarks
 from millpond.server.schemas import ChatFields, TokenFields
 from millpond.server.text_cost import LONG_RUN, check_runs
 from millpond.server.tools.template import ask_template, in_words
@@ -181,7 +181,47 @@ class TokenizerWorker:
         await self._check_runs(texts, "prompt")
         return await self._run(lambda own: with_ids(prompt, own), sum(map(len, texts)))
 
-    async def chunked_chat(self, said: Sequence[Message], body: ChatFields, use_tools: bool = True) -> Prompt:
+    async def read_chat(
+        self, said: Sequence[Message], body: ChatFields, use_tools: bool, requested: ChatMarks
+    ) -> tuple[tuple[int, ...] | Prompt, PromptMarks]:
+        """A chat as the model reads it, in token ids, and what is marked of them.
+
+        Raises:
+            ApiError: as `chat`; or the template changes messages, or the order of chunks; or the tokenizer tells no
+                characters of tokens. OptionError: see `ChatMarks.in_tokens`.
+        """
+        if requested.is_chunked:
+            return await self._chunked_chat(said, body, use_tools), PromptMarks()
+        text, ids = await self.chat(said, body, use_tools)
+
+        async def spans(enclosed: EnclosedMessages) -> list[Span]:
+            return enclosed.spans(await self._chat_text(enclosed.messages, body, use_tools), text)
+
+        messages = await spans(EnclosedMessages(said)) if requested.of_each else []
+        keep = [] if requested.keep is None else await spans(requested.keep)
+        forget = [span for one in requested.forget for span in await spans(one)]
+        if not requested.of_each and requested.breakpoints:
+            messages = await self._message_ends(spans, said)
+        if requested.field is None and not messages:
+            return ids, PromptMarks()
+        try:
+            offsets = await self._offsets(text, ids, not self.has_template, requested.field or FORGOTTEN)
+        except ApiError:
+            if requested.field is not None:
+                raise
+            return ids, PromptMarks()  # only breakpoints, which a chat can do without
+        return ids, requested.in_tokens(offsets, messages, keep, forget)
+
+    async def _message_ends(
+        self, spans: Callable[[EnclosedMessages], Awaitable[list[Span]]], said: Sequence[Message]
+    ) -> list[Span]:
+        """Where messages end, whose beginnings a template may leave out; none: it is not known."""
+        try:
+            return await spans(EnclosedMessages(said, ends=True))
+        except ApiError:
+            return []
+
+    async def _chunked_chat(self, said: Sequence[Message], body: ChatFields, use_tools: bool) -> Prompt:
         """A chat with chunks as the model reads it, in token ids.
 
         Raises:
@@ -194,131 +234,33 @@ class TokenizerWorker:
         # what a template writes has its special tokens already
         return await self.chunked(Prompt([(), *parts] if self.has_template else parts))
 
-    async def chat_spans(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
-    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """A chat as the model reads it, in token ids, and where each message lies among them.
-
-        Raises:
-            ApiError: as `chat`; or the template changes messages; or the tokenizer tells no characters of tokens.
-        """
-        text, ids = await self.chat(said, body, use_tools)
-        return ids, await self._spans(text, ids, said, body, use_tools)
-
-    async def chat_ends(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
-    ) -> tuple[tuple[int, ...], tuple[Span, ...] | None]:
-        """As `chat_spans`, for the ends of messages, whose beginnings a template may leave out; None: unknown.
-
-        Raises:
-            ApiError: as `chat`.
-        """
-        text, ids = await self.chat(said, body, use_tools)
-        try:
-            return ids, await self._spans(text, ids, said, body, use_tools, ends=True)
-        except ApiError:
-            return ids, None
-
-    async def _spans(
-        self,
-        text: str,
-        ids: tuple[int, ...],
-        said: Sequence[Message],
-        body: ChatFields,
-        use_tools: bool,
-        *,
-        ends: bool = False,
-    ) -> tuple[Span, ...]:
-        """Where each message lies among the ids of the text of a chat; see `chat_spans`, and for `ends` `chat_ends`."""
-        enclosed = EnclosedMessages(said, ends=ends)
-        marked = await self._chat_text(enclosed.messages, body, use_tools)
-        spans, special = enclosed.spans(marked, text), not self.has_template
-        read, found = await self._run(lambda own: token_spans(own, text, special, spans), len(text))
-        if tuple(read) != ids:
-            message = "this model's tokenizer does not tell which characters a token stands for"
-            raise ApiError(400, message, "unsupported_parameter", "millpond.forgotten")
-        return tuple(found)
-
-    async def kept_in_chat(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
-    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """A chat as the model reads it, in token ids, and the spans among them of messages and parts that stay.
-
-        Raises:
-            ApiError: as `chat_spans`.
-        """
-        enclosed = EnclosedMessages(said, [kept_pieces(message) for message in said])
-        return await self.pieces_in_chat(said, body, use_tools, [enclosed], KEEP)
-
-    async def pieces_in_chat(
-        self,
-        said: Sequence[Message],
-        body: ChatFields,
-        use_tools: bool,
-        enclosed: Sequence[EnclosedMessages],
-        field: str,
-    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """A chat as the model reads it, in token ids, and where enclosed pieces of it lie among them.
-
-        field: of the body, which asks for it.
-
-        Raises:
-            ApiError: as `chat_spans`.
-        """
-        text = await self._chat_text(said, body, use_tools)
-        found: list[Span] = []
-        for one in enclosed:
-            found += one.spans(await self._chat_text(one.messages, body, use_tools), text)
-        return await self.kept_in_text(text, found, special=not self.has_template, field=field)
-
-    async def kept_in_text(
-        self, text: str, spans: Sequence[Span], special: bool = True, field: str = KEEP
-    ) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """The ids of a text, and the spans among them of spans of its characters.
-
-        Raises:
-            ApiError: spans that leave the text; or the tokenizer tells no characters of tokens.
-        """
-        ids, found = await self.spans_in_text(text, spans, special, field)
-        return ids, united(found)
-
-    async def spans_in_text(
-        self, text: str, spans: Sequence[Span], special: bool, field: str
-    ) -> tuple[tuple[int, ...], list[Span]]:
-        """The ids of a text, and where each span of its characters lies among them.
-
-        Raises:
-            ApiError: spans that leave the text; or the tokenizer tells no characters of tokens.
-        """
-        for begin, end in spans:
-            if not 0 <= begin <= end <= len(text):
-                name = field.partition(".")[2]
-                message = f"{name}: [{begin}, {end}] must lie in the prompt of {len(text)} characters"
-                raise ApiError(400, message, "invalid_value", field)
-        ids = await self.encode(text, special)
-        read, found = await self._run(lambda own: token_spans(own, text, special, spans, field), len(text))
-        if tuple(read) != ids:
-            message = "this model's tokenizer does not tell which characters a token stands for"
-            raise ApiError(400, message, "unsupported_parameter", field)
-        return ids, found
-
-    async def tokens_before(
-        self, text: str, ids: tuple[int, ...], places: Sequence[int], field: str
-    ) -> tuple[int, ...]:
-        """How many of the tokens of a text end at or before places of it, in characters, each before its end.
+    async def in_text(self, text: str, ids: tuple[int, ...], requested: RequestedMarks) -> PromptMarks:
+        """What a completion marks of its text, in tokens.
 
         Args:
-            ids: of the text. field: of the body, which asks for it.
+            ids: of the text.
 
         Raises:
             ApiError: the tokenizer tells no characters of tokens.
         """
-        spans = [(place, len(text)) for place in places]
-        read, found = await self._run(lambda own: token_spans(own, text, True, spans, field), len(text))
-        if tuple(read) != ids:
-            message = "this model's tokenizer does not tell which characters a token stands for"
-            raise ApiError(400, message, "unsupported_parameter", field)
-        return tuple(begin for begin, _ in found)
+        return requested.marks.in_tokens(await self._offsets(text, ids, True, requested.field))
+
+    async def _offsets(self, text: str, ids: tuple[int, ...], special: bool, field: str) -> TokenOffsets:
+        """Where the characters of a text lie among its ids.
+
+        field: of the body, which asks for it.
+
+        Raises:
+            ApiError: the tokenizer does not tell which characters a token stands for.
+        """
+        if getattr(self._tokenizer, "is_fast", False):
+            read = await self._run(
+                lambda own: own(text, add_special_tokens=special, return_offsets_mapping=True), len(text)
+            )
+            if tuple(read["input_ids"]) == ids:
+                return TokenOffsets(read["offset_mapping"])
+        message = "this model's tokenizer does not tell which characters a token stands for"
+        raise ApiError(400, message, "unsupported_parameter", field)
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
         """Ids of the special tokens that are written so."""

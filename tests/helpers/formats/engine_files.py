@@ -22,6 +22,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import unpack
 from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, RequestSnapshot
+from millpond.prompt_marks import PromptMarks
 from tests.helpers.formats.model import DATA, MODEL, VOCABULARY, of_heads, prompt
 
 WEIGHTS, PLAN = DATA / "weights", DATA / "plan.json"
@@ -187,8 +188,7 @@ def _request(question: int) -> Request:
         request_id="kept",
         prompt=tuple(prompt(40, question)),
         params=asked(prompt_logprobs=1, seed=5),
-        tell_forgotten=((3, 9),),
-        keep=((4, 7),),
+        marks=PromptMarks(report=((3, 9),), keep=((4, 7),)),
     )
 
 
@@ -241,6 +241,7 @@ def full_snapshot() -> RequestSnapshot:
         max_kl=0.5,
         pick="head",
         preset="small",
+        on_pressure="refuse",
     )
     request = Request(
         request_id="unread",
@@ -252,13 +253,8 @@ def full_snapshot() -> RequestSnapshot:
         priority=-2,
         deadline=30.0,
         watch=True,
-        tell_forgotten=((1, 4),),
+        marks=PromptMarks(report=((1, 4),), breakpoints=(8,), keep=((2, 3),), shares=((4, 8, 0.5),), forget=((9, 10),)),
         tell_read=True,
-        breakpoints=(8,),
-        keep=((2, 3),),
-        fair_shares=((4, 8, 0.5),),
-        forget=((9, 10),),
-        on_pressure="refuse",
     )
     answers = (
         AnswerSnapshot(seed=12, tokens=(5, 9), known=(7,), logprobs=((5, -0.5, ((5, -0.5),)), (9, -1.5, ())), shared=4),

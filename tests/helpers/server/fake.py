@@ -140,7 +140,7 @@ class FakeLLM:
 
     def forgotten(self, request: Request) -> tuple[Forgotten, ...]:
         """A quarter of each span, and half of it in most heads; 60 % of its entries are held."""
-        return tuple(Forgotten(begin, end, 0.25, 0.5, 0.6) for begin, end in request.tell_forgotten)
+        return tuple(Forgotten(begin, end, 0.25, 0.5, 0.6) for begin, end in request.marks.report)
 
     def text(self, ids: Sequence[int]) -> str:
         return "".join(f" {WORDS[i]}" for i in ids)

@@ -293,7 +293,7 @@ class DecodeStep:
         rule, always = self._rule, self._rule.evict is Evict.NEVER
         if q_pos is None:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
-        table.kept = self._timeline.kept.tensor(device)
+        table.kept = self._timeline.marks.kept.tensor(device)
         table.least = self._planner.least(table, positions, device)
         quantize.quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
@@ -322,10 +322,10 @@ class DecodeStep:
             self._finite.check(lse, columns)
         if headwise is not None:
             assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"
-            headwise.apply(table, self._timeline.tokens, positions, shape.window, self._timeline.kept)
+            headwise.apply(table, self._timeline.tokens, positions, shape.window, self._timeline.marks.kept)
         if rivals is not None:
-            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._timeline.kept)
+            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._timeline.marks.kept)
         if leaves:
             evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
         if self._demotes.evict is not Evict.NEVER:
-            quantize.demote_due(table, self._demotes, positions, self._timeline.kept)
+            quantize.demote_due(table, self._demotes, positions, self._timeline.marks.kept)

@@ -367,7 +367,7 @@ class LayerCache(LayerStorage):
     def truncatable(self) -> bool:
         """Whether the newest entries can simply be cut off: nothing ever left."""
         follows = self.companions.focus is None or self.companions.focus.truncatable
-        return self.policy.keeps_all and not self.attention.shape.window and follows and not self.timeline.dropped
+        return self.policy.keeps_all and not self.attention.shape.window and follows and not self.timeline.marks.dropped
 
     def reset(self) -> None:
         super().reset()

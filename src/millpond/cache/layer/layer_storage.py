@@ -18,12 +18,12 @@ from millpond.cache.state.positions import PositionTracker
 from millpond.cache.state.prompt_sums import LayerSums
 from millpond.cache.state.rerotation import CacheRelativePositions, stored, turn
 from millpond.cache.state.sequence_state import LayerSnapshot, SequenceState
-from millpond.cache.state.spans import Span
 from millpond.cache.types import RotaryEmbedding, by_position
 from millpond.errors import CacheMismatchError, DataError
 from millpond.kernels.args import PaddedEntries
 from millpond.kernels.decode_rules import in_spans
 from millpond.policy.policy import Policy
+from millpond.prompt_marks import Span
 
 
 def positions_of(table: PageTable, sequence: int) -> Tensor:

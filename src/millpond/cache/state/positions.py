@@ -9,8 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.state.span_marks import FairShares, KeptSpans
-from millpond.cache.state.spans import DroppedSpans
+from millpond.cache.state.span_marks import BatchMarks
 from millpond.cache.state.token_ids import TokenIds
 from millpond.errors import CacheMismatchError
 
@@ -85,8 +84,7 @@ class PositionTracker:
     Attributes:
         seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
             away: `seen + closed` tokens were read.
-        kept: spans of positions that stay in every head of every layer. dropped: those that no head holds any more.
-        fair: spans that keep a share of the budget in every head of every layer.
+        marks: spans of positions that stay, that keep a share of the budget, or that no head holds any more.
     """
 
     def __init__(self) -> None:
@@ -94,9 +92,7 @@ class PositionTracker:
         self.closed: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.origin: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # which sequence of the first pass each is
         self.columns = 0
-        self.kept = KeptSpans()
-        self.fair = FairShares()
-        self.dropped = DroppedSpans()
+        self.marks = BatchMarks()
         self.tokens: TokenIds | None = None  # set where a policy reads them
         self._spans: dict[tuple[int, int], ForwardSpan] = {}  # of the running pass, which may be processed in parts
         self._padded: list[tuple[int, npt.NDArray[np.bool_]]] = []  # start and `valid` of the passes that held pads
@@ -133,8 +129,7 @@ class PositionTracker:
                 "interrupted, or the cache used by two models? Call reset() and run the prompt again"
             )
         if self.n_seq == 0:
-            self.kept.begin(n_seq)
-            self.fair.begin(n_seq)
+            self.marks.begin(n_seq)
             self.seen, self.closed = np.zeros(n_seq, dtype=np.int64), np.zeros(n_seq, dtype=np.int64)
             self.origin = np.arange(n_seq)
         if self.n_seq != n_seq:
@@ -195,9 +190,7 @@ class PositionTracker:
         """Follow a choice or re-ordering of sequences."""
         self.seen, self.origin = self.seen[sequences], self.origin[sequences]
         self.closed = self.closed[sequences]
-        self.kept.select(sequences)
-        self.fair.select(sequences)
-        self.dropped.select(sequences)
+        self.marks.select(sequences)
         self._padded = [(start, valid[sequences]) for start, valid in self._padded]
         if self.tokens is not None:
             self.tokens.select(sequences)
@@ -205,8 +198,7 @@ class PositionTracker:
 
     def begin_with(self, columns: int) -> None:
         """One sequence, with the number of tokens seen before."""
-        self.kept.begin(1)
-        self.fair.begin(1)
+        self.marks.begin(1)
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.closed = np.zeros(1, dtype=np.int64)
         self.columns = columns
@@ -223,9 +215,7 @@ class PositionTracker:
         self.rewind(0, other.seen)
         self.columns, self.origin, self._padded = other.columns, other.origin.copy(), list(other._padded)
         self.closed = other.closed.copy()
-        self.kept = other.kept.copy(range(other.n_seq))
-        self.fair = other.fair.copy(range(other.n_seq))
-        self.dropped = other.dropped.copy(range(other.n_seq))
+        self.marks = other.marks.copy(range(other.n_seq))
         if other.tokens is not None:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
@@ -234,20 +224,16 @@ class PositionTracker:
         other = PositionTracker()
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]
-        other.kept = self.kept.copy(sequences)
-        other.fair = self.fair.copy(sequences)
-        other.dropped = self.dropped.copy(sequences)
+        other.marks = self.marks.copy(sequences)
         if self.tokens is not None:
             other.tokens = self.tokens.copy(sequences)
         return other
 
     def join(self, other: PositionTracker) -> None:
         """Take over the sequences of `other`, after these. What was a pad in either is no longer known."""
-        self.dropped.join(other.dropped, self.n_seq)
+        self.marks.join(other.marks, self.n_seq)
         self.seen, self.origin = np.concatenate([self.seen, other.seen]), np.concatenate([self.origin, other.origin])
         self.closed = np.concatenate([self.closed, other.closed])
-        self.kept.join(other.kept)
-        self.fair.join(other.fair)
         if self.tokens is not None:
             assert other.tokens is not None, "batches that are joined keep the same things"
             self.tokens.join(other.tokens)
@@ -263,9 +249,7 @@ class PositionTracker:
         """Forget everything."""
         self.rewind(0, np.zeros(0, dtype=np.int64))
         self.closed = self.seen.copy()
-        self.kept.reset()
-        self.fair.reset()
-        self.dropped.reset()
+        self.marks.reset()
         if self.tokens is not None:
             self.tokens.reset()
 

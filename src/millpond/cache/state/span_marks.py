@@ -1,8 +1,7 @@
-"""Spans that every head keeps, and spans that keep a share of the budget: see `millpond.policy.fair_shares`."""
+"""Marks of a batch: spans that every head keeps, those that keep a share of the budget, and those that were dropped."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,41 +9,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millpond.cache.state.spans import Span, TextMarks, ascending, tokens_in, united
+from millpond.cache.state.spans import DroppedSpans, TextMarks
 from millpond.codec.spec import Codec
 from millpond.errors import DataError, OptionError
-from millpond.kernels.decode_rules import MOST_LEAST, in_spans
+from millpond.kernels.decode_rules import in_spans
 from millpond.policy.fair_shares import BEHIND, FairSpans, Floats, Ints, fewest
 from millpond.policy.policy import Policy
-
-#: A position is an int32.
-_LAST = 2**31 - 1
-#: Most spans of one text that do not touch: each decoding step compares every entry with every span.
-MOST_KEPT = 64
-
-
-def kept_spans(spans: Sequence[Sequence[int]], name: str = "spans") -> tuple[Span, ...]:
-    """Spans as they are kept: ascending, with those that touch joined, and none of them empty.
-
-    Args:
-        spans: [begin, end) of each, in any order. name: what a message calls them.
-
-    Raises:
-        OptionError: something else than pairs of whole numbers, a span that ends before it begins, spans that
-            overlap, or more than `MOST_KEPT` that do not touch.
-
-    Example:
-        >>> kept_spans([(8, 12), (0, 4), (4, 6)])
-        ((0, 6), (8, 12))
-    """
-    given = ascending(spans, name)
-    for begin, end in given:
-        if not 0 <= begin <= end <= _LAST:
-            raise OptionError(f"{name}: {(begin, end)} is no span: give (begin, end) with 0 <= begin <= end")
-    joined = united(given)
-    if len(joined) > MOST_KEPT:
-        raise OptionError(f"{name}: {len(joined)} spans that do not touch are more than {MOST_KEPT}; join some of them")
-    return joined
+from millpond.prompt_marks import MAX_SHARES, PromptMarks, Span, SpanShare, kept_spans, shares_in_order, tokens_in
 
 
 class KeptSpans(TextMarks[Span]):
@@ -89,80 +60,29 @@ class KeptSpans(TextMarks[Span]):
         self._tensors: dict[torch.device, Tensor | None] = {}
 
 
-#: Most spans of one text.
-MOST_SHARES = MOST_LEAST
-#: [begin, end) in positions of a text, and its share of the budget, above 0 and at most 1.
-FairShare = tuple[int, int, float]
-
-
-def fair_shares(spans: Sequence[Sequence[int]], share: object, name: str = "spans") -> tuple[FairShare, ...]:
-    """Spans with one share, ascending and without those that are empty.
-
-    Args:
-        spans: [begin, end) of each, in any order. name: what a message calls them.
-
-    Raises:
-        OptionError: no share; something else than pairs of whole numbers, a span that ends before it begins, spans
-            that overlap, or more than `MOST_SHARES`.
-
-    Example:
-        >>> fair_shares([(8, 12), (0, 4), (4, 4)], 0.5)
-        ((0, 4, 0.5), (8, 12, 0.5))
-    """
-    checked = checked_share(share)
-    return in_order([(begin, end, checked) for begin, end in ascending(spans, name)], name)
-
-
-def checked_share(share: object, name: str = "share") -> float:
-    """
-    Raises:
-        OptionError: no number above 0 and up to 1.
-    """
-    number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not number or not math.isfinite(share) or not 0 < share <= 1:  # type: ignore[arg-type, operator]
-        raise OptionError(f"{name}={str(share)[:80]} must be a number above 0 and up to 1; leave it out for no share")
-    return float(share)  # type: ignore[arg-type]
-
-
-def in_order(shares: Iterable[Sequence[float]], name: str) -> tuple[FairShare, ...]:
-    """Spans with shares of their own, see `fair_shares`.
-
-    Raises:
-        OptionError: see `fair_shares`.
-    """
-    found: dict[Span, float] = {}
-    for one in shares:
-        given: object = one
-        if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(one) != 3:
-            raise OptionError(f"{name}: {str(one)[:80]} is none: give (begin, end, share)")
-        begin, end, share = one
-        ascending([(begin, end)], name)  # type: ignore[list-item]
-        if not 0 <= begin <= end < BEHIND:
-            raise OptionError(f"{name}: {(begin, end)} is no span: give (begin, end) with 0 <= begin <= end")
-        checked = checked_share(share, f"{name}: share of [{begin}, {end})")
-        if begin < end:
-            if (int(begin), int(end)) in found:
-                raise OptionError(f"{name}: [{begin}, {end}) is there twice; give each token once")
-            found[int(begin), int(end)] = checked
-    if len(found) > MOST_SHARES:
-        raise OptionError(f"{name}: {len(found)} spans are more than {MOST_SHARES}; join some of them")
-    return tuple((begin, end, found[begin, end]) for begin, end in ascending(list(found), name))
-
-
-def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[FairShare, ...]:
+def shares_of_tensors(spans: Tensor, shares: Tensor) -> tuple[SpanShare, ...]:
     """Spans with shares out of a file: spans (m, 2), shares (m,) float64.
 
     Raises:
         DataError: they are none.
     """
     whole = spans.dtype in (torch.int32, torch.int64) and spans.ndim == 2 and spans.shape[1] == 2
-    if not whole or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MOST_SHARES:
+    if not whole or shares.dtype is not torch.float64 or shares.shape != spans.shape[:1] or len(spans) > MAX_SHARES:
         raise DataError("a file has no spans with shares where it should; it is read as missing")
     rows = [(begin, end, share) for (begin, end), share in zip(spans.tolist(), shares.tolist(), strict=True)]
     try:
-        return in_order(rows, "a file's spans with shares")
+        return shares_in_order(rows, "a file's spans with shares")
     except OptionError as error:
         raise DataError(f"{error}; the file is read as missing") from None
+
+
+def kept_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False) -> str | None:
+    """Why spans cannot be kept, and what to do instead; None where they can. See `fair_refusal`."""
+    if (reason := policy.kept_refusal()) is not None:
+        return reason
+    if any(codec.ages for codec in codecs):
+        return "entries pass through number formats by age; name one format"
+    return "overflow='rolling' moves positions; leave one out" if rolling else None
 
 
 def fair_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False) -> str | None:
@@ -181,13 +101,13 @@ def fair_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False)
     return policy.fair_refusal()
 
 
-class FairShares(TextMarks[FairShare]):
+class FairShares(TextMarks[SpanShare]):
     """The spans with shares of a batch of sequences."""
 
-    def _joined(self, marks: Sequence[FairShare]) -> tuple[FairShare, ...]:
-        return in_order(marks, "spans")
+    def _joined(self, marks: Sequence[SpanShare]) -> tuple[SpanShare, ...]:
+        return shares_in_order(marks, "spans")
 
-    def _set(self, marks: list[tuple[FairShare, ...]]) -> None:
+    def _set(self, marks: list[tuple[SpanShare, ...]]) -> None:
         super()._set(marks)
         most = max(map(len, marks), default=0)
         rows = [[*own, *[(BEHIND, BEHIND, 0.0)] * (most - len(own))] for own in marks]
@@ -235,3 +155,64 @@ class FairShares(TextMarks[FairShare]):
             for place, (begin, last) in enumerate(spans.tolist()):
                 held[:, place] = (aside & (positions >= begin) & (positions < last)).sum(1)
         return FairSpans(spans, tokens, visible, shares * budget, held)
+
+
+class BatchMarks:
+    """All marks of the texts of a batch of sequences.
+
+    Attributes:
+        kept: spans of positions that stay in every head of every layer. shares: spans that keep a share of the budget
+            there, see `millpond.policy.fair_shares`. dropped: spans that no head holds any more.
+    """
+
+    def __init__(self) -> None:
+        self.kept, self.shares, self.dropped = KeptSpans(), FairShares(), DroppedSpans()
+
+    def expect(self, marks: PromptMarks) -> None:
+        """Keep what `marks` names of each sequence of the prompt that is read next."""
+        self.kept.expect(marks.keep)
+        self.shares.expect(marks.shares)
+
+    def add(self, marks: PromptMarks, sequence: int) -> None:
+        """Keep what `marks` names of one sequence in addition.
+
+        Raises:
+            OptionError: spans that overlap, or too many.
+        """
+        self.kept.add(marks.keep, sequence)
+        self.shares.add(marks.shares, sequence)
+
+    def hold(self, marks: PromptMarks) -> bool:
+        """Whether the first sequence was told what it is to keep."""
+        return bool((self.kept.of(0) or not marks.keep) and (self.shares.of(0) or not marks.shares))
+
+    def begin(self, n_seq: int) -> None:
+        """A prompt of `n_seq` sequences begins, see `TextMarks.begin`."""
+        self.kept.begin(n_seq)
+        self.shares.begin(n_seq)
+
+    def reset(self) -> None:
+        """No sequence is there any more; what is expected of the next prompt stays."""
+        self.kept.reset()
+        self.shares.reset()
+        self.dropped.reset()
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Follow a choice or re-ordering of sequences."""
+        self.kept.select(sequences)
+        self.shares.select(sequences)
+        self.dropped.select(sequences)
+
+    def copy(self, sequences: Sequence[int]) -> BatchMarks:
+        """Those of some sequences, which change on their own."""
+        other = BatchMarks()
+        other.kept = self.kept.copy(sequences)
+        other.shares = self.shares.copy(sequences)
+        other.dropped = self.dropped.copy(sequences)
+        return other
+
+    def join(self, other: BatchMarks, n_seq: int) -> None:
+        """Take over those of the sequences of `other`, after the `n_seq` of this batch."""
+        self.kept.join(other.kept)
+        self.shares.join(other.shares)
+        self.dropped.join(other.dropped, n_seq)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from millpond.cache.batch_cache import Pages
-from millpond.cache.state.spans import covers
 from millpond.engine.completion import CompletionState
 from millpond.engine.file_loader import LoadOrder
 from millpond.engine.file_loads import FileLoads
@@ -19,6 +18,7 @@ from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import fill_cache, pages_of, sequence_tensors
 from millpond.errors import OptionError, PoolFullError
 from millpond.hf.model_profile import ModelProfile
+from millpond.prompt_marks import covers
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape, PackedModel
 
@@ -106,7 +106,7 @@ class _TurnFinder:
             if not going():
                 return
             turn = self._store.read(place, self._live.numbers[: place.length], self._most)
-            if turn is not None and covers(self._live.forget, turn.forgotten):
+            if turn is not None and covers(self._live.marks.forget, turn.forgotten):
                 loaded.place, loaded.turn = place, turn
                 return
 
@@ -165,7 +165,7 @@ class SessionReuse:
             self.store.refuse(place)
             return 0
         live.restored = place.length
-        exact = turn.exact and not live.forget
+        exact = turn.exact and not live.marks.forget
         live.restored_exact = exact and keeps_exactly(live.group.recipe, self._model.layers)
         return place.length
 
@@ -175,10 +175,10 @@ class SessionReuse:
         Turns that have forgotten spans lie apart: only a request that forgets these too may continue them.
         """
         recipe = live.group.recipe
-        own = live.spans or live.kept or live.fair or live.prompt_logprobs is not None
+        own = live.spans or live.marks.keep or live.marks.shares or live.prompt_logprobs is not None
         if not live.answers or own or why_not(recipe) is not None:
             return []
-        return [self._scope(recipe, forgets) for forgets in ([True, False] if live.forget else [False])]
+        return [self._scope(recipe, forgets) for forgets in ([True, False] if live.marks.forget else [False])]
 
     def _fill(self, live: RequestState, turn: StoredTurn) -> None:
         """
@@ -192,8 +192,8 @@ class SessionReuse:
         try:
             ids = torch.from_numpy(turn.ids).to(self._model.device)
             fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
-            if live.forget:
-                drop_restored(stack, live.forget, turn.forgotten, len(turn.ids))
+            if live.marks.forget:
+                drop_restored(stack, live.marks.forget, turn.forgotten, len(turn.ids))
             for core in stack.layers:
                 core.reopen(self._model.dtype)
         except BaseException:
@@ -203,7 +203,7 @@ class SessionReuse:
 
     def keep(self, live: RequestState) -> None:
         """Store the caches behind the answers of a request that have just come to their ends."""
-        if why_not(live.group.recipe) is not None or live.kept or live.fair:
+        if why_not(live.group.recipe) is not None or live.marks.keep or live.marks.shares:
             return
         for answer in live.answers:
             if answer.finish_reason in ("stop", "length"):
@@ -219,8 +219,8 @@ class SessionReuse:
             return
         tensors = sequence_tensors(recipe, stack, place, later_prompts=True)
         own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them
-        turn = StoredTurn(ids, own, live.exact, live.forget)
-        self.store.put(live.request.cache_salt, self._scope(recipe, bool(live.forget)), turn)
+        turn = StoredTurn(ids, own, live.exact, live.marks.forget)
+        self.store.put(live.request.cache_salt, self._scope(recipe, bool(live.marks.forget)), turn)
 
     def _scope(self, recipe: CacheFactory, forgets: bool) -> str:
         slots = recipe.pool(self._model.layers[0]).slots

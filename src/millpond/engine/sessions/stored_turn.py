@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.state.spans import Span, spans_of_tensor
+from millpond.cache.state.spans import spans_of_tensor
 from millpond.engine.transfer.container import pack, unpack
 from millpond.errors import CacheMismatchError, DataError
 from millpond.hf.model_support import unwrapped
 from millpond.kernels.checksum import crc32
+from millpond.prompt_marks import Span
 
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"(\d{1,9})-([0-9a-f]{32})" + re.escape(SUFFIX))

@@ -20,10 +20,11 @@ from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.transfer.container import pack, unpack
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.option_files import OptionFile, OwnText
+from millpond.prompt_marks import PromptMarks
 from millpond.typed_json import from_json, to_json
 
 #: Names this form of the bytes; another one is refused.
-FORMAT = "millpond-request-1"
+FORMAT = "millpond-request-2"
 #: A token's log probability, and those of the likeliest, as `TokenLogprob` has them without texts.
 Logprob = tuple[int, float, tuple[tuple[int, float], ...]]
 
@@ -101,8 +102,9 @@ class RequestSnapshot:
         """
         request = self.request
         header = {
-            "request": to_json(request, frozenset({"prompt", "params", "cache", "known"})),
+            "request": to_json(request, frozenset({"prompt", "params", "cache", "known", "marks"})),
             "params": to_json(request.params),
+            "marks": to_json(request.marks),
             "cache": _cache_fields(request.cache),
             "text": self.text,
             "answers": [to_json(answer, frozenset({"tokens", "known"})) for answer in self.answers],
@@ -148,6 +150,7 @@ class RequestSnapshot:
         request = replace(
             from_json(Request, fields),
             params=from_json(SamplingParams, header["params"]),
+            marks=from_json(PromptMarks, header["marks"]),
             cache=_cache_of(header["cache"]),
         )
         answers = [

@@ -255,11 +255,11 @@ class RequestTransfer:
     ) -> None:
         """Add one sequence to a stack."""
         one = recipe.stack()
-        one.keep(live.kept, live.fair)
+        one.mark(live.marks)
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
             fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)
-            one.timeline.dropped.add(live.forget, 0)
+            one.timeline.marks.dropped.add(live.marks.forget, 0)
             stack.join(one)
         except BaseException:
             one.clear()

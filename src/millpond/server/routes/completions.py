@@ -10,17 +10,13 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from millpond.cache.state.span_marks import FairShare, in_order
 from millpond.engine.chunks.prompt import Prompt
+from millpond.prompt_marks import PromptMarks
 from millpond.server.answers import ChoicesJob, CompletionVoice
 from millpond.server.body_parsing import ParsedRoute
-from millpond.server.chunk_parts import with_spans
 from millpond.server.errors import ApiError
-from millpond.server.fair_shares import FAIR, spans_of_prompt, with_shares
 from millpond.server.fill_in import FillIn, needed
-from millpond.server.forget import refuse_forget
-from millpond.server.message_spans import KEEP, Span, refuse_forgotten
-from millpond.server.prompt_breakpoints import prompt_breakpoints
+from millpond.server.prompt_marks import IN_COMPLETION, completion_marks, marks_prompt, refuse_marks, with_chunks
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling, wants_progress
 from millpond.server.schemas import CompletionBody
 from millpond.server.service import Service
@@ -49,8 +45,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     """
     service.check_model(body.model)
     service.tokens.check_fields(body)
-    refuse_forgotten(body.millpond.forgotten)
-    refuse_forget(body.millpond.forget)
+    refuse_marks(body.millpond, IN_COMPLETION)
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of={body.best_of}: exactly n={body.n or 1} answers are made, and none is thrown away"
         raise ApiError(400, message, "unsupported_parameter", "best_of")
@@ -59,18 +54,13 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
     asked = most_tokens(default if body.max_tokens is None else body.max_tokens, limit)
     prompts, texts = await _prompts(service, body.prompt)
     read: Sequence[tuple[int, ...] | Prompt] = prompts
-    keep = await _kept(service, body, prompts, texts, body.millpond.keep) if body.millpond.keep else ()
-    fair = await _fair(service, body, prompts, texts, spans_of_prompt(body.millpond))
     if body.millpond.chunks:
         read = [await _chunked(service, body, prompts, texts, body.millpond.chunks)]
     more: dict[str, Any] = {}
     if body.suffix:
         fill, read = await _filled(service, body, prompts, texts, body.suffix)
         more = {"stop": fill.stops, "stop_token_ids": (*(body.stop_token_ids or ()), *fill.stop_ids)}
-    breakpoints: tuple[int, ...] = ()
-    if body.millpond.breakpoints:
-        alone = not body.millpond.chunks and not (body.echo and body.logprobs is not None)
-        breakpoints = await prompt_breakpoints(service, body.millpond.breakpoints, prompts, texts, alone)
+    marks = await _marks(service, body, prompts, texts)
     check_room(read, asked, service.llm.text_limit)
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
@@ -95,9 +85,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         body.millpond,
         body.cache_salt,
         service.settings.timeout_s,
-        keep=keep,
-        breakpoints=breakpoints,
-        fair_shares=fair,
+        marks=marks,
         tell_read=wants_progress(body),
     )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -113,8 +101,7 @@ async def _filled(
         ApiError: the model has no tokens for it; or an echo, or spans of the prompt, which is another one then.
     """
     fill = needed(service.tokens.fill_in, "suffix")
-    spans = body.millpond
-    if body.echo or any((spans.chunks, spans.keep, spans.breakpoints, spans.fair_shares)):
+    if body.echo or marks_prompt(body.millpond):
         message = "suffix makes another prompt, so it goes without echo and without spans of the prompt (millpond)"
         raise ApiError(400, message, "invalid_value", "suffix")
     behind = await service.tokens.encode(suffix, special=False)
@@ -125,48 +112,19 @@ async def _filled(
     return fill, [fill.prompt(one, behind) for one in before]
 
 
-async def _kept(
-    service: Service,
-    body: CompletionBody,
-    prompts: list[tuple[int, ...]],
-    texts: list[str | None],
-    spans: list[tuple[int, int]],
-) -> tuple[Span, ...]:
-    """The tokens of the only prompt of a body that stay.
+async def _marks(
+    service: Service, body: CompletionBody, prompts: list[tuple[int, ...]], texts: list[str | None]
+) -> PromptMarks:
+    """What a body marks of its only prompt, in tokens.
 
     Raises:
-        ApiError: several prompts, or chunks; or spans that leave the prompt.
+        ApiError, OptionError: see `completion_marks`.
     """
-    if len(prompts) != 1 or body.millpond.chunks:
-        message = "millpond.keep goes with one prompt without chunks; send a request for each"
-        raise ApiError(400, message, "invalid_value", KEEP)
-    if texts[0] is None:
-        return tuple(spans)
-    return (await service.tokens.kept_in_text(texts[0], spans))[1]
-
-
-async def _fair(
-    service: Service,
-    body: CompletionBody,
-    prompts: list[tuple[int, ...]],
-    texts: list[str | None],
-    shares: list[tuple[int, int, float]],
-) -> tuple[FairShare, ...]:
-    """The spans of the only prompt of a body that keep a share of the budget, in tokens.
-
-    Raises:
-        ApiError: several prompts, or chunks; or spans that leave the prompt. OptionError: spans that overlap.
-    """
-    if not shares:
-        return ()
-    if len(prompts) != 1 or body.millpond.chunks:
-        message = f"{FAIR} goes with one prompt without chunks; send a request for each"
-        raise ApiError(400, message, "invalid_value", FAIR)
-    in_order(shares, "fair_shares")  # a place of two spans has no one share
-    if texts[0] is None:
-        return tuple(shares)
-    _, found = await service.tokens.spans_in_text(texts[0], [(b, e) for b, e, _ in shares], True, FAIR)
-    return with_shares(found, [share for _, _, share in shares])
+    shared, prefixes = not (body.echo and body.logprobs is not None), service.llm.stats().prefix is not None
+    requested = completion_marks(body.millpond, prompts, texts, shared=shared, prefixes=prefixes)
+    if requested is None:
+        return PromptMarks()
+    return requested.marks if texts[0] is None else await service.tokens.in_text(texts[0], prompts[0], requested)
 
 
 async def _chunked(
@@ -184,7 +142,7 @@ async def _chunked(
     if len(prompts) != 1 or body.echo:
         message = "millpond.chunks goes with one prompt that is not echoed; send a request for each"
         raise ApiError(400, message, "invalid_value", "millpond.chunks")
-    return await service.tokens.chunked(with_spans(prompts[0] if texts[0] is None else texts[0], spans))
+    return await service.tokens.chunked(with_chunks(prompts[0] if texts[0] is None else texts[0], spans))
 
 
 async def _prompts(

@@ -11,19 +11,12 @@ from starlette.responses import Response
 
 from millpond.engine.outputs import RequestOutput
 from millpond.server.body_parsing import ParsedRoute
-from millpond.server.chunk_parts import refuse_spans
-from millpond.server.fair_shares import refuse_fair_shares
 from millpond.server.fill_in import BETWEEN, PROJECT, FillIn, Ids, needed
-from millpond.server.forget import refuse_forget
 from millpond.server.infill_format import InfillJob
-from millpond.server.message_spans import refuse_forgotten, refuse_keep
-from millpond.server.prompt_breakpoints import refuse_breakpoints
+from millpond.server.prompt_marks import IN_INFILL, refuse_marks
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
 from millpond.server.schemas import InfillBody
 from millpond.server.service import Service
-
-#: The way out where spans of a prompt have no meaning.
-_NO_SPANS = "leave it out of /infill"
 
 
 def routes(service: Service) -> APIRouter:
@@ -55,12 +48,7 @@ async def job_of(service: Service, body: InfillBody) -> InfillJob:
     service.check_model(body.model)
     service.tokens.need("text in the middle", "input_prefix")
     service.tokens.check_fields(body)
-    refuse_spans(body.millpond.chunks)
-    refuse_forgotten(body.millpond.forgotten)
-    refuse_forget(body.millpond.forget)
-    refuse_keep(body.millpond.keep, _NO_SPANS)
-    refuse_fair_shares(body.millpond, _NO_SPANS)
-    refuse_breakpoints(body.millpond.breakpoints, _NO_SPANS)
+    refuse_marks(body.millpond, IN_INFILL)
     fill = needed(service.tokens.fill_in, "/infill")
     asked = None if body.n_predict in (None, -1) else body.n_predict
     most = most_tokens(asked, service.settings.max_tokens, "n_predict")

@@ -11,14 +11,9 @@ from starlette.responses import Response
 
 from millpond.engine.sampling.params import SamplingParams
 from millpond.server.body_parsing import ParsedRoute
-from millpond.server.chat_breakpoints import breakpoints_of
-from millpond.server.chunk_parts import refuse_spans
 from millpond.server.errors import ApiError
-from millpond.server.fair_shares import refuse_fair_shares
-from millpond.server.forget import refuse_forget
-from millpond.server.message_spans import refuse_forgotten, refuse_keep
 from millpond.server.messages import Message, Tool
-from millpond.server.prompt_breakpoints import refuse_breakpoints
+from millpond.server.prompt_marks import IN_RESPONSE, ChatMarks, refuse_marks
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
 from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponseJob
 from millpond.server.schemas import ChatBody, ChatFields, NamedFunction, NamedTool, ObjectFormat
@@ -50,12 +45,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     most = most_tokens(body.max_output_tokens, service.settings.max_tokens, "max_output_tokens")
     offered = [tool.as_chat() for tool in body.tools or ()]
     fields = ChatFields(tools=offered or None, chat_template_kwargs=body.chat_template_kwargs)
-    refuse_spans(body.millpond.chunks)
-    refuse_forgotten(body.millpond.forgotten)
-    refuse_forget(body.millpond.forget)
-    refuse_keep(body.millpond.keep, "use /v1/chat/completions, whose messages can be kept")
-    refuse_fair_shares(body.millpond, "use /v1/chat/completions, whose messages can have a share")
-    refuse_breakpoints(body.millpond.breakpoints, "use /v1/chat/completions, whose messages may have cache_control")
+    refuse_marks(body.millpond, IN_RESPONSE)
     logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs is not None
     wanted = None if body.text is None else body.text.format
     schema = wanted.schema_ if isinstance(wanted, NamedSchema) else schema_of(wanted)
@@ -65,12 +55,8 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
         raise ApiError(400, message, "invalid_value", "top_logprobs")
     tag = None if tools is None else tools.constraint(schema)
     said, shows = _messages(body), body.tool_choice != "none"
-    breakpoints: tuple[int, ...] = ()
-    if service.breakpoints.needed(cache_options(body.millpond)):
-        prompt, spans = await service.tokens.chat_ends(said, fields, shows)
-        breakpoints = () if spans is None else breakpoints_of(said, spans)
-    else:
-        _, prompt = await service.tokens.chat(said, fields, shows)
+    requested = ChatMarks(said, breakpoints=service.breakpoints.needed(cache_options(body.millpond)))
+    prompt, marks = await service.tokens.read_chat(said, fields, shows, requested)
     check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     params = sampling(
         body,
@@ -82,9 +68,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )
     name = f"resp_{uuid.uuid4().hex}"
-    made = requests(
-        name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, breakpoints=breakpoints
-    )
+    made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks)
     return ResponseJob(name, made, _echo(body, params), tools, tag is not None, bool(body.stream), logprobs)
 
 

@@ -1,0 +1,423 @@
+"""What a body marks of its prompt: spans of a completion's text or tokens, and messages of a chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millpond.engine.chunks.prompt import Chunk, Prompt
+from millpond.engine.request import CacheOptions
+from millpond.errors import MillpondError
+from millpond.methods import METHODS
+from millpond.option_files import OptionFile, only_listed
+from millpond.prompt_marks import (
+    MAX_BREAKPOINTS,
+    MAX_SHARES,
+    PromptMarks,
+    Span,
+    TokenOffsets,
+    disjoint,
+    shares_in_order,
+    united,
+)
+from millpond.server.errors import ApiError
+from millpond.server.llm_protocol import ServedLLM
+from millpond.server.message_spans import EnclosedMessages, has_chunks, text_of
+from millpond.server.messages import Message
+from millpond.server.schemas import CacheFields
+
+#: Fields of a body, as errors name them.
+CHUNKS, FORGOTTEN, KEEP, FAIR = "millpond.chunks", "millpond.forgotten", "millpond.keep", "millpond.fair_shares"
+FORGET, BREAKPOINTS = "millpond.forget", "millpond.breakpoints"
+_OF_COMPLETION = "goes with the one prompt of a completion"
+_NO_CHUNKS = ' goes with the prompt of a completion; in a chat mark text parts with "chunk": true'
+_NOT_TOLD = " goes with a chat, of whose messages it tells: use /v1/chat/completions"
+_NOT_NAMED = " names parts of a chat: use /v1/chat/completions"
+_NO_SPANS = "leave it out of /infill"
+#: What routes do not take, with what an error says behind the field.
+IN_CHAT = {
+    CHUNKS: _NO_CHUNKS,
+    KEEP: f' {_OF_COMPLETION}; in a chat mark messages or text parts with "millpond": {{"keep": true}}',
+    BREAKPOINTS: f" {_OF_COMPLETION}; in a chat mark messages or text parts with cache_control",
+}
+IN_COMPLETION = {FORGOTTEN: _NOT_TOLD, FORGET: _NOT_NAMED}
+IN_RESPONSE = {
+    CHUNKS: _NO_CHUNKS,
+    FORGOTTEN: _NOT_TOLD,
+    FORGET: _NOT_NAMED,
+    KEEP: f" {_OF_COMPLETION}; use /v1/chat/completions, whose messages can be kept",
+    FAIR: ": use /v1/chat/completions, whose messages can have a share",
+    BREAKPOINTS: f" {_OF_COMPLETION}; use /v1/chat/completions, whose messages may have cache_control",
+}
+IN_INFILL = {
+    CHUNKS: _NO_CHUNKS,
+    FORGOTTEN: _NOT_TOLD,
+    FORGET: _NOT_NAMED,
+    KEEP: f" {_OF_COMPLETION}; {_NO_SPANS}",
+    FAIR: f": {_NO_SPANS}",
+    BREAKPOINTS: f" {_OF_COMPLETION}; {_NO_SPANS}",
+}
+
+
+def refuse_marks(fields: CacheFields, refused: Mapping[str, str]) -> None:
+    """
+    Args:
+        refused: fields that the route does not take, with what an error says behind each.
+
+    Raises:
+        ApiError: one of them is given.
+    """
+    for field, why in refused.items():
+        value = getattr(fields, field.removeprefix("millpond."))
+        if value is not None and value is not False:
+            raise ApiError(400, field + why, "invalid_value", field)
+
+
+# ---------------------------------------------------------------------------------------------------- of a completion
+
+
+class RequestedMarks(NamedTuple):
+    """What a completion marks of its prompt.
+
+    Attributes:
+        marks: in characters of a text, or in tokens. field: of the body, which asks for them first.
+    """
+
+    marks: PromptMarks
+    field: str
+
+
+def marks_prompt(fields: CacheFields) -> bool:
+    """Whether a body marks spans or places of a completion's prompt."""
+    return any((fields.chunks, fields.keep, fields.breakpoints, fields.fair_shares))
+
+
+def completion_marks(
+    fields: CacheFields, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], *, shared: bool, prefixes: bool
+) -> RequestedMarks | None:
+    """What a body marks of its only prompt, in characters of its text or in its tokens; None: nothing.
+
+    Args:
+        prompts: token ids of each. texts: of each prompt, None where it came as tokens. shared: whether other prompts
+            can go on from this one, as far as the body says. prefixes: whether this server keeps prompts.
+
+    Raises:
+        ApiError: several prompts, chunks beside spans, marks that leave the prompt, or breakpoints from which nothing
+            could go on. OptionError: spans that overlap.
+    """
+    keep, shares, places = fields.keep or [], _shares_of_prompt(fields), fields.breakpoints or []
+    given = [field for field, marks in ((KEEP, keep), (FAIR, shares), (BREAKPOINTS, places)) if marks]
+    if not given:
+        return None
+    for field in given:
+        if len(prompts) != 1 or (fields.chunks and field != BREAKPOINTS):
+            one = "one prompt" if field == BREAKPOINTS else "one prompt without chunks"
+            raise ApiError(400, f"{field} goes with {one}; send a request for each", "invalid_value", field)
+    (ids,), (text,) = prompts, texts
+    length, unit = (len(ids), "tokens") if text is None else (len(text), "characters")
+    for field, spans in ((KEEP, keep), (FAIR, [(begin, end) for begin, end, _ in shares])):
+        for begin, end in spans:
+            if not 0 <= begin <= end <= length:
+                name = field.removeprefix("millpond.")
+                message = f"{name}: [{begin}, {end}] must lie in the prompt of {length} {unit}"
+                raise ApiError(400, message, "invalid_value", field)
+    if places:
+        _check_places(places, length, unit, shared and not fields.chunks, prefixes)
+    shares_in_order(shares, "fair_shares")  # a place of two spans has no one share
+    marks = PromptMarks(
+        keep=tuple(keep) if text is None else united(keep), shares=tuple(shares), breakpoints=tuple(places)
+    )
+    return RequestedMarks(marks, given[0])
+
+
+def with_chunks(prompt: str | Sequence[int], spans: Sequence[Span]) -> Prompt:
+    """A prompt, cut at the spans of its chunks.
+
+    Args:
+        prompt: a text, or token ids. spans: (begin, end) of each chunk, in characters or in tokens.
+
+    Raises:
+        ApiError: spans that overlap, leave the prompt or are empty.
+    """
+    parts: list[str | Sequence[int] | Chunk] = []
+    behind = 0
+    for begin, end in sorted(spans):
+        if not 0 <= begin < end <= len(prompt):
+            what = "characters" if isinstance(prompt, str) else "tokens"
+            message = f"chunk [{begin}, {end}] must lie in the prompt of {len(prompt)} {what} and hold one at least"
+            raise ApiError(400, message, "invalid_value", CHUNKS)
+        if begin < behind:
+            raise ApiError(400, f"chunk [{begin}, {end}] overlaps the one before it", "invalid_value", CHUNKS)
+        parts.append(prompt[behind:begin])
+        piece = prompt[begin:end]
+        parts.append(Chunk(piece if isinstance(piece, str) else tuple(piece)))
+        behind = end
+    parts.append(prompt[behind:])
+    return Prompt([part for part in parts if isinstance(part, Chunk) or part])
+
+
+def _shares_of_prompt(fields: CacheFields) -> list[tuple[int, int, float]]:
+    """
+    Raises:
+        ApiError: one share without spans.
+    """
+    if isinstance(fields.fair_shares, int | float):
+        message = f"{FAIR}: a completion has no messages; give [begin, end, share] of spans of its prompt"
+        raise ApiError(400, message, "invalid_value", FAIR)
+    return fields.fair_shares or []
+
+
+def _check_places(places: Sequence[int], length: int, unit: str, shared: bool, prefixes: bool) -> None:
+    """
+    Raises:
+        ApiError: see `completion_marks`.
+    """
+    why = None
+    if not shared:
+        why = "a prompt with chunks, or with echo and logprobs, is not shared: leave millpond.breakpoints out"
+    elif not prefixes:
+        why = "this server keeps no prompts (--prefix-cache), so none goes on: leave millpond.breakpoints out"
+    for place in places if why is None else ():
+        if not 1 <= place <= length:
+            why = f"breakpoint {place} must be a number of {unit} from 1 to the prompt's {length}"
+    if why is not None:
+        raise ApiError(400, why, "invalid_value", BREAKPOINTS)
+
+
+# ---------------------------------------------------------------------------------------------------------- of a chat
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMarks:
+    """What a body marks of the messages of its chat.
+
+    Attributes:
+        messages: of the chat. is_chunked: parts of them are chunks, and nothing else is marked.
+        keep: the messages with their pieces that stay enclosed. forget: with those that are forgotten, once for each
+            kind of piece. report: tell what the cache has lost of each message. share: of the budget, of each message;
+            None: they have none. breakpoints: of those that are marked, and the last ones.
+    """
+
+    messages: Sequence[Message]
+    is_chunked: bool = False
+    keep: EnclosedMessages | None = None
+    forget: Sequence[EnclosedMessages] = ()
+    report: bool = False
+    share: float | None = None
+    breakpoints: bool = False
+
+    @property
+    def of_each(self) -> bool:
+        """Whether it must be known where each message lies."""
+        return self.report or self.share is not None
+
+    @property
+    def field(self) -> str | None:
+        """Of the body, which asks first for what not every tokenizer and template tell; None: nothing must be told."""
+        if self.of_each:
+            return FORGOTTEN
+        return KEEP if self.keep is not None else FORGET if self.forget else None
+
+    def in_tokens(
+        self, offsets: TokenOffsets, messages: Sequence[Span], keep: Sequence[Span], forget: Sequence[Span]
+    ) -> PromptMarks:
+        """What is marked, in tokens of what a template has made of the messages.
+
+        Args:
+            messages: where each lies there, in characters, (0, 0) for one without a text; empty: it is not known.
+            keep, forget: where the pieces lie that stay or are forgotten.
+
+        Raises:
+            OptionError: pieces that stay and pieces that are forgotten, in one token.
+        """
+        spans = [offsets.span(span) for span in messages]
+        return PromptMarks(
+            keep=united([offsets.span(span) for span in keep]),
+            shares=() if self.share is None else disjoint([(begin, end, self.share) for begin, end in spans]),
+            forget=united([offsets.span(span) for span in forget]),
+            report=tuple(spans) if self.report else (),
+            breakpoints=breakpoints_of(self.messages, spans) if self.breakpoints and spans else (),
+        )
+
+
+def chat_marks(messages: Sequence[Message], fields: CacheFields, breakpoints: bool) -> ChatMarks:
+    """What a body marks of its chat, checked.
+
+    Args:
+        breakpoints: whether the method needs them to share beginnings of prompts, see `ChatBreakpoints`.
+
+    Raises:
+        ApiError: there are chunks beside other marks; too many marks or messages with a share; a name of what is not
+            there; or a field that goes with completions.
+    """
+    refuse_marks(fields, IN_CHAT)
+    n_marked = sum(message.ends_with_breakpoint for message in messages)
+    if n_marked > MAX_BREAKPOINTS:
+        rule = f"at most {MAX_BREAKPOINTS}; leave it out where the next chats differ"
+        raise ApiError(400, f"{n_marked} messages have cache_control: {rule}", "invalid_value", "messages")
+    share = _share_of_messages(fields, len(messages))
+    pieces = [kept_pieces(message) for message in messages]
+    forget = enclosed_forgets(fields.forget or (), messages)
+    if has_chunks(messages):
+        for field, is_marked, what in (
+            (FORGET, forget, "cannot forget parts of a chat"),
+            (FAIR, share is not None, "have no shares of the budget"),
+            (FORGOTTEN, fields.forgotten, "do not tell what was forgotten"),
+            (KEEP, any(pieces), "are not kept by span"),
+        ):
+            if is_marked:
+                message = f"messages with chunks {what}; leave out one of the two"
+                raise ApiError(400, message, "invalid_value", field)
+        return ChatMarks(messages, is_chunked=True)
+    keep = EnclosedMessages(messages, pieces) if any(pieces) else None
+    return ChatMarks(messages, False, keep, forget, fields.forgotten, share, breakpoints)
+
+
+def _share_of_messages(fields: CacheFields, n_messages: int) -> float | None:
+    """The share of each message of a chat; None: they have none.
+
+    Raises:
+        ApiError: spans, which belong to a completion; or too many messages.
+    """
+    if isinstance(fields.fair_shares, list):
+        message = f"{FAIR}: spans go with the prompt of a completion; give one number, the share of each message"
+        raise ApiError(400, message, "invalid_value", FAIR)
+    if fields.fair_shares is not None and n_messages > MAX_SHARES:
+        rule = f"{n_messages} messages are more than {MAX_SHARES}; leave out fair_shares, or some messages"
+        raise ApiError(400, f"{FAIR}: {rule}", "invalid_value", FAIR)
+    return fields.fair_shares
+
+
+def kept_pieces(message: Message) -> list[Span]:
+    """Where the parts of a message that stay lie in its text, in characters."""
+    if message.millpond is not None and message.millpond.keep:
+        return [(0, len(text_of(message)))]
+    found, behind = [], 0
+    for part in message.content if isinstance(message.content, list) else ():
+        if part.millpond is not None and part.millpond.keep:
+            found.append((behind, behind + len(part.text)))
+        behind += len(part.text)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- what leaves
+
+_OPENS, _CLOSES = "<think>", "</think>"
+_MESSAGE = re.compile(r"message:(\d{1,6})")
+#: Most ids of calls that an error lists.
+_LISTED = 20
+
+
+def thoughts_in(text: str) -> list[Span]:
+    """Where a text thinks, in characters, between its tags: these stay. A thought without an end reaches to the last.
+
+    Example:
+        >>> thoughts_in("<think>so</think>yes")
+        [(7, 9)]
+    """
+    found: list[Span] = []
+    begin = text.find(_OPENS)
+    while begin >= 0:
+        begin += len(_OPENS)
+        end = text.find(_CLOSES, begin)
+        found.append((begin, len(text) if end < 0 else end))
+        begin = -1 if end < 0 else text.find(_OPENS, end)
+    return found
+
+
+def enclosed_forgets(names: Sequence[str], messages: Sequence[Message]) -> list[EnclosedMessages]:
+    """The messages with marks at what is to be forgotten, once for each kind of piece; none where there is none.
+
+    Raises:
+        ApiError: a name of nothing in this chat, or of a message without a text.
+    """
+    whole = {number for name in names if (number := _number(name, messages)) is not None}
+    thinks = {n for n, message in enumerate(messages) if message.role == "assistant"} if "thoughts" in names else set()
+    thoughts = [thoughts_in(text_of(m)) if m.role == "assistant" else [] for m in messages]
+    rest = [_behind(text_of(m), thoughts[n]) if n in whole else [] for n, m in enumerate(messages)]
+    inside = [spans if n in thinks | whole else [] for n, spans in enumerate(thoughts)]
+    reasons = [_all(m.reasoning_content or "") if n in thinks | whole else [] for n, m in enumerate(messages)]
+    kinds = [
+        (rest, EnclosedMessages(messages, rest)),
+        (inside, EnclosedMessages(messages, inside, optional=True)),
+        (reasons, EnclosedMessages(messages, reasons, reasoning=True, optional=True)),
+    ]
+    return [enclosed for pieces, enclosed in kinds if any(pieces)]
+
+
+def _number(name: str, messages: Sequence[Message]) -> int | None:
+    """The message that a name means; None for thoughts, which lie in several."""
+    if name == "thoughts":
+        return None
+    calls = {m.tool_call_id: n for n, m in enumerate(messages) if m.role == "tool" and m.tool_call_id is not None}
+    said = _MESSAGE.fullmatch(name)
+    number = int(said[1]) if said else calls.get(name.removeprefix("tool:")) if name.startswith("tool:") else None
+    if number is None or number >= len(messages):
+        known = ["thoughts", *(f"tool:{call}" for call in list(calls)[:_LISTED]), "message:0"]
+        there = ", ".join(known) + (f" to message:{len(messages) - 1}" if len(messages) > 1 else "")
+        raise ApiError(400, f"forget: {name!r} is not in this chat; there are: {there}", "invalid_value", FORGET)
+    if not (text_of(messages[number]) + (messages[number].reasoning_content or "")).strip():
+        raise ApiError(400, f"forget: {name!r} is a message without a text; leave it out", "invalid_value", FORGET)
+    return number
+
+
+def _all(text: str) -> list[Span]:
+    return [(0, len(text))] if text.strip() else []
+
+
+def _behind(text: str, thoughts: Sequence[Span]) -> list[Span]:
+    """What a message says behind its thoughts, of which a template may leave some out."""
+    begin = min(thoughts[-1][1] + len(_CLOSES), len(text)) if thoughts else 0
+    return [(begin, len(text))] if text[begin:].strip() else []
+
+
+# -------------------------------------------------------------------------------------------------------- breakpoints
+
+#: Methods and options of which is known whether they need breakpoints.
+_MOST_KNOWN = 256
+
+
+class ChatBreakpoints:
+    """Whether chats need breakpoints, and where they are.
+
+    Args:
+        files: that options of requests may name.
+    """
+
+    def __init__(self, llm: ServedLLM, files: Mapping[str, OptionFile]) -> None:
+        self._llm, self._files = llm, files
+        self._known: dict[str, bool] = {}
+
+    def needed(self, cache: CacheOptions) -> bool:
+        """Whether there is a prefix cache, and prompts that are kept so share breakpoints alone."""
+        if self._llm.stats().prefix is None:
+            return False
+        usual = self._llm.cache
+        method = str(usual.method if cache.method is None else cache.method)
+        own = cache.method in (None, usual.method) and not cache.options
+        options = {**(usual.options if method == usual.method else {}), **cache.options}
+        key = repr((own, method, sorted(options.items())))
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            try:
+                with only_listed(None if own else self._files):
+                    self._known[key] = METHODS.get(method)(**options).sums_prompt
+            except MillpondError:  # the engine refuses it, and says why
+                return False
+        return self._known[key]
+
+
+def breakpoints_of(messages: Sequence[Message], spans: Sequence[Span]) -> tuple[int, ...]:
+    """Numbers of tokens: those of marked messages; then the end of instructions, and the last ends of messages.
+
+    Args:
+        spans: where the messages lie among the tokens; (0, 0) for one without a text.
+    """
+    ends = [end for _, end in spans]
+    marked = [end for message, end in zip(messages, ends, strict=True) if message.ends_with_breakpoint]
+    first = [end for message, end in zip(messages[:1], ends, strict=False) if message.role in ("system", "developer")]
+    chosen = [end for end in dict.fromkeys([*marked, *first, *reversed(ends)]) if end]
+    return tuple(sorted(chosen[:MAX_BREAKPOINTS]))
