@@ -18,6 +18,8 @@ from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
 from generated.markup import NOTE, fill, fill_all, fill_figures
 from generated.method_pages import method_page, method_table
+from generated.option_types import PATH as OPTION_TYPES
+from generated.option_types import option_types
 from generated.papers_page import papers_page
 from generated.quality_page import quality_figures, quality_tables
 from generated.results import RESULTS, ROOT
@@ -87,7 +89,7 @@ def pages() -> dict[Path, str]:
         text = texts.get(page) or page.read_text(encoding="utf-8")
         if INSTALLS.search(text):
             texts[page] = INSTALLS.sub(lambda found: shown_command(found[1]), text)
-    return {path: one_per_line(text) for path, text in texts.items()}
+    return {path: one_per_line(text) for path, text in texts.items()} | {OPTION_TYPES: option_types()}
 
 
 def pictures() -> dict[Path, Mapping[str, CurvePanel]]:
