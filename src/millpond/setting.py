@@ -39,6 +39,7 @@ class Setting:
         at_least, above: of a number: the least value, or what it must exceed. finite: infinity is none.
         choices: the texts that it takes; (): any.
         parse: what turns a text into its value, and refuses what is none.
+        variable: of the environment, which the command line reads too.
         default_text: what a default of None or False means; of another default, how it is written.
     """
 
@@ -51,6 +52,7 @@ class Setting:
     finite: bool = False
     choices: tuple[str, ...] = ()
     parse: Callable[[Any], Any] | None = None
+    variable: str = ""
     default_text: str = ""
 
     @property
@@ -170,11 +172,14 @@ def help_text(kind: type, name: str, write: Callable[[str], str], default: str |
     Args:
         write: how another setting is written that the help names. default: in place of what its default means.
     """
-    one = settings_of(kind)[name]
+    one, own = settings_of(kind)[name], default_of(kind, name)
     means = one.default_text if default is None else default
-    said = _NAMED.sub(lambda found: write(found[1]), one.help)
-    open_end = means and default_of(kind, name) in (None, False)
-    return f"{said} Default: {_NAMED.sub(lambda found: write(found[1]), means)}." if open_end else said
+    said = one.help
+    if one.variable:
+        said += f" Also: {one.variable}{', separated by commas' if own is not None else ''}."
+    if means and (own is False or own in (None, ())):
+        said += f" Default: {means}."
+    return _NAMED.sub(lambda found: write(found[1]), said)
 
 
 def flag_of(kind: type, name: str) -> str:
