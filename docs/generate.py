@@ -24,6 +24,7 @@ from generated.papers_page import papers_page
 from generated.quality_page import quality_figures, quality_tables
 from generated.results import RESULTS, ROOT
 from generated.retaining_page import retaining_figures, retaining_tables
+from generated.settings_page import settings_page
 from generated.speed_tables import result_table, savings
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
@@ -69,6 +70,7 @@ def pages() -> dict[Path, str]:
     texts[reference / "tasks.md"] = tasks_page()
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
+    texts[reference / "settings.md"] = settings_page()
     texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
     texts[reference / "api.md"] = NOTE + api_page()
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))

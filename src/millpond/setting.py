@@ -221,9 +221,14 @@ def split_options(owner: str, options: Mapping[str, Any], *kinds: type) -> tuple
         TypeError: one is a setting of none of them.
 
     Example:
-        >>> split_options("f", {"default_text": "", "helq": 1}, Setting)
+        >>> @dataclass
+        ... class Page:
+        ...     width: int = setting(80, "Characters of a line.")
+        >>> split_options("f", {"width": 3}, Page)
+        ({'width': 3},)
+        >>> split_options("f", {"widht": 3}, Page)
         Traceback (most recent call last):
-        TypeError: f() takes no option 'helq'; did you mean 'help'?
+        TypeError: f() takes no option 'widht'; did you mean 'width'?
     """
     names = [settings_of(kind).keys() for kind in kinds]
     known = {name for own in names for name in own}

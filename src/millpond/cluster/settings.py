@@ -25,7 +25,7 @@ class ClusterSettings:
         None, "Engines that answer, each with its own memory limit.", at_least=1, default_text="one, no Ray"
     )
     prefill: int | None = setting(
-        None, "Engines that read prompts, for `decode` ones that continue.", more="In place of replicas.", at_least=1
+        None, "Engines that read prompts, for `decode` ones that continue.", more="In place of `replicas`.", at_least=1
     )
     decode: int | None = setting(None, "Engines that decode behind `prefill` ones.", at_least=1)
     address: str | None = setting(None, "A running Ray cluster; auto: this machine's.", default_text="a private one")

@@ -108,7 +108,7 @@ class EngineSettings:
     prefix_folder: str | PathLike[str] | None = setting(
         None,
         "Folder of `prefix_disk`.",
-        more="In a file without a name.",
+        more="They lie there in a file without a name.",
         default_text="the system's folder for temporary files",
     )
     swap_to: str | PathLike[str] | None = setting(
@@ -221,8 +221,8 @@ class LoadSettings:
     disk: str | PathLike[str] | None = setting(
         None,
         "Folder for packed `weights` and other files of a model that runs with `memory`.",
-        more="Blocks of `prefix_disk`, and keys and values that a plan puts on the disk, which without it lie in the "
-        "model's folder; goes with `memory` or `plan`.",
+        more="Blocks of `prefix_disk` lie there too, and keys and values that a plan puts on the disk, which else lie "
+        "in the model's folder. It goes with `memory` or `plan`.",
         default_text="none",
     )
     plan: Plan | str | PathLike[str] | None = setting(
