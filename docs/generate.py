@@ -18,10 +18,13 @@ from generated.gpu_tables import gpu_section
 from generated.gpu_tables import read as read_gpu_rows
 from generated.markup import NOTE, fill, fill_all, fill_figures
 from generated.method_pages import method_page, method_table
+from generated.option_types import PATH as OPTION_TYPES
+from generated.option_types import option_types
 from generated.papers_page import papers_page
 from generated.quality_page import quality_figures, quality_tables
 from generated.results import RESULTS, ROOT
 from generated.retaining_page import retaining_figures, retaining_tables
+from generated.settings_page import settings_page
 from generated.speed_tables import result_table, savings
 from generated.tasks_page import tasks_page
 from generated.text_tables import chat_facts, codec_texts
@@ -66,6 +69,7 @@ def pages() -> dict[Path, str]:
     texts[reference / "tasks.md"] = tasks_page()
     texts[reference / "methods" / "README.md"] = f"{NOTE}# Methods\n\n{method_table('')}"
     texts[reference / "cli.md"] = cli_page()
+    texts[reference / "settings.md"] = settings_page()
     texts[reference / "models.md"] = NOTE + model_types.render(json.loads(MODEL_TYPES.read_text(encoding="utf-8")))
     texts[reference / "api.md"] = NOTE + api_page()
     texts[reference / "papers.md"] = NOTE + papers_page(method_panels, read_rows(CODECS))
@@ -86,7 +90,7 @@ def pages() -> dict[Path, str]:
         text = texts.get(page) or page.read_text(encoding="utf-8")
         if INSTALLS.search(text):
             texts[page] = INSTALLS.sub(lambda found: shown_command(found[1]), text)
-    return {path: one_per_line(text) for path, text in texts.items()}
+    return {path: one_per_line(text) for path, text in texts.items()} | {OPTION_TYPES: option_types()}
 
 
 def pictures() -> dict[Path, Mapping[str, CurvePanel]]:

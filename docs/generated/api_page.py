@@ -52,6 +52,7 @@ GROUPS = {
     ),
 }
 ABOUT = {
+    "Engine": "Every setting of an engine, and of the model that it loads: [settings](settings.md).",
     "Errors": "Causes and remedies are in [troubleshooting](../how-to/troubleshooting.md).",
     "Methods and number formats": "Options of each method are on [its page](methods/README.md).",
 }

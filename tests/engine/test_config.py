@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 import millpond as mp
-from millpond.engine.config import EngineConfig, EngineOptions
+from millpond import cluster
+from millpond.cluster.settings import ClusterSettings
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
+from millpond.engine.offload.options import LoadOptions
+from millpond.engine.options import ClusterOptions, EngineOptions, LLMOptions
 from millpond.errors import BudgetError, OptionError
+from millpond.setting import settings_of
 from tests.helpers.evals.small import tiny_model
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -25,7 +30,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_step_tokens": 0}, OptionError, "max_step_tokens=0 must be at least 1"),
     ({"overcommit": float("nan")}, OptionError, "overcommit=nan must be at least 1"),
     ({"page_slots": 12}, OptionError, "page_slots=12 must be a power of two"),
+    ({"page_slots": 0}, OptionError, "page_slots=0 must be at least 1"),
     ({"runner": "leen"}, OptionError, "did you mean 'lean'"),
+    ({"overflow": "roling"}, OptionError, "did you mean 'rolling'"),
+    ({"max_running": "many"}, OptionError, "max_running='many' must be a whole number, at least 1"),
+    ({"max_running": 1.5}, OptionError, "max_running=1.5 must be a whole number, at least 1"),
+    ({"max_model_len": 0}, OptionError, "at least 1, or be left out for the default: the model's context"),
 ]
 
 
@@ -43,14 +53,26 @@ def test_a_wrong_value_is_refused_before_a_model_is_loaded(
 
 
 def test_keyword_arguments_are_the_fields_of_the_config() -> None:
-    assert EngineOptions.__annotations__.keys() == {field.name for field in fields(EngineConfig)}
-    types = {field.name: field.type for field in fields(EngineConfig)}
-    assert {name: one.__forward_arg__ for name, one in EngineOptions.__annotations__.items()} == types
-    for door in (mp.LLM, mp.AsyncLLM, Engine):
+    engine = {field.name: field.type for field in fields(EngineConfig)}
+    for options, *others in ((EngineOptions,), (LLMOptions, LoadOptions), (ClusterOptions, ClusterSettings)):
+        types = engine | {field.name: field.type for kind in others for field in fields(kind)}
+        assert {name: one.__forward_arg__ for name, one in options.__annotations__.items()} == types
+    loading = {field.name for field in fields(LoadOptions)}
+    for door in (mp.LLM, mp.AsyncLLM, Engine, cluster.LLM, cluster.AsyncLLM):
         shown = inspect.signature(door).parameters
         assert {field.name for field in fields(EngineConfig)} < set(shown)
+        assert (loading < set(shown)) == (door in (mp.LLM, mp.AsyncLLM))
+        assert ("replicas" in shown) == (door in (cluster.LLM, cluster.AsyncLLM))
+        assert "kv_memory: Limit of the memory" in str(door.__init__.__doc__)
         assert shown["kv_memory"].default is None
         assert shown["max_step_tokens"].default == 512
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, LoadOptions, ClusterSettings])
+def test_every_field_says_what_it_means(kind: type) -> None:
+    assert list(settings_of(kind)) == [field.name for field in fields(kind)]
+    for one in settings_of(kind).values():
+        assert one.help.endswith(".")
 
 
 def test_keyword_arguments_take_the_place_of_the_config_s_values() -> None:
@@ -64,8 +86,12 @@ def test_keyword_arguments_take_the_place_of_the_config_s_values() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(TypeError, match="kv_memry"):
+    with pytest.raises(TypeError, match=r"LLM\(\) takes no option 'kv_memry'; did you mean 'kv_memory'"):
         mp.LLM("no-such-model", kv_memry="1MiB")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"AsyncLLM\(\) takes no option 'memry'; did you mean 'memory'"):
+        mp.AsyncLLM("no-such-model", memry="1MiB")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"ClusterLLM\(\) takes no option 'replica'; did you mean 'replicas'"):
+        cluster.LLM("no-such-model", replica=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["duo_attention", "pyramidkv"])

@@ -114,5 +114,5 @@ def test_a_floor_is_for_shares_that_say_none() -> None:
     assert str(Budget.parse("20%").floored(512)) == "20%, at least 512"
     assert Budget.parse("20%, at least 64").floored(512) == Budget.parse("20%, at least 64")
     assert Budget.parse(100).floored(512) == Budget.parse(100)
-    with pytest.raises(OptionError, match="must not be negative"):
+    with pytest.raises(OptionError, match="budget_floor=-1 must be at least 0"):
         EngineConfig(budget_floor=-1)

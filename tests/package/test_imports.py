@@ -25,6 +25,7 @@ ORDER = {
         {
             "errors",
             "scalar",
+            "setting",
             "budget",
             "cpu_limit",
             "install_command",

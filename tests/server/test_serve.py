@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 import millpond.server.uvicorn_server
 from millpond.cli.app import app
-from millpond.cli.serve import KEYS_VARIABLE
 from millpond.cli.serve_summary import summary
 from millpond.install_command import install_command
 from millpond.server.request_log import LOG
@@ -54,7 +53,7 @@ def test_it_serves_and_goes_down_with_nothing_lost() -> None:
         "--api-key",
         "one",
     ]
-    environment = os.environ | {KEYS_VARIABLE: "two, three", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MILLPOND_API_KEYS": "two, three", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
@@ -133,7 +132,7 @@ def test_options_reach_the_engine_and_the_settings(monkeypatch: pytest.MonkeyPat
         seen.update(llm=llm, settings=settings, **where)
 
     monkeypatch.setattr(millpond.server.uvicorn_server, "run", run)
-    monkeypatch.setenv(KEYS_VARIABLE, "two")
+    monkeypatch.setenv("MILLPOND_API_KEYS", "two")
     done = invoke(
         "--method",
         "tova",

@@ -115,7 +115,7 @@ def test_the_operator_may_say_another_format() -> None:
     shown = ask_template(of("hermes"))
     assert format_of("none", shown) is None
     assert getattr(format_of("llama3", shown), "name", "") == "llama3"
-    with pytest.raises(OptionError, match="must be one of auto, hermes"):
+    with pytest.raises(OptionError, match="unknown tool_parser 'herms'; did you mean 'hermes'"):
         create_app(FakeLLM(), ServerSettings(tool_parser="herms"))
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from millpond.budget import DEFAULT
+from millpond.cli.setting_options import option_of, parameter_of, usual_of, value_of
+from millpond.engine.settings import EngineSettings, LoadSettings
 from millpond.errors import OptionError
 from millpond.presets import preset as preset_of
 
@@ -32,74 +33,22 @@ BenchModelName = Annotated[
     optional(help="Trained weights: a name of `millpond models`, a folder or a GGUF file. Default: random ones."),
 ]
 MethodName = Annotated[str, typer.Option(help="What is kept: see 'millpond methods'.")]
-CodecName = Annotated[
-    str,
-    typer.Option(
-        help="Number format of the entries, see 'millpond codecs'; \"0-1=bf16;*=int4\" by layer, "
-        '"bf16:20%;int8:20%;int4" by age.'
-    ),
-]
-CalibrationFile = Annotated[
-    str | None, optional(help="A file of 'millpond calibrate', for kvquant2, kvquant3 and kvquant4.")
-]
-DtypeName = Annotated[str, typer.Option(help="auto, f32, bf16 or f16; float32, bfloat16 and float16 are the same.")]
+CodecName = Annotated[str, option_of(EngineSettings, "codec", show_default=True)]
+CalibrationFile = Annotated[str | None, option_of(EngineSettings, "calibration")]
+DtypeName = Annotated[str, option_of(LoadSettings, "dtype", default_text="", show_default=True)]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="New tokens, at most.")]
 ChunkDtype = Annotated[
     str, typer.Option(help="Numbers of stored chunks: auto (as the model computes them), float32, bf16, int8 or int4.")
 ]
-DeviceName = Annotated[str | None, optional(help="cpu, cuda or cuda:1. Default: cuda if there is one.")]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run the code in the model's folder, where it brings some. Default: such a model is refused.",
-    ),
-]
-BudgetFloor = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Tokens that a --budget which is a share keeps at least of each prompt; 0: the share alone."
-    ),
-]
-Threads = Annotated[int | None, optional(min=1, help="CPU threads of torch. Default: torch's own choice.")]
-Memory = Annotated[
-    str | None,
-    optional(
-        help="Limit of the host's memory for weights, caches and buffers together ('512MiB'); layers that do not "
-        "fit are read from the model's folder in every step. Default: no limit."
-    ),
-]
-DeviceMemory = Annotated[
-    str | None,
-    optional(
-        help="Limit of the device's memory for weights, caches and buffers together ('16GiB'); layers that do not fit "
-        "are copied there in every step. Default: no limit."
-    ),
-]
-Disk = Annotated[
-    Path | None,
-    optional(help="Folder for packed --weights and other files of a model that runs with --memory. Default: none."),
-]
-OverflowRule = Annotated[
-    str,
-    typer.Option(
-        "--overflow",
-        help="Texts longer than the model's context: refuse them, or rolling: what the cache keeps moves to its "
-        "beginning, and the text goes on.",
-    ),
-]
-PressureRule = Annotated[
-    str,
-    typer.Option(
-        "--on-pressure",
-        help="Prompts of which anything would be evicted: refuse them before they are read, or evict, as the method "
-        "does. Requests may say otherwise.",
-    ),
-]
-Weights = Annotated[
-    str | None,
-    optional(help="Pack the model's matrices: int8 or int4 (models that run natively, on a CPU). Default: no."),
-]
+DeviceName = Annotated[str | None, option_of(LoadSettings, "device", default_text="cuda if there is one")]
+TrustRemoteCode = Annotated[bool, option_of(EngineSettings, "trust_remote_code")]
+BudgetFloor = Annotated[int, option_of(EngineSettings, "budget_floor")]
+Threads = Annotated[int | None, option_of(LoadSettings, "threads")]
+Memory = Annotated[str | None, option_of(LoadSettings, "memory")]
+DeviceMemory = Annotated[str | None, option_of(LoadSettings, "device_memory")]
+Disk = Annotated[Path | None, option_of(LoadSettings, "disk")]
+OverflowRule = Annotated[str, option_of(EngineSettings, "overflow")]
+Weights = Annotated[str | None, option_of(EngineSettings, "weights")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")]
 TypicalP = Annotated[
@@ -144,11 +93,26 @@ _CONTEXT = "context"
 class OptionGroup:
     """Base of option groups, whose fields are annotated as parameters of a command are.
 
+    A group can also take settings of a dataclass: `kind`, and their names among those of its `order`.
+
     Attributes:
-        given: names of the fields that the user set on the command line; no option itself.
+        given: names of the options that the user set on the command line; no option itself.
+        settings: values of the settings by their names, as `kind` takes them; those that are missing have their
+            defaults.
+        kind, order: a dataclass with settings, and the names of all options of the group in the order of the help.
+        usual: defaults of settings that are others than those of `kind`.
     """
 
     given: frozenset[str] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    kind: ClassVar[type]
+    order: ClassVar[tuple[str, ...]] = ()
+    usual: ClassVar[Mapping[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        names = [name for name in type(self).order if name not in _fields(type(self))]
+        full = {name: self.settings.get(name, _usual(type(self), name)) for name in names}
+        object.__setattr__(self, "settings", {name: value_of(self.kind, name, full[name]) for name in full})
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -174,7 +138,8 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
             taken = {option: values.pop(option) for option in _names(kind)}
             sources = {option: context.get_parameter_source(option) for option in taken}
             given = {option for option, source in sources.items() if source and source.name == "COMMANDLINE"}
-            values[name] = kind(**taken, given=frozenset(given))
+            own = {option: taken.pop(option) for option in _fields(kind)}
+            values[name] = kind(**own, settings=taken, given=frozenset(given))
         command(**values)
 
     run.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
@@ -182,17 +147,30 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _names(group: type[OptionGroup]) -> list[str]:
-    return [field.name for field in fields(group) if field.name != "given"]
-
-
-def _options_of(group: type[OptionGroup], default: Any) -> list[inspect.Parameter]:
+def _fields(group: type[OptionGroup]) -> dict[str, Any]:
+    """Types of the options that are fields of the group itself."""
     hints = get_type_hints(group, include_extras=True)
-    usual = group() if default is inspect.Parameter.empty else default
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(usual, name), annotation=hints[name])
-        for name in _names(group)
-    ]
+    return {one.name: hints[one.name] for one in fields(group) if one.name not in ("given", "settings")}
+
+
+def _names(group: type[OptionGroup]) -> dict[str, None]:
+    """Names of all options in the order of the help."""
+    return dict.fromkeys(group.order or _fields(group))
+
+
+def _usual(group: type[OptionGroup], name: str) -> Any:
+    """The default of a setting of the group."""
+    return group.usual[name] if name in group.usual else usual_of(group.kind, name)
+
+
+def _options_of(group: type[OptionGroup], default: Any) -> Iterator[inspect.Parameter]:
+    own, usual = _fields(group), group() if default is inspect.Parameter.empty else default
+    for name in _names(group):
+        if name in own:
+            how, value = inspect.Parameter.KEYWORD_ONLY, getattr(usual, name)
+            yield inspect.Parameter(name, how, default=value, annotation=own[name])
+        else:
+            yield parameter_of(group.kind, name, _usual(group, name))
 
 
 #: What a preset decides.
@@ -203,35 +181,17 @@ DECIDED = ("method", "budget", "codec")
 class CacheChoice(OptionGroup):
     """How the KV cache of a command is kept."""
 
-    method: Annotated[
-        str | None,
-        optional(
-            help="What is kept: see 'millpond methods'. Default: every entry, in 8 bits (--preset light); with a "
-            "budget or an option, h2o."
-        ),
-    ] = None
-    budget: Annotated[
-        str | None,
-        optional(
-            help="'20%' of the prompt, 512 tokens per KV head, '64MiB' in all, or 'auto' with --max-kl. "
-            f"Default: {DEFAULT}; full takes none."
-        ),
-    ] = None
+    method: Annotated[str | None, option_of(EngineSettings, "method")] = None
+    budget: Annotated[str | None, option_of(EngineSettings, "budget")] = None
     option: Annotated[
         list[str] | None,
         optional("--option", "-o", metavar="NAME=VALUE", help="Option of the method: see 'millpond methods NAME'."),
     ] = None
     codec: CodecName = "auto"
-    preset: Annotated[str | None, optional(help="light, balanced or tiny: method, budget and codec in one word.")] = (
-        None
-    )
+    preset: Annotated[str | None, option_of(EngineSettings, "preset")] = None
     calibration: CalibrationFile = None
-    max_kl: Annotated[
-        float | None, optional(help="With --budget auto: what predictions may differ from the full cache's, in nats.")
-    ] = None
-    fit: Annotated[
-        str | None, optional(help="With --budget auto: a file of 'millpond fit'. Default: where that command puts it.")
-    ] = None
+    max_kl: Annotated[float | None, option_of(EngineSettings, "max_kl")] = None
+    fit: Annotated[str | None, option_of(EngineSettings, "fit")] = None
 
     @property
     def options(self) -> dict[str, str]:

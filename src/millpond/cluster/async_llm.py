@@ -119,12 +119,9 @@ class AsyncClusterLLM(ClusterClient):
     Args:
         model: a name or folder. config: of each engine; None for the defaults.
         model_name: name that clients use; None: the model's own.
-        replicas, prefill, decode: numbers of workers; see `ClusterSettings`, as for the next six.
-        address: of a running Ray. max_replays: of one request. hang_s: until a worker counts as lost.
-        handoff_memory: of requests between two workers. lease_s: in which they must be fetched.
-        checkpoint_tokens: after which the cache of a request is copied; None: never.
         dtype, threads: as of `LLM`, for each worker.
-        **options: fields of `EngineConfig`, in place of those of `config`; `kv_memory` is that of each worker.
+        **options: fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
+            of each worker. See docs/reference/settings.md.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `AsyncLLM`; or the extra `cluster` is not installed.

@@ -14,9 +14,10 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from millpond.engine.config import EngineConfig, EngineOptions
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.llm import LLM
+from millpond.engine.options import EngineOptions
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams

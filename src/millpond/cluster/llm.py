@@ -16,13 +16,15 @@ from millpond.cluster.ledger import check_movable
 from millpond.cluster.ray_worker import RaySession, RayWorker
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker_pool import MakeWorker
-from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
+from millpond.engine.config import EngineConfig
+from millpond.engine.options import ClusterOptions
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.prompts import Prompts, requests_of
 from millpond.engine.request import CacheOptions
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import OptionError
 from millpond.prompt_marks import PromptMarks
+from millpond.setting import shows_options, split_options
 
 
 class Cluster:
@@ -98,38 +100,20 @@ class ClusterClient:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or the extra `cluster` is not installed.
     """
 
-    @takes_engine_options
+    @shows_options(ClusterSettings, EngineConfig)
     def __init__(
         self,
         model: str | PathLike[str],
         config: EngineConfig | None = None,
         *,
         model_name: str | None = None,
-        replicas: int | None = None,
-        prefill: int | None = None,
-        decode: int | None = None,
-        address: str | None = None,
-        max_replays: int = 2,
-        hang_s: float = 120.0,
-        handoff_memory: str | int = "256MiB",
-        lease_s: float = 10.0,
-        checkpoint_tokens: int | None = None,
         dtype: str | None = None,
         threads: int | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[ClusterOptions],
     ) -> None:
-        settings = ClusterSettings(
-            replicas=replicas,
-            prefill=prefill,
-            decode=decode,
-            address=address,
-            max_replays=max_replays,
-            hang_s=hang_s,
-            handoff_memory=handoff_memory,
-            lease_s=lease_s,
-            checkpoint_tokens=checkpoint_tokens,
-        )
-        cluster = Cluster(settings, model, EngineConfig.of(config, options), dtype, threads)
+        workers, engine = split_options(type(self).__name__, options, ClusterSettings, EngineConfig)
+        settings = ClusterSettings(**workers)
+        cluster = Cluster(settings, model, EngineConfig.of(config, engine), dtype, threads)
         self._begin(cluster, model_name or cluster.model)
 
     @classmethod
@@ -161,12 +145,9 @@ class ClusterLLM(ClusterClient):
     Args:
         model: a name or folder. config: of each engine; None for the defaults.
         model_name: name that clients use; None: the model's own.
-        replicas, prefill, decode: numbers of workers; see `ClusterSettings`, as for the next six.
-        address: of a running Ray. max_replays: of one request. hang_s: until a worker counts as lost.
-        handoff_memory: of requests between two workers. lease_s: in which they must be fetched.
-        checkpoint_tokens: after which the cache of a request is copied; None: never.
         dtype, threads: as of `LLM`, for each worker.
-        **options: fields of `EngineConfig`, in place of those of `config`; `kv_memory` is that of each worker.
+        **options: fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
+            of each worker. See docs/reference/settings.md.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or the extra `cluster` is not installed.

@@ -14,23 +14,20 @@ from contextlib import aclosing, suppress
 from os import PathLike
 from typing import Any, TypeVar, Unpack
 
-import torch
-
-from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.grammar.compiler import Grammar
 from millpond.engine.llm import open_engine
 from millpond.engine.mailbox import Mailbox, deliver
-from millpond.engine.offload.machine import MachineConstants
-from millpond.engine.offload.options import Offload
-from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.options import LoadOptions
+from millpond.engine.options import LLMOptions
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sessions.store import SessionStore
 from millpond.errors import MillpondError
 from millpond.kernels.thread_count import end_own_threads
-from millpond.models.weights.streamed import Verify
+from millpond.setting import shows_options, split_options
 
 Call = Callable[[], None]
 #: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
@@ -94,17 +91,7 @@ class AsyncLLM:
         model: a name or folder, or a loaded transformers decoder.
         config: settings of the engine; None for the defaults.
         model_name: name that clients use; None: the model's own.
-        tokenizer: the model's; None: loaded with it.
-        dtype: of a model that is given by name; see `LLM`.
-        threads: of torch in this process; None leaves them as they are.
-        memory: of a model that is given by name; see `LLM`.
-        disk: with `memory`; see `LLM`.
-        plan: with `memory`, or alone; see `LLM`.
-        prompt_tokens: that a plan is made for; see `LLM`.
-        new_tokens: that a plan is made for; see `LLM`.
-        machine: constants for a plan; see `LLM`.
-        verify: of packed weights; see `LLM`.
-        **options: fields of `EngineConfig`, in place of those of `config`.
+        **options: as of `LLM`.
 
     Attributes:
         leave: called in the engine's thread behind each step, with outputs that are not the last of their requests;
@@ -114,40 +101,17 @@ class AsyncLLM:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`.
     """
 
-    @takes_engine_options
+    @shows_options(LoadOptions, EngineConfig)
     def __init__(
         self,
         model: Any,
         config: EngineConfig | None = None,
         *,
         model_name: str | None = None,
-        tokenizer: Any = None,
-        dtype: str | torch.dtype | None = None,
-        threads: int | None = None,
-        memory: str | int | None = None,
-        disk: str | PathLike[str] | None = None,
-        plan: Plan | str | PathLike[str] | None = None,
-        prompt_tokens: int | None = None,
-        new_tokens: int | None = None,
-        machine: MachineConstants | None = None,
-        verify: Verify = "first",
-        device: str | None = None,
-        device_memory: str | int | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[LLMOptions],
     ) -> None:
-        config = EngineConfig.of(config, options)
-        offload = Offload(
-            memory=memory,
-            disk=disk,
-            plan=plan,
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            machine=machine,
-            verify=verify,
-            device=device,
-            device_memory=device_memory,
-        )
-        self._engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
+        loading, settings = split_options("AsyncLLM", options, LoadOptions, EngineConfig)
+        self._engine, self.plan = open_engine(model, EngineConfig.of(config, settings), LoadOptions(**loading))
         self.model_name = model_name or str(
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )

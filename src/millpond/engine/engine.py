@@ -26,7 +26,7 @@ from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
-from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
+from millpond.engine.config import EngineConfig
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.disk_conflicts import check_disk
 from millpond.engine.fault_isolation import FaultIsolation
@@ -34,6 +34,7 @@ from millpond.engine.file_loads import FileLoads
 from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.integrity import check_pages, check_untainted
+from millpond.engine.options import EngineOptions
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
 from millpond.engine.prefix_sharing import PrefixSharing
@@ -60,6 +61,7 @@ from millpond.hf.key_biases import loses_by_bias, warn_of_bias
 from millpond.hf.model_support import unwrapped
 from millpond.models.weights.streamed import StreamedLayers
 from millpond.runner.packed_model import LayerShape, PackedModel
+from millpond.setting import shows_options
 
 #: Whether a request left an engine or came into it.
 Direction = Literal["out", "in"]
@@ -86,7 +88,7 @@ class Engine:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
     """
 
-    @takes_engine_options
+    @shows_options(EngineConfig)
     def __init__(
         self,
         model: Any,

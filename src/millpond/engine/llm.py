@@ -13,12 +13,11 @@ import torch
 
 from millpond.engine.batch_plan import BatchPlan
 from millpond.engine.chunks.prompt import Chunk, Prompt
-from millpond.engine.config import EngineConfig, EngineOptions, takes_engine_options
+from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
-from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.open import Placement, folder_of
-from millpond.engine.offload.options import Offload
-from millpond.engine.offload.plan import Plan
+from millpond.engine.offload.options import LoadOptions
+from millpond.engine.options import LLMOptions
 from millpond.engine.outputs import EngineStats, RequestOutput
 from millpond.engine.prompts import Prompts, requests_of
 from millpond.engine.request import CacheOptions
@@ -29,9 +28,9 @@ from millpond.models.chat_template import Message, chat_ids
 from millpond.models.dtype_name import dtype_name
 from millpond.models.load import find_tokenizer, load_model, resolve
 from millpond.models.weights.layout import has_safetensors
-from millpond.models.weights.streamed import Verify
 from millpond.optional import require
 from millpond.prompt_marks import PromptMarks
+from millpond.setting import shows_options, split_options
 
 #: Order of the requests of one call, see `LLM.generate`.
 Schedule = Literal["arrival", "batch"]
@@ -43,26 +42,8 @@ class LLM:
     Args:
         model: a name or folder, or a loaded transformers decoder.
         config: settings of the engine; None for the defaults.
-        tokenizer: the model's; None: loaded with it. Without one, prompts are token ids, answers have no text, and
-            what needs texts is refused.
-        dtype: "f32", "bf16" or "f16" of a model that is given by name, or one of torch's dtypes or its name; None: as
-            it was saved.
-        threads: of torch in this process; None leaves them as they are.
-        memory: most bytes ("512MiB") of host memory that weights, KV and the buffers of a step take together. Of a
-            model that does not fit, layers are read from its folder in every step. None: no limit.
-        disk: a folder for files of this package: packed `weights`, blocks of `prefix_disk`, and KV that a plan puts on
-            the disk, which without it lies in the model's folder; goes with `memory` or `plan`.
-        plan: which layers stay in memory, and how many sequences run together, or its file; None or "auto": the
-            fastest that fits in `memory`.
-        prompt_tokens: of the prompts that a plan is made for; None: 512, or fewer where no such sequence fits.
-        new_tokens: of their answers; None: 128, or fewer.
-        machine: constants of this machine for a plan; None: measured once, in about 30 s, and kept.
-        verify: compare packed weights with their checksums at the "first" read, or "always".
-        device: "cuda" or "cuda:1": where a model runs that is given by name; None: the CPU.
-        device_memory: most bytes ("16GiB") of that device's memory that weights, KV and the buffers of a step take
-            together. Layers of a model that does not fit are copied there from the host's memory in every step, of
-            which they take at most `memory`; what is more is read from the model's folder. None: no limit.
-        **options: fields of `EngineConfig`, in place of those of `config`.
+        **options: fields of `EngineConfig`, in place of those of `config`, and of `LoadOptions`: see
+            docs/reference/settings.md.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded, or not in
@@ -77,39 +58,10 @@ class LLM:
         64
     """
 
-    @takes_engine_options
-    def __init__(
-        self,
-        model: Any,
-        config: EngineConfig | None = None,
-        *,
-        tokenizer: Any = None,
-        dtype: str | torch.dtype | None = None,
-        threads: int | None = None,
-        memory: str | int | None = None,
-        disk: str | PathLike[str] | None = None,
-        plan: Plan | str | PathLike[str] | None = None,
-        prompt_tokens: int | None = None,
-        new_tokens: int | None = None,
-        machine: MachineConstants | None = None,
-        verify: Verify = "first",
-        device: str | None = None,
-        device_memory: str | int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        config = EngineConfig.of(config, options)
-        offload = Offload(
-            memory=memory,
-            disk=disk,
-            plan=plan,
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            machine=machine,
-            verify=verify,
-            device=device,
-            device_memory=device_memory,
-        )
-        self.engine, self.plan = open_engine(model, tokenizer, config, dtype, threads, offload)
+    @shows_options(LoadOptions, EngineConfig)
+    def __init__(self, model: Any, config: EngineConfig | None = None, **options: Unpack[LLMOptions]) -> None:
+        loading, settings = split_options("LLM", options, LoadOptions, EngineConfig)
+        self.engine, self.plan = open_engine(model, EngineConfig.of(config, settings), LoadOptions(**loading))
         self._names = count()
 
     @property
@@ -297,24 +249,17 @@ class LLM:
                     yield output
 
 
-def open_engine(
-    model: Any,
-    tokenizer: Any,
-    config: EngineConfig,
-    dtype: str | torch.dtype | None,
-    threads: int | None,
-    offload: Offload,
-) -> tuple[Engine, Placement | None]:
+def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple[Engine, Placement | None]:
     """An engine with a model, and what lies where if its memory is limited.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
-    dtype = dtype_name(dtype)
-    if not offload.asked and not _packed_here(model, dtype, config):
-        if offload.device is not None and not isinstance(model, str | PathLike):
-            raise OptionError(f"device={offload.device!r} is for a model that is loaded here; move a loaded one itself")
-        place = offload.place()
+    dtype, tokenizer, threads = dtype_name(loading.dtype), loading.tokenizer, loading.threads
+    if not loading.asked and not _packed_here(model, dtype, config):
+        if loading.device is not None and not isinstance(model, str | PathLike):
+            raise OptionError(f"device={loading.device!r} is for a model that is loaded here; move a loaded one itself")
+        place = loading.place()
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights, config.trust_remote_code)
         if place is not None:
             loaded = loaded.to(place)
@@ -330,9 +275,9 @@ def open_engine(
         torch.set_num_threads(threads)
     folder = folder_of(model, dtype)
     tokenizer = find_tokenizer(folder) if tokenizer is None else tokenizer  # damaged ones are refused before weights
-    if offload.disk is not None and config.prefix_disk is not None and config.prefix_folder is None:
-        config = replace(config, prefix_folder=offload.disk)
-    opened = offload.open(model, dtype, config)
+    if loading.disk is not None and config.prefix_disk is not None and config.prefix_folder is None:
+        config = replace(config, prefix_folder=loading.disk)
+    opened = loading.open(model, dtype, config)
     try:
         engine = Engine(opened.model, tokenizer, opened.config, streamed=opened.streamed, tier=opened.tier)
     except BaseException:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from millpond.budget import Budget
 from millpond.codec import CodecSpec
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.sampling.params import SamplingParams
+from millpond.engine.settings import OnPressure as OnPressure
 from millpond.option_files import OptionFile
 from millpond.policy.reuse import Pick, Recompute
 from millpond.prompt_marks import PromptMarks
 
-#: "refuse" a request of whose prompt something would be evicted, or "evict" as its method does.
-OnPressure = Literal["refuse", "evict"]
 #: Limit of characters of a salt.
 MOST_SALT = 256
 

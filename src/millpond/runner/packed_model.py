@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ from millpond.runner.packed_cache import (
     Served,
     ShapeWatch,
 )
+from millpond.runner.runner_choice import Runner, check_own_layers
 from millpond.runner.state_mixers import CarriedStates, StateShape, find_mixers, use_segments
-
-#: Who passes rows through the weights: ours, the model's modules, or ours wherever it gives what the modules give.
-Runner = Literal["auto", "lean", "modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,8 @@ class PackedModel:
         weights: str | None = None,
         deterministic: bool = False,
     ) -> None:
-        check_weights(weights, runner, native_layers)
-        check_deterministic(deterministic, runner, native_layers)
+        check_format(weights)
+        check_own_layers(runner, native_layers, weights=weights, deterministic=deterministic)
         if runner not in get_args(Runner):
             raise unknown("runner", runner, get_args(Runner))
         if not native_layers and runner == "lean":
@@ -281,31 +279,6 @@ class PackedModel:
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(token, token, watch, token)
         return watch
-
-
-def check_weights(weights: str | None, runner: Runner, native_layers: bool) -> None:
-    """
-    Raises:
-        OptionError: no such format of weights, or one that the other settings exclude.
-    """
-    check_format(weights)
-    if weights is not None and (runner == "modules" or not native_layers):
-        raise OptionError(
-            f"weights={weights!r} runs in our own layers, which runner='modules' and native_layers=False leave out; "
-            "leave one of the two out"
-        )
-
-
-def check_deterministic(deterministic: bool, runner: Runner, native_layers: bool) -> None:
-    """
-    Raises:
-        OptionError: the model's own modules should run, whose bits depend on what else is in a pass.
-    """
-    if deterministic and (runner == "modules" or not native_layers):
-        raise OptionError(
-            "deterministic=True runs in our own layers, which runner='modules' and native_layers=False leave out; "
-            "leave one of the two out"
-        )
 
 
 def check_format(weights: str | None) -> None:

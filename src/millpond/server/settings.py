@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_network
 
+from millpond.budget import parse_bytes
 from millpond.errors import OptionError
+from millpond.setting import check_settings, setting
 
+#: Formats of calls of tools by name: "auto" is what the chat template writes, "none" leaves calls in the text.
+PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 #: An origin as browsers write it: no path, and no capital letters.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z,*]+")
 
@@ -19,77 +22,132 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@A-Z,*]+")
 class ServerSettings:
     """Access to a server, and limits of its requests.
 
-    Attributes:
-        api_keys: keys of which each request must send one as `Authorization: Bearer KEY`; empty: no key is needed.
-        operator_key: of the operator, which alone opens `/cluster`, where workers are listed and drained; None: with
-            `api_keys` nothing does, and without them anyone who reaches the server lists workers.
-        priority_limits: lowest (best) priority of a key's requests, by key; by "" that of all others. The default is
-            0, so that no client overtakes others by its own word.
-        allowed_hosts: names by which requests may call the server, in addition to those of loopback; empty: any,
-            except for a server without keys that listens on loopback.
-        cors_origins: origins of web pages whose scripts may call the server, such as "https://chat.example.org"; "*":
-            those of any page.
-        trusted_proxies: addresses or networks of proxies whose X-Forwarded-For names the client; empty: the client is
-            the address that connects, whatever its headers say.
-        max_queue: prompts that wait for the engine, at most; beyond it requests are refused with 429. An eighth of it
-            is reserved for clients without requests in flight.
-        max_tokens: new tokens per answer, at most; None: as many as the model's context holds.
-        max_body_bytes: size of a request's body, at most.
-        max_body_items: values in a body, at most; an eighth as many keys, a sixteenth as many arrays and objects.
-        max_bytes_under_way: size of the bodies of all requests in flight, at most; beyond it: 503.
-        max_connections: beyond it the connection is closed that has kept the server waiting longest.
-        header_timeout_s: seconds in which a request's header must arrive.
-        body_timeout_s: seconds in which its body must arrive.
-        write_timeout_s: seconds for which a client may read nothing of its answer.
-        timeout_s: seconds after which a request ends with what it has; None: never.
-        drain_s: seconds that running requests have to finish at shutdown.
-        step_limit_s: seconds that one step of the engine may take; beyond it the server is not healthy (503).
-        tool_parser: format of the model's tool calls: hermes, llama3, mistral; auto: as its chat template does; none:
-            calls stay in the text.
-        option_files: files that options of requests may name, by name.
-
     Raises:
         OptionError: a value out of its range.
     """
 
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    operator_key: str | None = field(default=None, repr=False)
-    priority_limits: Mapping[str, int] = field(default_factory=dict, repr=False)
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    trusted_proxies: tuple[str, ...] = ()
-    max_queue: int = 256
-    max_tokens: int | None = None
-    max_body_bytes: int = 16 * 2**20
-    max_body_items: int = 2**17
-    max_bytes_under_way: int = 256 * 2**20
-    max_connections: int = 512
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    write_timeout_s: float = 60.0
-    timeout_s: float | None = None
-    drain_s: float = 30.0
-    step_limit_s: float = 120.0
-    tool_parser: str = "auto"
-    option_files: Mapping[str, str | os.PathLike[str]] = field(default_factory=dict)
+    option_files: Mapping[str, str | os.PathLike[str]] = setting(
+        {},
+        "A file that options of requests may name, by this name; may be repeated. No other file can be named.",
+        flag="--option-file",
+        metavar="NAME=PATH",
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "A key that clients must send; may be repeated.",
+        more="As `Authorization: Bearer KEY`; without keys none is needed.",
+        flag="--api-key",
+        variable="MILLPOND_API_KEYS",
+        repr=False,
+    )
+    operator_key: str | None = setting(
+        None,
+        "The key that lists and drains workers under /cluster.",
+        more="Without it nothing does where there are API keys, and without those anyone who reaches the server lists "
+        "workers.",
+        variable="MILLPOND_OPERATOR_KEY",
+        default_text="none",
+        repr=False,
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "A name by which clients may call the server, in addition to localhost; may be repeated.",
+        more="Without any, every name will do, except for a server without keys that listens on loopback.",
+        flag="--allow-host",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "An origin of web pages whose scripts may call the server (https://example.org), or '*'; may be repeated.",
+        flag="--cors-origin",
+        metavar="ORIGIN",
+        default_text="none",
+    )
+    trusted_proxies: tuple[str, ...] = setting(
+        (),
+        "A proxy, or a network of proxies, whose X-Forwarded-For names the client; may be repeated.",
+        flag="--trusted-proxy",
+        metavar="ADDRESS",
+        default_text="none; clients without keys are then identified by the addresses that they connect from",
+    )
+    priority_limits: Mapping[str, int] = setting(
+        {},
+        "The lowest (best) priority for requests with a key; without KEY=, for all others. Default: 0. May be "
+        "repeated.",
+        more='By "" that of all others; so no client overtakes others by its own word.',
+        flag="--priority-limit",
+        metavar="[KEY=]N",
+        variable="MILLPOND_PRIORITY_LIMITS",
+        repr=False,
+    )
+    max_queue: int = setting(
+        256,
+        "Prompts that may wait; beyond it: 429.",
+        more="An eighth of it is reserved for clients without requests in flight.",
+        at_least=1,
+    )
+    max_tokens: int | None = setting(
+        None, "New tokens per answer, at most.", at_least=1, default_text="what the context holds"
+    )
+    max_body_bytes: int = setting(
+        16 * 2**20, "Size of a request's body, at most.", flag="--max-body", parse=parse_bytes, default_text="16MiB"
+    )
+    max_body_items: int = setting(
+        2**17, "Values in a body, at most; 1/8 as many keys, 1/16 as many arrays and objects.", at_least=16
+    )
+    max_bytes_under_way: int = setting(
+        256 * 2**20,
+        "Size of the bodies of all requests in flight, at most; beyond it: 503.",
+        flag="--max-bodies",
+        parse=parse_bytes,
+        default_text="256MiB",
+    )
+    max_connections: int = setting(
+        512, "Beyond it the connection is closed that keeps the server waiting longest.", at_least=1
+    )
+    header_timeout_s: float = setting(
+        10.0, "Seconds in which the header of a request must arrive.", flag="--header-timeout", above=0, finite=True
+    )
+    body_timeout_s: float = setting(
+        30.0, "Seconds in which its body must arrive.", flag="--body-timeout", above=0, finite=True
+    )
+    write_timeout_s: float = setting(
+        60.0,
+        "Seconds after which a client that does not read its answer is disconnected.",
+        flag="--write-timeout",
+        above=0,
+        finite=True,
+    )
+    timeout_s: float | None = setting(
+        None, "Seconds after which a request ends with what it has.", flag="--timeout", above=0, default_text="none"
+    )
+    drain_s: float = setting(
+        30.0,
+        "Seconds that requests have to finish when the server is stopped.",
+        flag="--drain",
+        at_least=0,
+        finite=True,
+    )
+    step_limit_s: float = setting(
+        120.0,
+        "Seconds that a step of the engine may take; beyond it /health answers 503.",
+        flag="--step-limit",
+        above=0,
+        finite=True,
+    )
+    tool_parser: str = setting(
+        "auto",
+        "How the model writes calls of tools: hermes, llama3, mistral, auto (as its chat template does), or none "
+        "(calls stay in the text).",
+        choices=PARSERS,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_tokens", "max_body_bytes", "max_body_items", "max_connections"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name}={value}: must be at least 1")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise OptionError(f"timeout_s={self.timeout_s}: must be above 0; leave it out for no limit")
-        for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "step_limit_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise OptionError(f"{name}={getattr(self, name)}: must be above 0, and not without end")
+        check_settings(self)
         if self.max_bytes_under_way < self.max_body_bytes:
             raise OptionError(
                 f"max_bytes_under_way={self.max_bytes_under_way} is less than max_body_bytes={self.max_body_bytes}: "
                 "raise it, or lower that"
             )
-        if not 0 <= self.drain_s < math.inf:
-            raise OptionError(f"drain_s={self.drain_s}: must be 0 or more, and not without end")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("an API key is empty; leave it out for a server without keys")
         if self.operator_key is not None and not self.operator_key.strip():

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from millpond.cache.pages.page_slots import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.ref_counted_pool import Limit, PageIds, RefCountedPool, arena_bytes_on, pages_per_arena
-from millpond.errors import OptionError
 from millpond.kernels.packed.layout import PackedArrays, PackedLayout
 from millpond.kernels.pages import PageArrays
 
 __all__ = ["DEFAULT_SLOTS", "PageIds", "PagePool", "check_slots"]
-
-#: Slots per page. Measured: see docs/explanation/page-size.md.
-DEFAULT_SLOTS = 32
 
 
 class PagePool(RefCountedPool[PageArrays]):
@@ -55,15 +52,6 @@ class PagePool(RefCountedPool[PageArrays]):
 def side_bytes(masses: bool) -> int:
     """Bytes of a slot besides key and value: position int32, score float32 and, if any, log mass float32."""
     return 12 if masses else 8
-
-
-def check_slots(slots: int) -> None:
-    """
-    Raises:
-        OptionError: `slots` is not a whole number, or not a power of two.
-    """
-    if not isinstance(slots, int) or slots < 1 or slots & (slots - 1):
-        raise OptionError(f"page_slots={slots} must be a power of two")
 
 
 class QuantizedPool(RefCountedPool[PackedArrays]):

@@ -1,4 +1,4 @@
-"""Offloading options of a user, and the progress of what takes long before a model runs."""
+"""Options of loading a model, and the progress of what takes long before a model runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from os import PathLike
 import torch
 
 from millpond.engine.config import EngineConfig
-from millpond.engine.offload.machine import MachineConstants
 from millpond.engine.offload.open import Opened, open_in_memory
 from millpond.engine.offload.open_on_device import open_on_device
 from millpond.engine.offload.plan import Plan, load_plan
 from millpond.engine.offload.planner import Workload
+from millpond.engine.settings import LoadSettings
 from millpond.errors import OptionError
 from millpond.models.device import usable_device
 from millpond.models.weights.packed_file import Report
-from millpond.models.weights.streamed import Verify, check_verify
+from millpond.models.weights.streamed import check_verify
 
 
 @contextmanager
@@ -47,24 +47,15 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
-    """The arguments of `LLM` with these names.
+class LoadOptions(LoadSettings):
+    """How `LLM` loads a model; its fields say themselves what they mean, see `LoadSettings`.
 
     Raises:
         OptionError: an argument that does nothing without `memory` or `plan`, or a plan that is none.
     """
 
-    memory: str | int | None = None
-    disk: str | PathLike[str] | None = None
-    plan: Plan | str | PathLike[str] | None = None
-    prompt_tokens: int | None = None
-    new_tokens: int | None = None
-    machine: MachineConstants | None = None
-    verify: Verify = "first"
-    device: str | None = None
-    device_memory: str | int | None = None
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.plan is not None and not isinstance(self.plan, Plan | str | PathLike):
             raise OptionError(
                 f"plan={self.plan!r} must be a Plan, a file of 'millpond plan --out', 'auto', or be left out"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millpond.errors import OptionError
 from millpond.server.errors import ApiError
 from millpond.server.messages import MOST_CALLS, MOST_JSON, Function
 from millpond.server.schemas import ChatBody, NamedTool
@@ -14,18 +13,9 @@ from millpond.server.tools.formats import CallFormat, Hermes, Llama3, Mistral, T
 from millpond.server.tools.reader import Reader
 from millpond.server.tools.template import Shown
 
-#: Formats by the names that the operator gives them; "auto" is that of the template, "none" reads no calls.
-PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
-
 
 def format_of(parser: str, shown: Shown) -> CallFormat | None:
-    """The format of calls; None: calls are not read.
-
-    Raises:
-        OptionError: no such parser.
-    """
-    if parser not in PARSERS:
-        raise OptionError(f"tool_parser={parser!r}: must be one of {', '.join(PARSERS)}")
+    """The format of calls by its name, see `ServerSettings.tool_parser`; None: calls are not read."""
     found = shown.format()
     if parser == "auto" or (found is not None and found.name == parser):
         return found
