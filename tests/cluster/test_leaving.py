@@ -34,7 +34,7 @@ def with_worker(use: Callable[[EngineWorker], Awaitable[None]], **settings: Any)
         await worker.open()
         try:
             await use(worker)
-            left = (worker._handoff.size, worker._left, worker._newest, worker._tasks, worker._llm._engine._live)
+            left = (worker._handoff.size, worker._left, worker._newest, worker._tasks, worker._llm._engine._requests)
             assert not any(left), left
         finally:
             await worker.close()

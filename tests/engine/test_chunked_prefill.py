@@ -66,7 +66,7 @@ def test_no_layer_ever_holds_more_than_budget_and_chunk(method: str) -> None:
     most = 0
     while made.busy:
         made.step()
-        for live in made._live.values():
+        for live in made._requests:
             for core in live.stack.layers if live.stack is not None else []:
                 most = max(most, int(core.stored.max(initial=0)))
         made.check_integrity()
@@ -135,7 +135,7 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
 
 
 def scores(made: Engine, name: str) -> list[torch.Tensor]:
-    live = made._live[name]
+    live = made._requests[name]
     assert live.stack is not None
     return [core.read(0).scores for core in live.stack.layers]
 
@@ -151,7 +151,7 @@ def test_scores_are_shared_with_the_pages_of_a_prompt() -> None:
         add(made, Request(request_id=name, prompt=ids, params=greedy(NEW, ignore_eos=True)))
         while made.busy:
             done |= {output.request_id: output for output in made.step() if output.finished}
-            if name in made._live and made._live[name].stack is not None:
+            if name in made._requests and made._requests[name].stack is not None:
                 read[name] = scores(made, name)
             made.check_integrity()
     kv = done["b"].completions[0].kv
@@ -197,7 +197,7 @@ def test_answers_that_nothing_plans_run_in_one_call() -> None:
     for decode, fused in (("grow", True), ("evict", False)):
         made = engine("locret", {"decode": decode})
         add(made, ask(40))
-        while not made._live["40"].answers[0].tokens:
+        while not made._requests["40"].answers[0].tokens:
             made.step()
         made.step()
         (group,) = made._recipes.groups

@@ -113,7 +113,7 @@ def check(engine: Engine, done: dict[str, RequestOutput], way: str, error: str =
 
 
 def live_of(engine: Engine) -> RequestState | None:
-    return engine._live.get(VICTIM)
+    return engine._requests.get(VICTIM)
 
 
 def layers_of(engine: Engine) -> list[LayerCache]:
@@ -361,7 +361,7 @@ class Sometimes:
 
         def failing(*args: Any) -> Any:
             found = forward(*args)
-            live = engine._live.get(VICTIM)
+            live = engine._requests.get(VICTIM)
             taking = live is not None and live in self.lives and not live.replaying
             if (taking and len(live.answers[0].tokens) >= self.at) or self.chance():
                 raise Fault("planted")
@@ -369,7 +369,7 @@ class Sometimes:
 
         def run(groups: Any, reading: Any) -> Any:
             keys = [answer.key[0] for group in groups for answer in group.answers]
-            self.lives = {*(engine._live[key] for key in keys), *(live for live, _ in reading)}
+            self.lives = {*(engine._requests[key] for key in keys), *(live for live, _ in reading)}
             return self.real(groups, reading)
 
         patch.setattr(engine._model, "forward", failing)

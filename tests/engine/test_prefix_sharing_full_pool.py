@@ -57,7 +57,7 @@ def spared(engine: Engine, prompts: list[tuple[int, ...]], new: int, together: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)
         while waiting or engine.busy:
-            while waiting and len(engine._live) < together:
+            while waiting and len(engine._requests) < together:
                 add(engine, waiting.pop())
             for output in engine.step():
                 assert output.error is None

@@ -88,7 +88,7 @@ class SharedLife(EngineLife):
 
     @invariant()
     def what_is_outside_holds_nothing(self) -> None:
-        for live in self.engine._live.values():
+        for live in self.engine._requests:
             if live.job.state is State.SWAPPED:
                 assert live.stack is not None
                 assert live.stack.is_swapped_out

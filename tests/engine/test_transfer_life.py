@@ -43,12 +43,12 @@ class TwoEngines(EngineLife):
         """Out of the engine that has it; into the other one at once, or later."""
         name = sorted(self.going)[which % len(self.going)]
         for engine, other in (self.engines, self.engines[::-1]):
-            if name in engine._live:
+            if name in engine._requests:
                 try:
                     self.between[name] = engine.hand_over(name)
                 except PoolFullError:
                     return
-                assert name not in engine._live
+                assert name not in engine._requests
                 if arrives:
                     self.land(name, other)
                 return

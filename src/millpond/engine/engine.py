@@ -41,6 +41,7 @@ from millpond.engine.prefix_store import open_prefix_store
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.request_ends import RequestEnds
 from millpond.engine.request_state import RequestState
+from millpond.engine.request_table import RequestTable
 from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.banned_tokens import Bans
 from millpond.engine.sampling.params import SamplingParams
@@ -124,7 +125,7 @@ class Engine:
         self._model.limit_context(config.max_model_len)
         self._sampler = Sampler(tokenizer, self._model.end_tokens)
         self._memories = SnapshotStore(self._model.layers)
-        self._live: dict[str, RequestState] = {}
+        self._requests = RequestTable()
         self._told: list[RequestState] = []  # requests that changed outside a step
         self._files: SwapFiles | None = None
         self._prefixes: BlockStore | None = None
@@ -182,9 +183,9 @@ class Engine:
         except BaseException:
             self._let_go()
             raise
-        self._trunks = Trunks(self._account, self._scheduler, self._live, self._model.layers)
+        self._trunks = Trunks(self._account, self._scheduler, self._requests, self._model.layers)
         self._room = Preemptor(
-            self._scheduler, self._live, self._model.layers, self._sharing, self._trunks, self._files, tier
+            self._scheduler, self._requests, self._model.layers, self._sharing, self._trunks, self._files, tier
         )
         self._intake = RequestValidator(
             self._model,
@@ -203,7 +204,7 @@ class Engine:
             self._sampler,
             self._sharing,
             self._trunks,
-            self._live,
+            self._requests,
             tokenizer,
             self._chunks,
             chunk_loads,
@@ -220,9 +221,16 @@ class Engine:
             self._files,
         )
         self._ends = RequestEnds(
-            self._scheduler, self._sampler, self._live, self._trunks, self._loads, self._memories, self._sessions, tier
+            self._scheduler,
+            self._sampler,
+            self._requests,
+            self._trunks,
+            self._loads,
+            self._memories,
+            self._sessions,
+            tier,
         )
-        self._faults = FaultIsolation(self._scheduler, self._live, self._trunks, self._loads, self._model.layers)
+        self._faults = FaultIsolation(self._scheduler, self._requests, self._trunks, self._loads, self._model.layers)
         self.in_step: tuple[str, ...] = ()
         self.watch: Callable[[Step, float], None] | None = None
         self.watch_moves: Callable[[Direction, str, int, float], None] | None = None
@@ -311,12 +319,12 @@ class Engine:
             In all cases the request stays as it is.
         """
         began = time.perf_counter()
-        live = self._live.get(request_id)
+        live = self._requests.get(request_id)
         if live is None or live.job.trunk:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(live)
         self._ends.handed_over(live)
-        if not self._live:
+        if not self._requests:
             self._trim()
         self._stats = self._count()
         if self.watch_moves is not None:
@@ -332,7 +340,7 @@ class Engine:
         Raises:
             OptionError: keys and values on a disk, or options of the method that name files.
         """
-        live = self._live.get(request_id)
+        live = self._requests.get(request_id)
         if live is None or live.job.trunk or live.stack is not None or live.job.read < live.job.prompt:
             return None
         return self._transfer.to_bytes(live) if live.unfinished else None
@@ -358,8 +366,8 @@ class Engine:
         snapshot = RequestSnapshot.from_bytes(data)
         if request is not None:
             snapshot = snapshot.continued_as(request)
-        live = self._transfer.take(snapshot, self._live.__contains__)
-        self._live[live.request.request_id] = live
+        live = self._transfer.take(snapshot, self._requests.__contains__)
+        self._requests.add(live)
         if live.stack is None and not live.job.read:
             for loads in self._loads:
                 loads.add(live)
@@ -407,21 +415,21 @@ class Engine:
         self._stats = self._count()
 
     def _check_name(self, name: str) -> None:
-        if name in self._live:
+        if name in self._requests:
             raise OptionError(f"request {name!r} is in flight already; give another name")
 
     def _take_in(self, live: RequestState, grammar: Grammar | None, bans: Bans | None) -> None:
         for answer in live.answers:
             known = live.request.known[answer.index] if live.request.known else ()
             self._sampler.start(answer.key, live.request.params, live.ids, answer.index, grammar, bans, known=known)
-        self._live[live.request.request_id] = live
+        self._requests.add(live)
         self._scheduler.add(live.job)
         for loads in self._loads:
             loads.add(live)
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
-        live = self._live.get(request_id)
+        live = self._requests.get(request_id)
         if live is not None:
             self._ends.end(live, "cancelled")
             self._told.append(live)
@@ -430,14 +438,14 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do or tell anything."""
-        return bool(self._live or self._told)
+        return bool(self._requests or self._told)
 
     def cache_of(self, request_id: str, index: int = 0) -> tuple[BatchCache, int] | None:
         """The caches that hold an answer, and which of their sequences it is; None while it holds none.
 
         What is read there is right until the next step.
         """
-        live = self._live.get(request_id)
+        live = self._requests.get(request_id)
         return None if live is None else live.cache(index)
 
     def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
@@ -451,7 +459,7 @@ class Engine:
         Raises:
             OptionError: there is no such layer.
         """
-        live = self._live.get(request_id)
+        live = self._requests.get(request_id)
         if live is not None and client not in (None, live.request.client):
             return None
         found = None if live is None else self._memories.now(live, layer)
@@ -471,9 +479,9 @@ class Engine:
 
     def end_all(self, error: Exception | None = None) -> list[RequestOutput]:
         """End all requests, cancelled or because of an error; returns what they came to."""
-        ended = list(dict.fromkeys([*self._told, *(live for live in self._live.values() if live.answers)]))
+        ended = list(dict.fromkeys([*self._told, *(live for live in self._requests if live.answers)]))
         self._told = []
-        for live in list(self._live.values()):
+        for live in list(self._requests):
             if error is None:
                 self._ends.end(live, "cancelled")
             else:
@@ -494,11 +502,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the caches that name it, within the limit."""
-        groups = dict.fromkeys([*self._recipes.groups, *(live.group for live in self._live.values())])
+        groups = dict.fromkeys([*self._recipes.groups, *(live.group for live in self._requests)])
         stacks = [group.stack for group in groups]
-        stacks += [live.stack for live in self._live.values() if live.stack is not None]
+        stacks += [live.stack for live in self._requests if live.stack is not None]
         check_pages(self._account, stacks, self._sharing.tree)
-        tainted = [found for live in self._live.values() if live.tainted and (found := live.cache()) is not None]
+        tainted = [found for live in self._requests if live.tainted and (found := live.cache()) is not None]
         check_untainted(tainted, self._sharing.tree)
 
     # ------------------------------------------------------------------ the step
@@ -514,24 +522,24 @@ class Engine:
         """
         changed, self._told = self._told, []
         for job in self._scheduler.expired(time.monotonic()):
-            changed.append(live := self._live[job.key])
+            changed.append(live := self._requests[job.key])
             self._ends.end(live, "deadline")
         for loads in self._loads:
             loads.advance()
         began = time.perf_counter()
         step = self._scheduler.plan()
-        for live in self._live.values():
+        for live in self._requests:
             live.regroup()
         alone = self._faults.isolate(step)
         self._room.lost += self._turn.share(step)
-        step.chunks = [(job, n) for job, n in step.chunks if not self._live[job.key].failed]
+        step.chunks = [(job, n) for job, n in step.chunks if not self._requests[job.key].failed]
         groups, reading = self._parts(step)
         try:
             self._room.prepare(step)
             changed += self._part_with_lost()
             groups, reading = self._parts(step)
             free = self._faults.is_free(alone, groups, dict(reading))
-            changed += [self._live[answer.key[0]] for group in groups for answer in group.answers]
+            changed += [self._requests.owner(answer) for group in groups for answer in group.answers]
             changed += [live for live, n in reading if live.answers and live.job.read + n == live.job.prompt]
             if groups or reading:
                 self.in_step = _names(groups, reading)
@@ -552,7 +560,7 @@ class Engine:
                 raise
         finally:
             self.in_step = ()
-        if not self._live:
+        if not self._requests:
             self._trim()
         self._stats = self._count()
         outputs = [live.to_output() for live in dict.fromkeys(changed) if not live.replaying]
@@ -562,8 +570,8 @@ class Engine:
 
     def _parts(self, step: Step) -> tuple[list[DecodeGroup], list[tuple[RequestState, int]]]:
         """The batches that decode in a step, and the requests that are read, with how many of their tokens."""
-        reading = [(self._live[job.key], n) for job, n in step.chunks if job.running]
-        return groups_of(step, self._live), reading
+        reading = [(self._requests[job.key], n) for job, n in step.chunks if job.running]
+        return groups_of(step, self._requests), reading
 
     # ------------------------------------------------------------------ ends
 
@@ -572,7 +580,7 @@ class Engine:
     ) -> list[RequestState]:
         """A pass failed; returns the requests that have ended because of it."""
         ended = self._faults.failed(groups, [live for live, _ in reading], error)
-        gone = [live for live in self._live.values() if live.failed]
+        gone = [live for live in self._requests if live.failed]
         self._ends.tidy_all(gone)
         return [live for live in dict.fromkeys([*ended, *gone]) if live.answers]
 
@@ -604,8 +612,8 @@ class Engine:
             pool.trim()
 
     def _count(self) -> EngineStats:
-        scheduler, going = self._scheduler, [a for live in self._live.values() for a in live.unfinished]
-        figures = [answer.kv for answer in going if answer.kv is not None]
+        scheduler = self._scheduler
+        figures = [answer.kv for answer in self._requests.unfinished if answer.kv is not None]
         of_states = self._recipes.state_bytes
         return EngineStats(
             running=scheduler.count(State.READING, State.DECODING),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from millpond.engine.file_loads import FileLoads
 from millpond.engine.forget import note_forgotten
 from millpond.engine.outputs import FinishReason
 from millpond.engine.request_state import RequestState
+from millpond.engine.request_table import RequestTable
 from millpond.engine.sampling.sampler import Sampler
 from millpond.engine.scheduler import Scheduler
 from millpond.engine.sessions.reuse import SessionReuse
@@ -23,7 +24,7 @@ class RequestEnds:
     """Ends answers and requests, and frees what they hold.
 
     Args:
-        live: the engine's requests by name. loads: what requests may wait for. memories: of layers of requests that
+        requests: the engine's. loads: what requests may wait for. memories: of layers of requests that
             are watched. sessions: where finished turns are stored; None: nowhere. tier: as `Engine` has it.
 
     Attributes:
@@ -34,14 +35,14 @@ class RequestEnds:
         self,
         scheduler: Scheduler,
         sampler: Sampler,
-        live: MutableMapping[str, RequestState],
+        requests: RequestTable,
         trunks: Trunks,
         loads: Sequence[FileLoads[Any]],
         memories: SnapshotStore,
         sessions: SessionReuse | None,
         tier: DiskTier | None,
     ) -> None:
-        self._scheduler, self._sampler, self._live, self._trunks = scheduler, sampler, live, trunks
+        self._scheduler, self._sampler, self._requests, self._trunks = scheduler, sampler, requests, trunks
         self._loads, self._memories, self._sessions, self._tier = loads, memories, sessions, tier
         self.finished = self.evicted = 0
 
@@ -94,7 +95,7 @@ class RequestEnds:
         if self._tier is not None:
             self._tier.release(live.request.request_id)
         self._scheduler.remove(live.job)
-        del self._live[live.request.request_id]
+        self._requests.remove(live)
         live.times = replace(live.times, finished=time.monotonic())
         self.finished += 1
         self.evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
@@ -110,7 +111,7 @@ class RequestEnds:
         for answer in live.answers:
             self._sampler.stop(answer.key)
         self._scheduler.remove(live.job)
-        del self._live[live.request.request_id]
+        self._requests.remove(live)
 
     def _release_loaded(self, live: RequestState) -> None:
         """A request needs no more chunks of the store, nor a stored turn."""

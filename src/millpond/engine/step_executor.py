@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from millpond.engine.file_loads import FileLoads
 from millpond.engine.forget import drop_read, note_dropped, note_forgotten, until_forgotten
 from millpond.engine.prefix_sharing import PrefixSharing, together
 from millpond.engine.request_state import RequestState
+from millpond.engine.request_table import RequestTable
 from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
 from millpond.engine.sampling.token_choice import score_tokens
 from millpond.engine.scheduler import Job, Scheduler, State, Step
@@ -113,7 +114,7 @@ class StepExecutor:
     """Runs steps. It ends answers, and forgets none: that is the engine's business.
 
     Args:
-        live: the engine's requests by name.
+        requests: the engine's.
 
     Attributes:
         counts: of prompt_tokens, generated_tokens, shared_tokens, reused_tokens and restored_tokens.
@@ -126,7 +127,7 @@ class StepExecutor:
         sampler: Sampler,
         sharing: PrefixSharing,
         trunks: Trunks,
-        live: Mapping[str, RequestState],
+        requests: RequestTable,
         tokenizer: object,
         chunks: ChunkReuse | None = None,
         loads: FileLoads[LoadedChunks] | None = None,
@@ -137,7 +138,7 @@ class StepExecutor:
         )
         self._chunks, self._loads, self._sessions = chunks, loads, sessions
         self._model, self._scheduler, self._sampler = model, scheduler, sampler
-        self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
+        self._sharing, self._trunks, self._requests, self._tokenizer = sharing, trunks, requests, tokenizer
 
     def share(self, step: Step) -> list[RequestState]:
         """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
@@ -147,16 +148,16 @@ class StepExecutor:
         Returns:
             Requests that have ended, since this failed.
         """
-        begun = [live for live in self._live.values() if live.job.state is State.READING and live.stack is not None]
+        begun = [live for live in self._requests.with_status(State.READING) if live.stack is not None]
         chunks: list[tuple[Job, int]] = []
         failed = []
         for job, n in step.chunks:
-            live = self._live[job.key]
+            live = self._requests[job.key]
             with live.own_work():
                 if live.stack is None and live.trunk is None:
                     if self._waits(live, begun):
                         continue
-                    self._sharing.meet(live, self._live.values())
+                    self._sharing.meet(live, self._requests)
                     begun.append(live)
                 chunks.append((job, until_forgotten(live, _within_reach(live, self._share(live, n)))))
             if live.failed:
@@ -237,7 +238,7 @@ class StepExecutor:
             ended += [live] if live.failed else []
         for group in dict.fromkeys([*groups, *(live.group for live in read)]):
             group.update_stats()
-        return list(dict.fromkeys([*ended, *(self._live[answer.key[0]] for answer in answers)]))
+        return list(dict.fromkeys([*ended, *(self._requests.owner(answer) for answer in answers)]))
 
     def _end_lost(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """End the requests whose keys and values could not be read from the disk or written to it."""
@@ -248,7 +249,7 @@ class StepExecutor:
                 ended.append(live)
         for group in groups:
             for sequence, error in group.stack.take_lost().items():
-                live = self._live[group.answers[sequence].key[0]]
+                live = self._requests.owner(group.answers[sequence])
                 live.fail(error)
                 ended.append(live)
         return ended
@@ -350,7 +351,7 @@ class StepExecutor:
                     answer.replay()
             answers, logits = [answers[place] for place in fresh], logits[fresh]
         for answer, one in zip(answers, self._sampled(answers, logits), strict=True):
-            live = self._live[answer.key[0]]
+            live = self._requests.owner(answer)
             if one is None or answer.finished:
                 continue
             with live.own_work():
@@ -369,7 +370,7 @@ class StepExecutor:
             for answer in answers:
                 if answer.key in bad:
                     answer.end("error")
-                    self._live[answer.key[0]].error = bad[answer.key]
+                    self._requests.owner(answer).error = bad[answer.key]
             good = [place for place, key in enumerate(keys) if key not in bad]
             found = iter(self._sampled([answers[place] for place in good], logits[good]))
             return [None if key in bad else next(found) for key in keys]
@@ -377,7 +378,7 @@ class StepExecutor:
             if len(answers) > 1:  # one of them, or each
                 alone = [self._sampled([answer], logits[place : place + 1]) for place, answer in enumerate(answers)]
                 return [one for (one,) in alone]
-            self._live[answers[0].key[0]].fail(error)
+            self._requests.owner(answers[0]).fail(error)
             return [None]
 
     def _roll(self, live: RequestState) -> None:

@@ -221,7 +221,7 @@ def test_a_trunk_that_blocks_is_let_go() -> None:
         engine.add_batch([Request(request_id=f"a{n}", prompt=(*head, n + 2, 5), params=greedy(8)) for n in range(2)])
         for _ in range(2):
             engine.step()
-        trunk = next(live for live in engine._live.values() if live.job.trunk)
+        trunk = next(live for live in engine._requests if live.job.trunk)
         engine._trunks.let_go(trunk)
         engine.check_integrity()
         done = finish(engine)

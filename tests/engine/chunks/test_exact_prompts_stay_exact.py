@@ -35,7 +35,7 @@ def test_the_integrity_check_finds_a_tainted_page_in_the_tree() -> None:
     add(of, Request(request_id="x", prompt=PROMPTS["ba"], params=greedy(8), cache=CacheOptions(recompute=0)))
     of.step()
     of.check_integrity()
-    live = of._live["x"]
+    live = of._requests["x"]
     assert live.tainted
     tables = [core.table for core in live.group.stack.layers]
     of._sharing.tree.keep("wrong", live.numbers, tables)
