@@ -45,7 +45,7 @@ class TwoEngines(EngineLife):
         for engine, other in (self.engines, self.engines[::-1]):
             if name in engine._requests:
                 try:
-                    self.between[name] = engine.hand_over(name)
+                    self.between[name] = engine.export_request(name)
                 except PoolFullError:
                     return
                 assert name not in engine._requests
@@ -58,7 +58,7 @@ class TwoEngines(EngineLife):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=UserWarning)
             try:
-                engine.take_over(self.between[name])
+                engine.import_request(self.between[name])
             except PoolFullError:
                 assert (len(engine._sampler), len(engine._scheduler)) == (live, waiting)
                 return

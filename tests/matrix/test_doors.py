@@ -150,7 +150,7 @@ def through_an_engine(method: str, codec: str, folder: Path) -> dict[str, list[i
                 engine.step()
             job = engine._scheduler.victim()
             assert job is not None
-            engine._room._preempt(job)
+            engine._preemptor._preempt(job)
             engine.check_integrity()
         found |= finish(engine)
         assert engine.stats().preemptions == 2

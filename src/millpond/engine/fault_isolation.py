@@ -8,38 +8,23 @@ each takes its next pass alone: one that fails again has failed, and one that do
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
+from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.file_loads import FileLoads
 from millpond.engine.request_state import Incident, RequestState, Suspicion
-from millpond.engine.request_table import RequestTable
-from millpond.engine.scheduler import Scheduler, State, Step
-from millpond.engine.trunks import Trunks
-from millpond.runner.packed_model import LayerShape
+from millpond.engine.scheduler import State, Step
 
 
 class FaultIsolation:
     """Restarts the requests of a failed pass, and lets them run alone where they must.
 
-    Args:
-        requests: the engine's. loads: what requests may wait for. layers: what each layer of the model
-            stores.
-
     Attributes:
         n_restarted: how often a request had to begin again. fatal: each of several requests has failed alone.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        requests: RequestTable,
-        trunks: Trunks,
-        loads: Sequence[FileLoads[Any]],
-        layers: list[LayerShape],
-    ) -> None:
-        self._scheduler, self._requests, self._trunks = scheduler, requests, trunks
-        self._loads, self._layers = loads, layers
+    def __init__(self, parts: Components) -> None:
+        self._scheduler, self._requests, self._trunks = parts.scheduler, parts.requests, parts.shared_prefixes
+        self._loads, self._layers = parts.file_loads, parts.model.layers
         self._of_others = False  # the last pass was one of a request that takes part in none of others
         self.n_restarted = 0
         self.fatal = False

@@ -6,46 +6,34 @@ from collections import Counter
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.ref_counted_pool import Pool
-from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import held_while_reading, one_at_a_time
-from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
-from millpond.engine.scheduler import Job, Scheduler, State, Step
-from millpond.engine.trunks import Trunks
+from millpond.engine.scheduler import Job, State, Step
 from millpond.errors import DataError
-from millpond.runner.packed_model import LayerShape
 
 
 class Preemptor:
     """Carries requests out and in, so that a step finds the pages it needs.
 
-    Args:
-        requests: the engine's. layers: what each layer of the model stores.
-        files: where requests that leave are put; None: the host's memory.
-        tier: of KV on a disk, where room is reserved for requests that begin; None: all is in memory.
-
     Attributes:
-        n_preempted: how often a request had to leave.
-        lost: requests that could not be swapped out or in; the caller ends them.
+        lost: requests that could not be swapped out or in, or failed as they began; the caller ends them.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        requests: RequestTable,
-        layers: list[LayerShape],
-        sharing: PrefixSharing,
-        trunks: Trunks,
-        files: SwapFiles | None = None,
-        tier: DiskTier | None = None,
-    ) -> None:
-        self.n_preempted = 0
+    def __init__(self, parts: Components) -> None:
         self.lost: list[RequestState] = []
-        self._scheduler, self._requests, self._layers = scheduler, requests, layers
-        self._sharing, self._trunks, self._files, self._tier = sharing, trunks, files, tier
+        self._counts = parts.counts
+        self._scheduler, self._requests, self._layers = parts.scheduler, parts.requests, parts.model.layers
+        self._sharing, self._trunks = parts.prefix_cache, parts.shared_prefixes
+        self._files, self._tier = parts.swap_files, parts.disk_tier
+
+    def pop_lost(self) -> list[RequestState]:
+        """The requests in `lost`, which is empty afterwards."""
+        lost, self.lost = self.lost, []
+        return lost
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
@@ -85,7 +73,7 @@ class Preemptor:
             live.stack.swap_out(self._files)
         except Exception as error:
             self._lose(live, error)
-        self.n_preempted += 1
+        self._counts["preemptions"] += 1
 
     def _resume(self, job: Job) -> None:
         live = self._requests[job.key]

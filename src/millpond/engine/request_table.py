@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from millpond.engine.completion import CompletionState
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler import State
+from millpond.errors import OptionError
 
 
 class RequestTable:
@@ -50,6 +52,17 @@ class RequestTable:
     def unfinished(self) -> list[CompletionState]:
         """The answers of all requests that are not finished."""
         return [completion for state in self for completion in state.unfinished]
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """
+        Raises:
+            OptionError: a name of requests that are to be added together that several have, or one in flight.
+        """
+        for name, times in Counter(names).items():
+            if times > 1:
+                raise OptionError(f"{times} requests of a batch are named {name!r}; give each a name of its own")
+            if name in self:
+                raise OptionError(f"request {name!r} is in flight already; give another name")
 
     def add(self, state: RequestState) -> None:
         """Put a request in; its name must be free."""

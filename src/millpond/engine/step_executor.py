@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,20 +12,15 @@ from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.layer.prompt_pass import PartialSpan
-from millpond.engine.chunks.loaded import LoadedChunks
-from millpond.engine.chunks.reuse import ChunkReuse
 from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
+from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup, figures_of
-from millpond.engine.file_loads import FileLoads
 from millpond.engine.forget import drop_read, note_dropped, note_forgotten, until_forgotten
-from millpond.engine.prefix_sharing import PrefixSharing, together
+from millpond.engine.prefix_sharing import together
 from millpond.engine.request_state import RequestState
-from millpond.engine.request_table import RequestTable
-from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
+from millpond.engine.sampling.sampler import BadLogitsError, Sampled
 from millpond.engine.sampling.token_choice import score_tokens
-from millpond.engine.scheduler import Job, Scheduler, State, Step
-from millpond.engine.sessions.reuse import SessionReuse
-from millpond.engine.trunks import Trunks
+from millpond.engine.scheduler import Job, State, Step
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
 
@@ -111,36 +105,15 @@ MOST_WAITED = 8
 
 
 class StepExecutor:
-    """Runs steps. It ends answers, and forgets none: that is the engine's business.
+    """Runs steps. It ends answers, and forgets none: that is the engine's business."""
 
-    Args:
-        requests: the engine's.
+    def __init__(self, parts: Components) -> None:
+        self._counts, self._tokenizer, self._requests = parts.counts, parts.tokenizer, parts.requests
+        self._chunks, self._loads, self._sessions = parts.chunk_reuse, parts.chunk_loads, parts.sessions
+        self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
+        self._sharing, self._trunks = parts.prefix_cache, parts.shared_prefixes
 
-    Attributes:
-        counts: of prompt_tokens, generated_tokens, shared_tokens, reused_tokens and restored_tokens.
-    """
-
-    def __init__(
-        self,
-        model: PackedModel,
-        scheduler: Scheduler,
-        sampler: Sampler,
-        sharing: PrefixSharing,
-        trunks: Trunks,
-        requests: RequestTable,
-        tokenizer: object,
-        chunks: ChunkReuse | None = None,
-        loads: FileLoads[LoadedChunks] | None = None,
-        sessions: SessionReuse | None = None,
-    ) -> None:
-        self.counts: Counter[str] = Counter(
-            prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0, restored_tokens=0
-        )
-        self._chunks, self._loads, self._sessions = chunks, loads, sessions
-        self._model, self._scheduler, self._sampler = model, scheduler, sampler
-        self._sharing, self._trunks, self._requests, self._tokenizer = sharing, trunks, requests, tokenizer
-
-    def share(self, step: Step) -> list[RequestState]:
+    def attach_prefixes(self, step: Step) -> list[RequestState]:
         """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
 
         One whose next block is being read for another waits for it, a few steps at most.
@@ -272,7 +245,7 @@ class StepExecutor:
             return min(n, live.job.prompt - restored)
         shared = shared or self._sharing.begin(live)
         self._scheduler.mark_read(live.job, shared, served=False)
-        self.counts["shared_tokens"] += shared if live.answers else 0
+        self._counts["shared_tokens"] += shared if live.answers else 0
         for answer in live.answers:
             answer.shared = shared
         return min(n, self._sharing.next_stop(live) - live.job.read)
@@ -283,7 +256,7 @@ class StepExecutor:
             return 0
         restored = self._sessions.begin(live, self._sharing.known_tokens(live))
         self._scheduler.mark_read(live.job, restored, served=False)
-        self.counts["restored_tokens"] += restored
+        self._counts["restored_tokens"] += restored
         for answer in live.answers if restored else []:
             answer.reuse = ReuseCounts(restored_tokens=restored, exact=live.restored_exact)
         note_dropped(live)
@@ -306,9 +279,9 @@ class StepExecutor:
         """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
         if computed < n:
             self._scheduler.mark_read(live.job, n - computed, served=False)
-            self.counts["reused_tokens"] += n - computed
+            self._counts["reused_tokens"] += n - computed
         self._scheduler.mark_read(live.job, computed)
-        self.counts["prompt_tokens"] += computed
+        self._counts["prompt_tokens"] += computed
 
     def _begin(self, live: RequestState, n: int) -> PromptSegment | None:
         """The next `n` tokens of a prompt; None: the request has ended, since that failed."""
@@ -355,7 +328,7 @@ class StepExecutor:
             if one is None or answer.finished:
                 continue
             with live.own_work():
-                self.counts["generated_tokens"] += 1
+                self._counts["generated_tokens"] += 1
                 answer.take(one)
                 if one.error is not None:
                     raise one.error
@@ -429,3 +402,9 @@ def _within_reach(live: RequestState, n: int) -> int:
     """Of `n` tokens of a prompt that are to be read, those before the end of the context."""
     reach = live.group.recipe.reach
     return n if reach is None else min(n, reach - live.place)
+
+
+def names_of(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:
+    """The requests of a pass by name, common prefixes of a batch left out."""
+    decoding = (answer.key[0] for group in groups for answer in group.answers)
+    return tuple(dict.fromkeys([*decoding, *(live.request.request_id for live, _ in reading if live.answers)]))

@@ -35,7 +35,7 @@ def measure_moves(
         clock: of the seconds.
 
     Raises:
-        OptionError: requests of this engine cannot move, see `Engine.hand_over`. PoolFullError: there is no room.
+        OptionError: requests of this engine cannot move, see `Engine.export_request`. PoolFullError: there is no room.
     """
     draw = np.random.default_rng(seed)
     sizes, packs, takes = list[int](), list[float](), list[float]()
@@ -58,9 +58,9 @@ def _move(engine: Engine, name: str, prompt: Sequence[int], clock: Callable[[], 
         while not any(one.token_ids for output in engine.step() for one in output.completions):
             pass
         began = clock()
-        data = engine.hand_over(name)
+        data = engine.export_request(name)
         packed = clock()
-        engine.take_over(data)
+        engine.import_request(data)
         return packed - began, clock() - packed
     finally:
         engine.drain()

@@ -32,11 +32,11 @@ class StepRecorder:
         self._done: dict[str, int] = {}  # tokens of each answer
         self._ended: float | None = None  # when the last step ended; None: the engine had nothing to do then
         self._moving = 0.0  # seconds of moves since
-        engine.watch, engine.watch_moves = self._stepped, self._moved
+        engine.on_step, engine.on_transfer = self._stepped, self._moved
 
     def end(self) -> EngineRecord:
         """What was recorded; nothing is any more."""
-        self._engine.watch = self._engine.watch_moves = None
+        self._engine.on_step = self._engine.on_transfer = None
         step_tokens = self._engine.config.max_step_tokens
         return EngineRecord(self._cache, self._head_dim, step_tokens, tuple(self._steps), tuple(self._moves))
 
