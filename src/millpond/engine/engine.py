@@ -26,6 +26,7 @@ from millpond.engine.grammar.compiler import Grammar, Grammars
 from millpond.engine.integrity import check_engine
 from millpond.engine.outputs import CacheSnapshot, EngineStats, RequestOutput
 from millpond.engine.preemption import Preemptor, groups_of
+from millpond.engine.prompt_start import PromptStart
 from millpond.engine.request import Request
 from millpond.engine.request_ends import RequestEnds
 from millpond.engine.request_state import RequestState
@@ -83,7 +84,8 @@ class Engine:
             self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
             self._requests, self.cache, self.recipe = parts.requests, parts.default_cache, parts.cache_factory
             self._preemptor, self._validator = Preemptor(parts), RequestValidator(parts)
-            self._executor, self._transfer = StepExecutor(parts), RequestTransfer(parts, self._validator)
+            self._prompt_start, self._executor = PromptStart(parts), StepExecutor(parts)
+            self._transfer = RequestTransfer(parts, self._validator)
             self._ends, self._faults = RequestEnds(parts), FaultIsolation(parts)
             self._changed_outside_step: list[RequestState] = []
             self.in_step: tuple[str, ...] = ()
@@ -155,8 +157,7 @@ class Engine:
         """
         self._requests.check_names([request.request_id])
         state = self._validator.validate(request)
-        params = request.params
-        self._enqueue(state, grammar or self.grammars.of(params), bans or self.bans_of(params))
+        self._enqueue(state, grammar or self.grammars.of(request.params), bans or self.bans_of(request.params))
         self._stats = self._parts.stats()
 
     def plan_batch(self, requests: Sequence[Request], levels: int | None = None) -> BatchPlan:
@@ -313,9 +314,7 @@ class Engine:
         """
         began = time.perf_counter()
         snapshot = RequestSnapshot.from_bytes(data)
-        if request is not None:
-            snapshot = snapshot.continued_as(request)
-        state = self._transfer.restore(snapshot)
+        state = self._transfer.restore(snapshot if request is None else snapshot.continued_as(request))
         self._stats = self._parts.stats()
         if self.on_transfer is not None:
             self.on_transfer("in", state.request.request_id, state.job.prompt, time.perf_counter() - began)
@@ -379,7 +378,7 @@ class Engine:
         for state in self._requests:
             state.regroup()
         suspect = self._faults.isolate(step)
-        self._preemptor.lost += self._executor.attach_prefixes(step)
+        self._preemptor.lost += self._prompt_start.attach_prefixes(step)
         step.chunks = [(job, n) for job, n in step.chunks if not self._requests[job.key].failed]
         groups, reading = self._batches_of(step)
         try:

@@ -117,8 +117,8 @@ class Trunks:
                 return
             trunk = trunk.trunk
 
-    def begin(self, live: RequestState) -> int:
-        """Let a request that begins, or a trunk, hold what its trunk holds; returns how many tokens that are."""
+    def attach(self, live: RequestState) -> int:
+        """See `PromptSource`: a request that begins, or a trunk, holds what its trunk holds."""
         trunk = live.trunk
         if trunk is None or trunk.stack is None:
             return 0
