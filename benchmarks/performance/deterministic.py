@@ -47,7 +47,7 @@ def turn(engine: Engine, batch: int, length: int, new: int, seed: int) -> tuple[
         if not step.chunks:
             steps.append(seconds)
 
-    engine.watch = watch
+    engine.on_step = watch
     for number in range(batch):
         ids = tuple(draw.randrange(2, engine.vocab_size) for _ in range(length))
         params = mp.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)

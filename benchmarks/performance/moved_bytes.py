@@ -81,8 +81,8 @@ def move(name: str, prompt: int, new: int) -> Move:
         found = first.step()
     kv = found[0].completions[0].kv
     assert kv is not None
-    data = first.hand_over("moved")
-    second.take_over(data)
+    data = first.export_request("moved")
+    second.import_request(data)
     (moved,) = second.drain()
     same = moved.completions[0].token_ids == expected.completions[0].token_ids
     first.close()

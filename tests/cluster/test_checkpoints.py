@@ -155,21 +155,21 @@ def test_a_copy_leaves_its_request_as_it_is_and_feeds_what_came_after_it() -> No
     first.add(Request(request_id="a", prompt=PROMPTS[0], params=params()))
     assert first.checkpoint("a") is None, "its prompt is not read"
     assert first.checkpoint("b") is None
-    while not first._live["a"].answers[0].tokens or len(first._live["a"].answers[0].tokens) < 4:
+    while not first._requests["a"].answers[0].tokens or len(first._requests["a"].answers[0].tokens) < 4:
         first.step()
     data = first.checkpoint("a")
     assert data is not None
     tokens = tuple(first.drain()[0].completions[0].token_ids)
     assert [tokens] == expected()[0], "the copy changed nothing"
     known = (tokens[:7],)
-    second.take_over(data, Request(request_id="b", prompt=PROMPTS[0], params=params(), known=known))
-    assert second._sampler.known_of(second._live["b"].answers[0].key) == tokens[4:7]
+    second.import_request(data, Request(request_id="b", prompt=PROMPTS[0], params=params(), known=known))
+    assert second._sampler.known_of(second._requests["b"].answers[0].key) == tokens[4:7]
     assert tuple(second.drain()[0].completions[0].token_ids) == tokens
     assert second.stats().kv_bytes == first.stats().kv_bytes == 0
     assert len(tokens) == NEW
     wrong = ((tokens[0] + 1, *tokens[1:]),)
     with pytest.raises(DataError, match="other tokens than its client"):
-        second.take_over(data, Request(request_id="c", prompt=PROMPTS[0], params=params(), known=wrong))
+        second.import_request(data, Request(request_id="c", prompt=PROMPTS[0], params=params(), known=wrong))
     two = ((1,), (2,))
     with pytest.raises(DataError, match="2 answers are known"):
         RequestSnapshot.from_bytes(data).continued_as(
@@ -178,5 +178,5 @@ def test_a_copy_leaves_its_request_as_it_is_and_feeds_what_came_after_it() -> No
     torn = np.frombuffer(data, dtype=np.uint8).copy()
     torn[-1] ^= 1
     with pytest.raises(DataError):
-        second.take_over(torn.data, Request(request_id="d", prompt=PROMPTS[0], params=params()))
+        second.import_request(torn.data, Request(request_id="d", prompt=PROMPTS[0], params=params()))
     assert not second.busy

@@ -34,7 +34,7 @@ def with_worker(use: Callable[[EngineWorker], Awaitable[None]], **settings: Any)
         await worker.open()
         try:
             await use(worker)
-            left = (worker._handoff.size, worker._left, worker._newest, worker._tasks, worker._llm._engine._live)
+            left = (worker._handoff.size, worker._left, worker._newest, worker._tasks, worker._llm._engine._requests)
             assert not any(left), left
         finally:
             await worker.close()
@@ -85,14 +85,14 @@ def test_more_bytes_than_expected_begin_the_request_again_elsewhere(monkeypatch:
 def test_an_error_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(worker: EngineWorker) -> None:
         engine = worker._llm._engine
-        hand_over = engine.hand_over
+        export_request = engine.export_request
 
         def fails(name: str) -> bytes:
             if name == "a":
                 raise RuntimeError("out of luck")
-            return hand_over(name)
+            return export_request(name)
 
-        monkeypatch.setattr(engine, "hand_over", fails)
+        monkeypatch.setattr(engine, "export_request", fails)
         await worker.start([RequestStart(request(name)) for name in "ab"])
         (kind, text) = (await last_update(worker, "a")).error or ("", "")
         assert (kind, "out of luck" in text) == ("", True)
@@ -107,14 +107,14 @@ def test_an_error_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_that_is_cancelled_while_it_is_packed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(worker: EngineWorker) -> None:
         engine, packing, go = worker._llm._engine, asyncio.Event(), threading.Event()
-        hand_over, loop = engine.hand_over, asyncio.get_running_loop()
+        export_request, loop = engine.export_request, asyncio.get_running_loop()
 
         def slow(name: str) -> bytes:
             loop.call_soon_threadsafe(packing.set)
             assert go.wait(60)
-            return hand_over(name)
+            return export_request(name)
 
-        monkeypatch.setattr(engine, "hand_over", slow)
+        monkeypatch.setattr(engine, "export_request", slow)
         await worker.start([RequestStart(request("a"))])
         await packing.wait()
         cancelled = asyncio.ensure_future(worker.cancel("a"))

@@ -59,7 +59,7 @@ def test_the_next_row_is_read_when_one_is_finished(llm: mp.LLM, expected: list[s
 
     order = []
     for place, row in RowEngine(engine, PARAMS, COLUMNS, 2).run(coming()):
-        most = max(most, len(engine._live))
+        most = max(most, len(engine._requests))
         order.append(place)
         if place != 1:
             assert row["answer"] == expected[place]

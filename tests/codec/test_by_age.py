@@ -383,7 +383,7 @@ def test_ever_new_sizes_of_tiers_bring_no_new_pools() -> None:
         engine.add(request)
         engine.drain()
         engine.check_integrity()
-        counts.append(len(engine._account.pools))
+        counts.append(len(engine._parts.memory.pools))
     engine.close()
     assert counts == counts[:1] * 4
 

@@ -190,8 +190,8 @@ def test_a_step_that_hangs_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         llm = mp.AsyncLLM(shared_model("llama"), budget="30%", max_step_tokens=16)
         with monkeypatch.context() as patch:
-            run = llm._engine._turn.run
-            patch.setattr(llm._engine._turn, "run", lambda *args: (goes_on.wait(30) and run(*args)) or [])
+            run = llm._engine._executor.run
+            patch.setattr(llm._engine._executor, "run", lambda *args: (goes_on.wait(30) and run(*args)) or [])
             task = asyncio.create_task(last(llm, ask(40)))
             while llm.trouble(0.1) is None:
                 await asyncio.sleep(0.01)

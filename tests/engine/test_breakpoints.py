@@ -53,7 +53,7 @@ def asked(name: str, ids: tuple[int, ...], *places: int, params: Any = None, **r
 
 def most_alone(engine: Engine, *requests: Request) -> int:
     """The most bytes that one of these requests may need with the engine to itself, which is closed."""
-    found = max(engine._intake.validate(request).job.need.most(1) for request in requests)
+    found = max(engine._validator.validate(request).job.need.most(1) for request in requests)
     engine.close()
     return found
 
@@ -125,10 +125,10 @@ def test_bytes_of_sums_grow_by_each_breakpoint_and_are_freed_with_their_blocks(n
         assert found.prefix.blocks == max(places, default=0) // 4
         sizes.append(found.prefix.sums_bytes)
         assert found.kv_bytes > found.prefix.sums_bytes or not places, "sums are counted with the pages"
-        engine._sharing.tree.clear()
+        engine._parts.prefix_cache.tree.clear()
         engine.check_integrity()
-        engine._trim()
-        assert engine._account.nbytes == 0
+        engine._parts.trim()
+        assert engine._parts.memory.nbytes == 0
         engine.close()
     more = np.diff(sizes)
     assert more[0] > 0
@@ -173,7 +173,7 @@ def test_methods_without_sums_are_read_in_the_same_steps(name: str) -> None:
     for places in ((), (20, 40)):
         engine = engine_of(name, max_step_tokens=64)
         seen: list[int] = []
-        engine.watch = lambda step, _, seen=seen: seen.extend(n for _, n in step.chunks)  # type: ignore[misc]
+        engine.on_step = lambda step, _, seen=seen: seen.extend(n for _, n in step.chunks)  # type: ignore[misc]
         finish(engine, asked("a", THIRD, *places))
         steps.append(seen)
         engine.close()
@@ -212,7 +212,7 @@ def test_salts_and_formats_keep_breakpoints_apart() -> None:
 def test_what_is_kept_goes_when_a_request_needs_all_memory(name: str) -> None:
     """The limit holds one prompt, read behind pages that the tree holds too."""
     probe = engine_of(name, prefix_cache=False)
-    need = probe._intake.validate(asked("a", THIRD)).job.need.most(1)
+    need = probe._validator.validate(asked("a", THIRD)).job.need.most(1)
     probe.close()
     engine = engine_of(name, kv_memory=need + 4096)
     limit = need + 4096
@@ -226,7 +226,7 @@ def test_what_is_kept_goes_when_a_request_needs_all_memory(name: str) -> None:
 def test_a_prompt_whose_block_was_evicted_is_read_again() -> None:
     engine = engine_of("h2o")
     finish(engine, asked("a", FIRST, 50))
-    engine._sharing.tree.evict(lambda: len(engine._sharing.tree) < 12)
+    engine._parts.prefix_cache.tree.evict(lambda: len(engine._parts.prefix_cache.tree) < 12)
     output = finish(engine, asked("b", SECOND, 50))["b"]
     assert shared(output) == 0
     assert answers(output) == fresh("h2o", SECOND)
@@ -268,8 +268,8 @@ def test_every_request_ends_and_no_page_is_held(seed: int, name: str, monkeypatc
         if rng.integers(12) == 0:
             engine.cancel(str(rng.integers(len(prompts))))
         if rng.integers(12) == 0:
-            until = len(engine._sharing.tree) // 2
-            engine._sharing.tree.evict(lambda until=until: len(engine._sharing.tree) <= until)  # type: ignore[misc]
+            until = len(engine._parts.prefix_cache.tree) // 2
+            engine._parts.prefix_cache.tree.evict(lambda until=until: len(engine._parts.prefix_cache.tree) <= until)  # type: ignore[misc]
         done |= {output.request_id: output for output in engine.step() if output.finished}
         engine.check_integrity()
         assert limit is None or engine.stats().kv_reserved <= limit
@@ -279,9 +279,9 @@ def test_every_request_ends_and_no_page_is_held(seed: int, name: str, monkeypatc
         right = fresh(name, prompts[int(number)])[0]
         assert completion.token_ids == right[: len(completion.token_ids)]
         assert completion.finish_reason in ("length", "cancelled") or isinstance(output.error, NumericsError)
-    engine._sharing.tree.clear()
-    engine._trim()
-    assert engine._account.nbytes == 0
+    engine._parts.prefix_cache.tree.clear()
+    engine._parts.trim()
+    assert engine._parts.memory.nbytes == 0
     engine.close()
 
 

@@ -100,7 +100,7 @@ def test_the_same_tokens_as_without_waiting(tmp_path: Path) -> None:
         one, other = (run(each, "x", chunked(*parts), recompute=0.3) for each in (of, memory))
         assert tokens(one) == tokens(other)
         assert one.completions[0].kv.reused_tokens == other.completions[0].kv.reused_tokens > 0
-    assert [loads.n_bytes for loads in of._loads] == [0]
+    assert [loads.n_bytes for loads in of._parts.file_loads] == [0]
     for each in (of, memory):
         each.close()
 
@@ -115,7 +115,7 @@ def test_a_request_that_is_cancelled_while_its_files_are_read(tmp_path: Path, ga
     gate.open.set()
     found = rest(of)["behind"]
     assert found.completions[0].kv.reused_tokens > 0
-    assert [loads.n_bytes for loads in of._loads] == [0]
+    assert [loads.n_bytes for loads in of._parts.file_loads] == [0]
     store = of.config.chunk_store
     assert not store._files._rule._pins, "nothing stays in use"
     of.close()
@@ -172,7 +172,7 @@ def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
     done = {}
     while of.busy:
         done |= steps(of, 1)
-        assert of._loads[0].n_bytes <= most, "one request at a time, where each is larger than the bound"
+        assert of._parts.file_loads[0].n_bytes <= most, "one request at a time, where each is larger than the bound"
     assert set(done) == set(names)
     assert all(one.completions[0].kv.reused_tokens > 0 for one in done.values())
     of.close()
@@ -184,7 +184,7 @@ def test_a_better_priority_takes_the_bytes_of_those_that_wait(tmp_path: Path) ->
     add(of, request("runs", PLAIN, 40))
     steps(of, 4)
     add(of, request("last", chunked(A, B)))
-    while not of._loads[0]._loader.is_loaded("last"):
+    while not of._parts.file_loads[0]._loader.is_loaded("last"):
         steps(of, 1)
     add(of, request("first", chunked(C, A), priority=-1))
     order = list(rest(of))

@@ -66,7 +66,7 @@ def test_no_layer_ever_holds_more_than_budget_and_chunk(method: str) -> None:
     most = 0
     while made.busy:
         made.step()
-        for live in made._live.values():
+        for live in made._requests:
             for core in live.stack.layers if live.stack is not None else []:
                 most = max(most, int(core.stored.max(initial=0)))
         made.check_integrity()
@@ -78,7 +78,13 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
     """What a prompt of 150 needs in full is refused; with eviction in chunks it fits, and the limit is never passed."""
     whole, chunked = (engine("locret", options) for options in ({}, CHUNKS))
     needs = [
-        estimate(e._recipes.group(e._recipes.complete(CacheOptions())).recipe, e._model.layers, 150, NEW, 1)
+        estimate(
+            e._parts.decode_groups.group(e._parts.decode_groups.complete(CacheOptions())).recipe,
+            e._model.layers,
+            150,
+            NEW,
+            1,
+        )
         for e in (whole, chunked)
     ]
     assert needs[1].reading < needs[0].reading / 3
@@ -95,7 +101,7 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
     done = {}
     while made.busy:
         done |= {output.request_id: output for output in made.step() if output.finished}
-        assert made._account.nbytes <= limit
+        assert made._parts.memory.nbytes <= limit
         made.check_integrity()
     assert made.stats().preemptions == 0
     for length in LENGTHS:
@@ -116,7 +122,7 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
         return Engine(model, method="locret", options=options, budget=205, max_step_tokens=512, max_running=64, **more)
 
     one = made_for("once")
-    recipe = one._recipes.group(one._recipes.complete(CacheOptions())).recipe
+    recipe = one._parts.decode_groups.group(one._parts.decode_groups.complete(CacheOptions())).recipe
     limit = estimate(recipe, one._model.layers, length, new, 1).most(1)
     one.close()
     most = {}
@@ -128,14 +134,14 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
         while made.busy and not (prefill == "once" and done):
             done += sum(output.finished for output in made.step())
             running = max(running, made.stats().running)
-            assert made._account.nbytes <= limit
+            assert made._parts.memory.nbytes <= limit
         most[prefill] = running, done, made.stats().preemptions
         made.close()
     assert most == {"once": (1, 1, 0), "chunks": (count, count, 0)}
 
 
 def scores(made: Engine, name: str) -> list[torch.Tensor]:
-    live = made._live[name]
+    live = made._requests[name]
     assert live.stack is not None
     return [core.read(0).scores for core in live.stack.layers]
 
@@ -151,7 +157,7 @@ def test_scores_are_shared_with_the_pages_of_a_prompt() -> None:
         add(made, Request(request_id=name, prompt=ids, params=greedy(NEW, ignore_eos=True)))
         while made.busy:
             done |= {output.request_id: output for output in made.step() if output.finished}
-            if name in made._live and made._live[name].stack is not None:
+            if name in made._requests and made._requests[name].stack is not None:
                 read[name] = scores(made, name)
             made.check_integrity()
     kv = done["b"].completions[0].kv
@@ -197,9 +203,9 @@ def test_answers_that_nothing_plans_run_in_one_call() -> None:
     for decode, fused in (("grow", True), ("evict", False)):
         made = engine("locret", {"decode": decode})
         add(made, ask(40))
-        while not made._live["40"].answers[0].tokens:
+        while not made._requests["40"].answers[0].tokens:
             made.step()
         made.step()
-        (group,) = made._recipes.groups
+        (group,) = made._parts.decode_groups.groups
         assert all(core.is_fusable(1, core.attention.shape) == fused for core in group.stack.layers)
         made.close()

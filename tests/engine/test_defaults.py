@@ -86,13 +86,13 @@ def test_a_request_that_names_something_has_that_and_no_default_format(
     asked: dict[str, Any], kept: tuple[str, str]
 ) -> None:
     with mp.LLM("pond-recall") as llm:
-        found = llm.engine._recipes.complete(CacheOptions(**asked))
+        found = llm.engine._parts.decode_groups.complete(CacheOptions(**asked))
     assert (found.method, found.codec) == kept
 
 
 def test_named_defaults_hold_for_requests() -> None:
     with mp.LLM("pond-recall", method="full", codec="int4") as llm:
-        assert llm.engine._recipes.complete(CacheOptions(method="h2o", budget=64)).codec == "int4"
+        assert llm.engine._parts.decode_groups.complete(CacheOptions(method="h2o", budget=64)).codec == "int4"
 
 
 @pytest.mark.parametrize(

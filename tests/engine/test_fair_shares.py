@@ -79,7 +79,7 @@ def test_a_request_that_moves_takes_them_along() -> None:
     add(whole, ask(LENGTH, name="fair", marks=PromptMarks(shares=FAIR)))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
         pass
-    there.take_over(here.hand_over("fair"))
+    there.import_request(here.export_request("fair"))
     assert tokens(finish(there)["fair"]) == tokens(finish(whole)["fair"])
     for engine in (here, there, whole):
         engine.close()

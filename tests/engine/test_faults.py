@@ -113,7 +113,7 @@ def check(engine: Engine, done: dict[str, RequestOutput], way: str, error: str =
 
 
 def live_of(engine: Engine) -> RequestState | None:
-    return engine._live.get(VICTIM)
+    return engine._requests.get(VICTIM)
 
 
 def layers_of(engine: Engine) -> list[LayerCache]:
@@ -339,7 +339,7 @@ def test_what_fails_for_each_alone_ends_the_engine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine._model, "forward", failing)
     with pytest.raises(Fault, match="always"):
         run(engine)
-    ended = {output.request_id: output for output in engine.end_all(MillpondError("over"))}
+    ended = {output.request_id: output for output in engine.abort_all(MillpondError("over"))}
     assert set(ended) <= set(LENGTHS)
     engine.check_integrity()
     assert engine.stats().kv_bytes == 0
@@ -354,14 +354,14 @@ class Sometimes:
     """A pass that fails for a request behind some of its tokens, and now and then for no reason."""
 
     def __init__(self, engine: Engine, seed: int, patch: pytest.MonkeyPatch) -> None:
-        self.engine, self.real = engine, engine._turn.run
+        self.engine, self.real = engine, engine._executor.run
         self.generator = torch.Generator().manual_seed(seed)
         self.at = int(torch.randint(0, NEW, (1,), generator=self.generator))
         forward = engine._model.forward
 
         def failing(*args: Any) -> Any:
             found = forward(*args)
-            live = engine._live.get(VICTIM)
+            live = engine._requests.get(VICTIM)
             taking = live is not None and live in self.lives and not live.replaying
             if (taking and len(live.answers[0].tokens) >= self.at) or self.chance():
                 raise Fault("planted")
@@ -369,11 +369,11 @@ class Sometimes:
 
         def run(groups: Any, reading: Any) -> Any:
             keys = [answer.key[0] for group in groups for answer in group.answers]
-            self.lives = {*(engine._live[key] for key in keys), *(live for live, _ in reading)}
+            self.lives = {*(engine._requests[key] for key in keys), *(live for live, _ in reading)}
             return self.real(groups, reading)
 
         patch.setattr(engine._model, "forward", failing)
-        patch.setattr(engine._turn, "run", run)
+        patch.setattr(engine._executor, "run", run)
         self.left = 3
 
     def chance(self) -> bool:
@@ -416,8 +416,8 @@ def test_faults_at_any_time(options: dict[str, Any], seed: int, monkeypatch: pyt
             assert "Fault" in str(done[VICTIM].error)
             assert all(output.error is None for name, output in done.items() if name != VICTIM)
         found.append({name: tokens for name, tokens in answers(done).items() if name != VICTIM})
-        engine._sharing.tree.clear()
-        engine._trim()
-        assert engine._account.nbytes == 0
+        engine._parts.prefix_cache.tree.clear()
+        engine._parts.trim()
+        assert engine._parts.memory.nbytes == 0
         engine.close()
     assert found[0] == found[1]

@@ -176,9 +176,9 @@ def test_a_request_that_moves_goes_on_without_them() -> None:
     engine.add(Request(request_id="moves", prompt=tuple(ids), params=params, marks=PromptMarks(forget=SPANS)))
     while not any(output.completions[0].token_ids for output in engine.step()):
         pass
-    data = engine.hand_over("moves")
+    data = engine.export_request("moves")
     other = open_engine(None, "h2o")
-    other.take_over(data)
+    other.import_request(data)
     cache = other.cache_of("moves")
     assert cache is not None
     assert cache[0].timeline.marks.dropped.of(cache[1]) == SPANS

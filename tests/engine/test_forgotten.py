@@ -141,7 +141,7 @@ def test_a_request_that_moves_takes_its_spans_along() -> None:
     here.add(ask(LENGTH, name="told", marks=PromptMarks(report=SPANS)))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
         pass
-    there.take_over(here.hand_over("told"))
+    there.import_request(here.export_request("told"))
     (done,) = there.drain()
     assert list(done.completions[0].forgotten) == [pytest.approx(one) for one in expected("h2o")]
     here.close()

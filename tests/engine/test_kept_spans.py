@@ -101,7 +101,7 @@ def test_a_request_that_moves_takes_them_along() -> None:
     add(whole, ask(LENGTH, name="kept", marks=PromptMarks(keep=SPANS)))
     while not (found := here.step()) or len(found[0].completions[0].token_ids) < 3:
         pass
-    there.take_over(here.hand_over("kept"))
+    there.import_request(here.export_request("kept"))
     assert tokens(steps_that_hold(there, ("kept",))["kept"]) == tokens(finish(whole)["kept"])
     for engine in (here, there, whole):
         engine.close()

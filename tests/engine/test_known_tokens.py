@@ -81,7 +81,7 @@ def test_a_request_moves_while_it_is_fed(engine: Engine) -> None:
         found = engine.step()
         if found and len(found[0].completions[0].token_ids) == 3:
             break
-    other.take_over(engine.hand_over("one"))
+    other.import_request(engine.export_request("one"))
     (moved,) = other.drain()
     assert moved.completions[0].token_ids == expected.token_ids
     other.close()

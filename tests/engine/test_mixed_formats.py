@@ -86,7 +86,7 @@ def need(method: str, codec: str | None, n_tokens: int, new: int = NEW, n: int =
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)
         engine = Engine(model(), method="full", page_slots=16)
-        group = engine._recipes.group(options(method, codec))
+        group = engine._parts.decode_groups.group(options(method, codec))
         found = estimate(group.recipe, engine._model.layers, n_tokens, new, n).most(n)
     engine.close()
     return found

@@ -90,8 +90,8 @@ def _faulty_store(folder: Path, capacity: int) -> BlockStore:
 
 
 def file_of(engine: Engine) -> FaultyScratch:
-    assert engine._prefixes is not None
-    return engine._prefixes._extents._file  # type: ignore[return-value]
+    assert engine._parts.prefix_store is not None
+    return engine._parts.prefix_store._extents._file  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv"])
@@ -120,7 +120,7 @@ def test_a_small_disk_forgets_what_was_unused_longest(tmp_path: Path) -> None:
         found = of_prefixes(engine)
         most = max(most, found.disk_bytes)
         assert found.disk_bytes <= 64 << 10
-        assert os.fstat(engine._prefixes._extents._file._fd).st_size <= 64 << 10  # type: ignore[union-attr]
+        assert os.fstat(engine._parts.prefix_store._extents._file._fd).st_size <= 64 << 10  # type: ignore[union-attr]
     assert most == 64 << 10
     engine.close()
 

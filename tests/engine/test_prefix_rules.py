@@ -114,7 +114,7 @@ def test_a_rule_changes_no_token(rule: str) -> None:
     blocks = [len(TEXTS[name]) // 4 for name in "abcda"]
     assert prefix.hits > 0
     assert prefix.hits + prefix.misses == sum(blocks)
-    assert prefix.blocks == len(engine._sharing.tree)
+    assert prefix.blocks == len(engine._parts.prefix_cache.tree)
     assert prefix.evicted == 0
     engine.close()
     without = engine_for("full")

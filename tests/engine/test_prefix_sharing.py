@@ -120,7 +120,9 @@ def test_prompts_are_shared_by_requests_with_the_same_salt_alone() -> None:
     salts = (None, "first salt", "second salt", "o" * MOST_SALT)
     assert [shared(salt) for salt in salts] == [0] * len(salts)
     assert [shared(salt) > 40 for salt in salts] == [True] * len(salts)
-    assert "first salt" not in repr(vars(engine._sharing.tree)), "the tree holds no salt, only what was made of it"
+    assert "first salt" not in repr(vars(engine._parts.prefix_cache.tree)), (
+        "the tree holds no salt, only what was made of it"
+    )
     engine.close()
 
 

@@ -42,7 +42,7 @@ def distinct(prompts: list[tuple[int, ...]]) -> int:
 def bytes_of(n_tokens: int, codec: str | None = None, new: int = 2) -> int:
     """What a prompt of so many tokens and its answer hold at most."""
     engine = Engine(shared_model("llama") if codec is None else wide_model(), method="full", page_slots=SLOTS)
-    recipe = engine._recipes.group(CacheOptions(codec=codec)).recipe
+    recipe = engine._parts.decode_groups.group(CacheOptions(codec=codec)).recipe
     need = estimate(recipe, engine._model.layers, n_tokens, new, 1).most(1)
     engine.close()
     return need
@@ -57,7 +57,7 @@ def spared(engine: Engine, prompts: list[tuple[int, ...]], new: int, together: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)
         while waiting or engine.busy:
-            while waiting and len(engine._live) < together:
+            while waiting and len(engine._requests) < together:
                 add(engine, waiting.pop())
             for output in engine.step():
                 assert output.error is None
@@ -111,7 +111,7 @@ def test_blocks_that_a_request_holds_outlive_older_demands() -> None:
     first, other = PROMPTS[0], PROMPTS[-1]
     add(engine, Request(request_id="holds", prompt=first, params=greedy(30)))
     engine.step()
-    held = len(engine._sharing.tree)
+    held = len(engine._parts.prefix_cache.tree)
     assert held == length // SLOTS
     for n, prompt in enumerate([other, PROMPTS[40], other]):
         add(engine, Request(request_id=str(n), prompt=prompt, params=greedy(2)))
@@ -119,6 +119,6 @@ def test_blocks_that_a_request_holds_outlive_older_demands() -> None:
             engine.step()
         engine.check_integrity()
     assert engine.stats().preemptions == 0
-    kinds = {block.key[0] for block in engine._sharing.tree._blocks.values()}
-    assert [len(engine._sharing.tree.find(kind, np.array(first), SLOTS)) for kind in kinds] == [held]
+    kinds = {block.key[0] for block in engine._parts.prefix_cache.tree._blocks.values()}
+    assert [len(engine._parts.prefix_cache.tree.find(kind, np.array(first), SLOTS)) for kind in kinds] == [held]
     engine.close()

@@ -115,7 +115,7 @@ def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, mo
 
     monkeypatch.setattr(RefCountedPool, "allocate", watched)
     engine = engine_for(method, codec, max_step_tokens=64)
-    recipe = engine._recipes.group(engine.cache).recipe
+    recipe = engine._parts.decode_groups.group(engine.cache).recipe
     need = estimate(recipe, engine._model.layers, LENGTH, NEW, 1)
     answered(engine)
     assert 0.4 * need.reading < max(held) <= need.most(1)
@@ -125,17 +125,17 @@ def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, mo
 def test_behind_the_plan_pages_are_those_of_the_codec(codec: str) -> None:
     engine = engine_for("full", codec, max_step_tokens=40)
     engine.add(Request(request_id="it", prompt=drawn(), params=mp.SamplingParams(max_tokens=NEW, temperature=0)))
-    while not engine._live["it"].answers[0].tokens:
+    while not engine._requests["it"].answers[0].tokens:
         engine.step()
-    waiting = [pool for pool in engine._account.pools if getattr(pool, "until_plan", False)]
+    waiting = [pool for pool in engine._parts.memory.pools if getattr(pool, "until_plan", False)]
     assert [pool.arrays.dtype for pool in waiting] == [torch.float32]
     assert not any(pool.n_live for pool in waiting)
-    tables = [core.table for core in engine._live["it"].group.stack.layers]
+    tables = [core.table for core in engine._requests["it"].group.stack.layers]
     assert {table.pool.arrays.dtype for table in tables if table is not None} == {torch.bfloat16}
     with torch.no_grad(), mp.compress(llama(), "full", codec=codec) as cache:
         llama()(torch.tensor([drawn()]), cache=cache)
         expected = cache.stats().kv_bytes
-    kv = engine._live["it"].answers[0].kv
+    kv = engine._requests["it"].answers[0].kv
     assert kv is not None
     assert kv.kv_bytes == expected
     engine.close()

@@ -47,7 +47,7 @@ class SharedLife(EngineLife):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = self.engine._sharing.tree
+        self.tree = self.engine._parts.prefix_cache.tree
 
     def make(self) -> Engine:
         return engine_for("full", kv_memory=LIMIT, overcommit=3, prefix_cache=True, page_slots=SLOTS)
@@ -88,7 +88,7 @@ class SharedLife(EngineLife):
 
     @invariant()
     def what_is_outside_holds_nothing(self) -> None:
-        for live in self.engine._live.values():
+        for live in self.engine._requests:
             if live.job.state is State.SWAPPED:
                 assert live.stack is not None
                 assert live.stack.is_swapped_out

@@ -156,7 +156,7 @@ def test_codes_stay_when_positions_change(method: str, codec: str) -> None:
     assert table is not None
     assert table.sealed is not None
     assert table.sealed.lens.any(), "some entries are codes"
-    second.take_over(first.hand_over("bb"))
+    second.import_request(first.export_request("bb"))
     done |= finish(first) | finish(second)
     assert {name: tokens(output) for name, output in done.items()} == expected
     first.close()
@@ -266,10 +266,10 @@ def test_moved_requests_that_do_not_fit_together() -> None:
     first, plain = engine_for(), Engine(model(), method="h2o", budget=BUDGET)
     first.add(asked("a", 100, 300))
     finish(first, 100)
-    data = first.hand_over("a")
+    data = first.export_request("a")
     with pytest.raises((CacheMismatchError, DataError, OptionError)):
-        plain.take_over(data)
-    assert first.take_over(data) == "a"
+        plain.import_request(data)
+    assert first.import_request(data) == "a"
     assert tokens(finish(first)["a"]) == alone(asked("a", 100, 300))
     first.close()
     plain.close()

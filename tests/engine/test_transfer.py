@@ -59,11 +59,11 @@ def undisturbed(engine: Engine, asked: Request) -> RequestOutput:
 def moved(first: Engine, second: Engine, asked: Request, at: int) -> RequestOutput:
     add(first, asked)
     run(first, at)
-    data = first.hand_over(asked.request_id)
+    data = first.export_request(asked.request_id)
     first.check_integrity()
     assert not first.busy
     assert first.stats().kv_bytes == 0
-    assert second.take_over(data) == asked.request_id
+    assert second.import_request(data) == asked.request_id
     (found,) = run(second)
     assert second.stats().kv_bytes == 0
     return found
@@ -99,7 +99,7 @@ def test_closed_gaps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     rolling = found[0].layers[0].companions.rolling
     assert rolling is not None
     assert rolling.frames[0] > 0, "gaps were closed"
-    second.take_over(first.hand_over("long"))
+    second.import_request(first.export_request("long"))
     assert [tokens(output) for output in run(second)] == [tokens(expected)]
     first.close()
     second.close()
@@ -116,8 +116,8 @@ def test_three_answers_travel_once_and_apart(pair: tuple[Engine, Engine]) -> Non
         asked = request("moved", "full", **sampled)
         add(first, asked)
         run(first, at)
-        sizes.append(len(data := first.hand_over("moved")))
-        second.take_over(data)
+        sizes.append(len(data := first.export_request("moved")))
+        second.import_request(data)
         (found,) = run(second)
         assert [one.token_ids for one in found.completions] == [one.token_ids for one in expected.completions]
     assert sizes[1] > 2.5 * sizes[0]
@@ -136,7 +136,7 @@ def test_answers_that_have_ended_go_with_those_that_continue(pair: tuple[Engine,
         found = first.step()
         if found and found[0].completions[0].finish_reason is not None:
             break
-    second.take_over(first.hand_over("moved"))
+    second.import_request(first.export_request("moved"))
     (found,) = run(second)
     assert [(one.token_ids, one.finish_reason) for one in found.completions] == [
         (one.token_ids, one.finish_reason) for one in expected.completions
@@ -176,10 +176,10 @@ def test_draws_without_a_seed_go_on_from_the_seed_that_was_drawn(pair: tuple[Eng
     asked = request("drawn", "full", temperature=1.0)
     add(first, asked)
     run(first, 3)
-    data = first.hand_over("drawn")
+    data = first.export_request("drawn")
     found = []
     for engine in pair:  # both continue it alike
-        engine.take_over(data)
+        engine.import_request(data)
         found += [tokens(output) for output in run(engine)]
     assert found[0] == found[1]
     assert len(found[0]) == NEW
@@ -192,10 +192,10 @@ def test_what_was_not_read_yet_is_read_there(pair: tuple[Engine, Engine]) -> Non
         add(first, request("moved"))
         for _ in range(steps):
             first.step()
-        data = first.hand_over("moved")
+        data = first.export_request("moved")
         assert first.stats().kv_bytes == 0
         assert len(data) < 3_000, "a cache that will be read again does not travel"
-        second.take_over(data)
+        second.import_request(data)
         (found,) = run(second)
         assert tokens(found) == tokens(expected)
 
@@ -203,7 +203,7 @@ def test_what_was_not_read_yet_is_read_there(pair: tuple[Engine, Engine]) -> Non
 def bytes_of(asked: Request) -> int:
     """Most bytes that a request may hold, in pages of 4 slots."""
     engine = engine_for("h2o")
-    most = engine._intake.validate(asked).job.need.most(asked.params.n)
+    most = engine._validator.validate(asked).job.need.most(asked.params.n)
     engine.close()
     return most
 
@@ -219,15 +219,15 @@ def test_a_request_that_is_swapped_out_moves(pair: tuple[Engine, Engine]) -> Non
     run(narrow, 1)
     assert narrow.stats().swapped == 1
     with pytest.raises(PoolFullError, match="'a' is swapped out"):
-        narrow.hand_over("a")
+        narrow.export_request("a")
     assert narrow.stats().swapped == 1
-    data = [narrow.hand_over("b"), narrow.hand_over("a")]
+    data = [narrow.export_request("b"), narrow.export_request("a")]
     narrow.check_integrity()
     assert narrow.stats().kv_reserved == 0
     narrow.close()
     found = []
     for one in data:
-        second.take_over(one)
+        second.import_request(one)
         found += [tokens(output) for output in run(second)]
     assert found == expected[::-1]
 
@@ -236,27 +236,27 @@ def test_full_pools_other_models_and_names_in_use(pair: tuple[Engine, Engine]) -
     first, _ = pair
     add(first, request("moved", "full"))
     run(first, 4)
-    data = first.hand_over("moved")
+    data = first.export_request("moved")
     small = engine_for("h2o", kv_memory=int(1.5 * bytes_of(request("one", "full"))))
     add(small, request("there", "full"))
     run(small, 2)
     held = small.stats().kv_bytes
     with pytest.raises(PoolFullError, match=r"leave no room for .* bytes"):
-        small.take_over(data)
+        small.import_request(data)
     small.check_integrity()
     assert small.stats().kv_bytes == held
     assert len(small._sampler) == 1
     small.drain()
-    small.take_over(data)  # now there is room
+    small.import_request(data)  # now there is room
     with pytest.raises(OptionError, match="'moved' is in flight already"):
-        small.take_over(data)
+        small.import_request(data)
     small.drain()
     small.close()
     with pytest.raises(OptionError, match="no request 'moved' is in flight"):
-        first.hand_over("moved")
+        first.export_request("moved")
     other = Engine(shared_model("qwen3"), method="h2o", budget="30%")
     with pytest.raises(CacheMismatchError, match="another model"):
-        other.take_over(data)
+        other.import_request(data)
     other.close()
 
 
@@ -268,13 +268,13 @@ def test_the_same_options_on_both_sides(pair: tuple[Engine, Engine]) -> None:
     )
     add(first, asked)
     run(first, 2)
-    data = first.hand_over("default")
+    data = first.export_request("default")
     other = engine_for("h2o", page_slots=8)
     second = Engine(shared_model("llama"), method="snapkv", budget="30%")
     with pytest.raises(CacheMismatchError, match=r"kept as h2o\(\) .* kept as snapkv\(\)"):
-        second.take_over(data)
+        second.import_request(data)
     assert not second.busy
-    assert other.take_over(data) == "default"
+    assert other.import_request(data) == "default"
     for engine in (other, second):
         engine.close()
 

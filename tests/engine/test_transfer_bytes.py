@@ -46,7 +46,7 @@ def sent(engine: Engine, request: Request, at: int = 5) -> bytes:
     while True:
         found = engine.step()
         if found and len(tokens(found[0])) >= at:
-            return engine.hand_over("moved")
+            return engine.export_request("moved")
 
 
 def finish(engine: Engine) -> list[int]:
@@ -71,7 +71,7 @@ def test_codes_go_on_bit_by_bit(engines: tuple[Engine, Engine], method: str, cod
     expected = finish(second)
     data = sent(first, asked(method, codec))
     first.check_integrity()
-    second.take_over(data)
+    second.import_request(data)
     assert finish(second) == expected
 
 
@@ -87,7 +87,7 @@ def test_no_more_travels_than_what_is_kept(engines: tuple[Engine, Engine], metho
     kv = found[0].completions[0].kv
     assert kv is not None
     kept = kv.kv_bytes - kv.unused_bytes
-    data = first.hand_over("moved")
+    data = first.export_request("moved")
     assert kept < len(data) < 1.12 * kept
 
 
@@ -99,9 +99,9 @@ def data(engines: tuple[Engine, Engine]) -> bytes:
 def refused(engine: Engine, data: bytes) -> None:
     try:
         with pytest.raises(MillpondError):
-            engine.take_over(data)
+            engine.import_request(data)
     finally:
-        engine.end_all()
+        engine.abort_all()
     engine.check_integrity()
     assert not engine.busy
     assert engine.stats().kv_bytes == 0

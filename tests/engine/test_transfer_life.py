@@ -43,12 +43,12 @@ class TwoEngines(EngineLife):
         """Out of the engine that has it; into the other one at once, or later."""
         name = sorted(self.going)[which % len(self.going)]
         for engine, other in (self.engines, self.engines[::-1]):
-            if name in engine._live:
+            if name in engine._requests:
                 try:
-                    self.between[name] = engine.hand_over(name)
+                    self.between[name] = engine.export_request(name)
                 except PoolFullError:
                     return
-                assert name not in engine._live
+                assert name not in engine._requests
                 if arrives:
                     self.land(name, other)
                 return
@@ -58,7 +58,7 @@ class TwoEngines(EngineLife):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=UserWarning)
             try:
-                engine.take_over(self.between[name])
+                engine.import_request(self.between[name])
             except PoolFullError:
                 assert (len(engine._sampler), len(engine._scheduler)) == (live, waiting)
                 return

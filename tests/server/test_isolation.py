@@ -29,7 +29,7 @@ def test_errors_name_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("of-somebody")
 
-    monkeypatch.setattr(engine._turn, "run", fail)
+    monkeypatch.setattr(engine._executor, "run", fail)
     ended = []
     with suppress(KeyError):  # a pass that fails for every request alone ends the engine
         while engine.busy:

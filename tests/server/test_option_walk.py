@@ -119,7 +119,7 @@ def test_admission_counts_what_options_ask_for_beside_pages(server: Live) -> Non
 
     def need(method: str, **options: Any) -> int:
         engine = server.llm._engine
-        recipe = engine._recipes.group(CacheOptions(method=method, options=options, budget="50%")).recipe
+        recipe = engine._parts.decode_groups.group(CacheOptions(method=method, options=options, budget="50%")).recipe
         return int(estimate(recipe, engine._model.layers, 2_000, 10, 1).reading)
 
     engine = server.llm._engine

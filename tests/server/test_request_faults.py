@@ -54,7 +54,7 @@ def test_a_fault_is_answered_with_500_and_the_others_go_on(
         engine = server.llm._engine
 
         def fails(names: Any) -> bool:
-            return any(list(engine._live[name].ids) == poison for name in names if name in engine._live)
+            return any(list(engine._requests[name].ids) == poison for name in names if name in engine._requests)
 
         real, add = step_executor.run, Writer.add
 
@@ -66,7 +66,7 @@ def test_a_fault_is_answered_with_500_and_the_others_go_on(
 
         def failing_add(self: Writer, token: int) -> Any:
             found = add(self, token)
-            own = [live.request.request_id for live in engine._live.values() if live.answers[0]._writer is self]
+            own = [live.request.request_id for live in engine._requests if live.answers[0]._writer is self]
             if fails(own):
                 raise RuntimeError("planted")
             return found

@@ -94,7 +94,7 @@ class RowEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:  # the rows in flight have it, and the next ones go on
-            outputs = self._engine.end_all(error)
+            outputs = self._engine.abort_all(error)
         for output in outputs:
             if output.finished and (found := self._rows.pop(output.request_id, None)) is not None:
                 yield found[0], self._answered(found[1], output, output.error)

@@ -245,9 +245,9 @@ class EngineWorker:
         """Continue a request out of the bytes of another worker.
 
         Raises:
-            MillpondError: see `Engine.take_over`; nothing is left behind.
+            MillpondError: see `Engine.import_request`; nothing is left behind.
         """
-        self._follow(name, await self._llm.take_over(np.ascontiguousarray(data).data))
+        self._follow(name, await self._llm.import_request(np.ascontiguousarray(data).data))
 
     async def checkpoint(self, name: str) -> npt.NDArray[np.uint8] | None:
         """A copy of a request that decodes here, which goes on; None: there is none of it now.
@@ -262,9 +262,9 @@ class EngineWorker:
         """Continue a request out of a copy, with the name, the known tokens and the deadline that it has by now.
 
         Raises:
-            MillpondError: see `Engine.take_over`; nothing is left behind.
+            MillpondError: see `Engine.import_request`; nothing is left behind.
         """
-        outputs = await self._llm.take_over(np.ascontiguousarray(data).data, request)
+        outputs = await self._llm.import_request(np.ascontiguousarray(data).data, request)
         self._follow(request.request_id, outputs)
 
     async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
@@ -332,7 +332,7 @@ class EngineWorker:
             return False
         time.sleep(_LOOP_S)
         try:
-            data = engine.hand_over(name)
+            data = engine.export_request(name)
         except (OptionError, PoolFullError):  # it cannot move, or not now: it goes on here
             self._handoff.drop(name)
             return False
@@ -361,13 +361,13 @@ class EngineWorker:
 
         Raises:
             HandoffGoneError: it was cancelled meanwhile, or its bytes were more than expected and had no room.
-            MillpondError: see `Engine.hand_over`.
+            MillpondError: see `Engine.export_request`.
         """
         held = self._sizes[name]
         if not self._room_for(name, held):
             return None
         try:
-            data = await self._llm.hand_over(name)
+            data = await self._llm.export_request(name)
         except BaseException as error:
             self._handoff.drop(name)
             if isinstance(error, OptionError | PoolFullError):  # it has ended, or cannot move now: it goes on here

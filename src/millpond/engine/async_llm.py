@@ -216,11 +216,11 @@ class AsyncLLM:
             if not box.finished:
                 self._post(lambda: self._drop(request_id, box))
 
-    async def hand_over(self, request_id: str) -> bytes:
-        """See `Engine.hand_over`; the stream of the request ends without a last output."""
+    async def export_request(self, request_id: str) -> bytes:
+        """See `Engine.export_request`; the stream of the request ends without a last output."""
 
         def leave(engine: Engine) -> bytes:
-            data = engine.hand_over(request_id)
+            data = engine.export_request(request_id)
             box = self._boxes.pop(request_id, None)
             if box is not None:
                 box.end()
@@ -228,10 +228,10 @@ class AsyncLLM:
 
         return await self.call(leave)
 
-    async def take_over(
+    async def import_request(
         self, data: bytes | memoryview, request: Request | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See `Engine.take_over`: the request continues here, and its outputs come as those of `stream`.
+        """See `Engine.import_request`: the request continues here, and its outputs come as those of `stream`.
 
         Raises:
             MillpondError: it is refused; nothing is left behind.
@@ -241,7 +241,7 @@ class AsyncLLM:
         def enter(engine: Engine) -> str:
             if self._closing or self._stopped:
                 raise MillpondError("the engine is closing and takes no requests any more")
-            request_id = engine.take_over(data, request)
+            request_id = engine.import_request(data, request)
             self._boxes[request_id] = box
             return request_id
 
@@ -340,7 +340,7 @@ class AsyncLLM:
         with self._changed:
             self._stopped = True
         try:
-            self._hand_out(self._engine.end_all(ended))
+            self._hand_out(self._engine.abort_all(ended))
         except Exception as error:
             _log.critical("requests could not be ended", exc_info=error)
         for box in self._boxes.values():  # requests that the engine has dropped

@@ -8,37 +8,23 @@ each takes its next pass alone: one that fails again has failed, and one that do
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
+from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.file_loads import FileLoads
 from millpond.engine.request_state import Incident, RequestState, Suspicion
-from millpond.engine.scheduler import Scheduler, State, Step
-from millpond.engine.trunks import Trunks
-from millpond.runner.packed_model import LayerShape
+from millpond.engine.scheduler import State, Step
 
 
 class FaultIsolation:
     """Restarts the requests of a failed pass, and lets them run alone where they must.
 
-    Args:
-        live: the engine's requests by name. loads: what requests may wait for. layers: what each layer of the model
-            stores.
-
     Attributes:
         n_restarted: how often a request had to begin again. fatal: each of several requests has failed alone.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        live: Mapping[str, RequestState],
-        trunks: Trunks,
-        loads: Sequence[FileLoads[Any]],
-        layers: list[LayerShape],
-    ) -> None:
-        self._scheduler, self._live, self._trunks = scheduler, live, trunks
-        self._loads, self._layers = loads, layers
+    def __init__(self, parts: Components) -> None:
+        self._scheduler, self._requests, self._trunks = parts.scheduler, parts.requests, parts.shared_prefixes
+        self._loads, self._layers = parts.file_loads, parts.model.layers
         self._of_others = False  # the last pass was one of a request that takes part in none of others
         self.n_restarted = 0
         self.fatal = False
@@ -48,7 +34,7 @@ class FaultIsolation:
     def isolate(self, step: Step) -> RequestState | None:
         """Let a request that must run alone do so in this step; returns one that is free of suspicion if it passes."""
         parts = [*((job, 1) for job in step.decodes), *step.chunks]
-        suspects = [(live, n) for job, n in parts if (live := self._live[job.key]).suspicion is not None]
+        suspects = [(live, n) for job, n in parts if (live := self._requests[job.key]).suspicion is not None]
         due = next((live for live, n in suspects if self._is_due(live, n) and not self._stays_alone(live)), None)
         apart = [live for live, _ in suspects if self._stays_alone(live)]
         if due is None and apart and not (self._of_others and len(apart) < len(parts)):
@@ -132,7 +118,7 @@ class FaultIsolation:
         """The requests that have answers in batches, and those that are read."""
         own = [
             live
-            for live in self._live.values()
+            for live in self._requests
             if live.group in touched and live.stack is None and any(a in live.group.answers for a in live.answers)
         ]
         return list(dict.fromkeys([*own, *reading]))
@@ -167,5 +153,5 @@ class FaultIsolation:
         incident = live.suspicion.incident
         incident.failed += 1
         incident.suspects.discard(live)
-        left = [one for one in incident.suspects if self._live.get(one.request.request_id) is one]
+        left = [one for one in incident.suspects if self._requests.get(one.request.request_id) is one]
         return incident.failed > 1 and not incident.passed and not left

@@ -13,9 +13,20 @@ from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.swap import Holder
 from millpond.cache.tiered.away_pages import AwayPages
+from millpond.engine.components import Components
 
 
-def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: PrefixTree) -> None:
+def check_engine(parts: Components) -> None:
+    """Assert that every page of an engine is held by exactly the caches that name it, within the limit."""
+    groups = dict.fromkeys([*parts.decode_groups.groups, *(state.group for state in parts.requests)])
+    stacks = [group.stack for group in groups]
+    stacks += [state.stack for state in parts.requests if state.stack is not None]
+    _check_pages(parts.memory, stacks, parts.prefix_cache.tree)
+    tainted = [place for state in parts.requests if state.tainted and (place := state.cache()) is not None]
+    _check_untainted(tainted, parts.prefix_cache.tree)
+
+
+def _check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: PrefixTree) -> None:
     """Assert that every page is held by exactly the caches and the shared prompts that name it, within the limit."""
     stacks = list(stacks)
     tables = [core.table for stack in stacks for core in stack.layers if core.table is not None]
@@ -35,7 +46,7 @@ def check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pref
     assert limit is None or account.nbytes <= limit, "more bytes than the limit"
 
 
-def check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTree) -> None:
+def _check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTree) -> None:
     """Assert that no page of a sequence whose prompt came in part from a chunk store is in the prefix tree."""
     for stack, sequence in tainted:
         for core in stack.layers:

@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from millpond.cache.batch_cache import Pages
 from millpond.cache.pages.ref_counted_pool import Pool
-from millpond.cache.swap import SwapFiles
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.memory_estimate import held_while_reading, one_at_a_time
-from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler import Job, Scheduler, State, Step
-from millpond.engine.trunks import Trunks
+from millpond.engine.request_table import RequestTable
+from millpond.engine.scheduler import Job, State, Step
 from millpond.errors import DataError
-from millpond.runner.packed_model import LayerShape
 
 
 class Preemptor:
     """Carries requests out and in, so that a step finds the pages it needs.
 
-    Args:
-        live: the engine's requests by name. layers: what each layer of the model stores.
-        files: where requests that leave are put; None: the host's memory.
-        tier: of KV on a disk, where room is reserved for requests that begin; None: all is in memory.
-
     Attributes:
-        n_preempted: how often a request had to leave.
-        lost: requests that could not be swapped out or in; the caller ends them.
+        lost: requests that could not be swapped out or in, or failed as they began; the caller ends them.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        live: Mapping[str, RequestState],
-        layers: list[LayerShape],
-        sharing: PrefixSharing,
-        trunks: Trunks,
-        files: SwapFiles | None = None,
-        tier: DiskTier | None = None,
-    ) -> None:
-        self.n_preempted = 0
+    def __init__(self, parts: Components) -> None:
         self.lost: list[RequestState] = []
-        self._scheduler, self._live, self._layers = scheduler, live, layers
-        self._sharing, self._trunks, self._files, self._tier = sharing, trunks, files, tier
+        self._counts = parts.counts
+        self._scheduler, self._requests, self._layers = parts.scheduler, parts.requests, parts.model.layers
+        self._sharing, self._trunks = parts.prefix_cache, parts.shared_prefixes
+        self._files, self._tier = parts.swap_files, parts.disk_tier
+
+    def pop_lost(self) -> list[RequestState]:
+        """The requests in `lost`, which is empty afterwards."""
+        lost, self.lost = self.lost, []
+        return lost
 
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
@@ -54,14 +42,14 @@ class Preemptor:
         is never swapped out: if it does not fit, running it raises.
         """
         for job in step.drop:
-            self._trunks.let_go(self._live[job.key])
+            self._trunks.let_go(self._requests[job.key])
         for job in step.out:
             self._preempt(job)
         for job in step.back:
             self._resume(job)
         if self._tier is not None:
             for job, _ in step.chunks:
-                if not job.read and self._live[job.key].stack is None:
+                if not job.read and self._requests[job.key].stack is None:
                     self._reserve(job, self._tier)
         while not self._has_all(step):
             if self._trunks.let_one_go():
@@ -73,7 +61,7 @@ class Preemptor:
             self._preempt(victim)
 
     def _preempt(self, job: Job) -> None:
-        live = self._live[job.key]
+        live = self._requests[job.key]
         if job.trunk:
             return self._trunks.let_go(live)
         self._trunks.leave(live, swapped=True)
@@ -85,10 +73,10 @@ class Preemptor:
             live.stack.swap_out(self._files)
         except Exception as error:
             self._lose(live, error)
-        self.n_preempted += 1
+        self._counts["preemptions"] += 1
 
     def _resume(self, job: Job) -> None:
-        live = self._live[job.key]
+        live = self._requests[job.key]
         assert live.stack is not None, "a resumed request was swapped out"
         if not self._sharing.has(live.stack.pages_to_swap_in()):
             self._scheduler.defer(job)
@@ -105,7 +93,7 @@ class Preemptor:
 
     def _reserve(self, job: Job, tier: DiskTier) -> None:
         """Room on the disk for a request that begins; where there is none it ends."""
-        live = self._live[job.key]
+        live = self._requests[job.key]
         try:
             tier.reserve(live.request.request_id, job.need.disk)
         except DataError as error:
@@ -134,7 +122,7 @@ class Preemptor:
         return [
             live
             for job, n in step.chunks
-            if job.running and not job.trunk and self._rewrites(live := self._live[job.key], n)
+            if job.running and not job.trunk and self._rewrites(live := self._requests[job.key], n)
         ]
 
     @staticmethod
@@ -143,17 +131,17 @@ class Preemptor:
 
     def _with_sums(self, step: Step) -> list[RequestState]:
         """Requests that read parts of their prompts with sums: they hold copies of blocks that the tree holds too."""
-        lives = [self._live[job.key] for job, _ in step.chunks if job.running]
+        lives = [self._requests[job.key] for job, _ in step.chunks if job.running]
         return [live for live in lives if live.group.recipe.policy.sums_prompt]
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""
         need: Counter[Pool] = Counter()
-        for group in groups_of(step, self._live):
+        for group in groups_of(step, self._requests):
             need.update(group.stack.pages_for_step())
         for job, n in step.chunks:
             if job.running:
-                live = self._live[job.key]
+                live = self._requests[job.key]
                 need.update(self._pages_to_read(live, n))
         for live in self._ending(step):
             need.update(self._sharing.pages_to_settle(live))
@@ -176,6 +164,6 @@ class Preemptor:
         return dict(need)
 
 
-def groups_of(step: Step, live: Mapping[str, RequestState]) -> list[DecodeGroup]:
+def groups_of(step: Step, requests: RequestTable) -> list[DecodeGroup]:
     """The groups that decode in a step, each once."""
-    return list(dict.fromkeys(live[job.key].group for job in step.decodes if job.running))
+    return list(dict.fromkeys(requests[job.key].group for job in step.decodes if job.running))

@@ -60,8 +60,8 @@ class PrefixSharing:
         self._unit = unit
         self._secret = secrets.token_bytes(32)
 
-    def begin(self, live: RequestState) -> int:
-        """Let a request that begins hold the pages that are known of its prompt; returns how many tokens that are."""
+    def attach(self, live: RequestState) -> int:
+        """See `PromptSource`: a request that begins holds the pages that are known of its prompt."""
         if not self._shares(live):
             return 0
         self._bring_back(live)

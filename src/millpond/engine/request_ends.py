@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from millpond.cache.tiered.disk_tier import DiskTier
-from millpond.engine.cache_snapshots import SnapshotStore
-from millpond.engine.file_loads import FileLoads
+from millpond.engine.components import Components
 from millpond.engine.forget import note_forgotten
 from millpond.engine.outputs import FinishReason
 from millpond.engine.request_state import RequestState
-from millpond.engine.sampling.sampler import Sampler
-from millpond.engine.scheduler import Scheduler
-from millpond.engine.sessions.reuse import SessionReuse
-from millpond.engine.trunks import Trunks
 
 
 class RequestEnds:
-    """Ends answers and requests, and frees what they hold.
+    """Ends answers and requests, and frees what they hold."""
 
-    Args:
-        live: the engine's requests by name. loads: what requests may wait for. memories: of layers of requests that
-            are watched. sessions: where finished turns are stored; None: nowhere. tier: as `Engine` has it.
-
-    Attributes:
-        finished: requests that have ended. evicted: entries that their methods evicted.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        sampler: Sampler,
-        live: MutableMapping[str, RequestState],
-        trunks: Trunks,
-        loads: Sequence[FileLoads[Any]],
-        memories: SnapshotStore,
-        sessions: SessionReuse | None,
-        tier: DiskTier | None,
-    ) -> None:
-        self._scheduler, self._sampler, self._live, self._trunks = scheduler, sampler, live, trunks
-        self._loads, self._memories, self._sessions, self._tier = loads, memories, sessions, tier
-        self.finished = self.evicted = 0
+    def __init__(self, parts: Components) -> None:
+        self._scheduler, self._sampler, self._requests = parts.scheduler, parts.sampler, parts.requests
+        self._trunks, self._loads, self._memories = parts.shared_prefixes, parts.file_loads, parts.snapshots
+        self._sessions, self._tier, self._counts = parts.sessions, parts.disk_tier, parts.counts
 
     def end(self, live: RequestState, reason: FinishReason) -> None:
         """All answers of a request end as they are; a trunk is let go."""
@@ -52,9 +27,9 @@ class RequestEnds:
         for answer in live.unfinished:
             answer.end(reason)
         note_forgotten(live)
-        self.tidy(live)
+        self.retire(live)
 
-    def forget(self, lives: Sequence[RequestState]) -> None:
+    def collect_finished(self, lives: Sequence[RequestState]) -> None:
         """Forget what has ended of requests that have new tokens."""
         for live in lives:
             first = live.answers[0] if live.answers else None
@@ -66,14 +41,15 @@ class RequestEnds:
                     self._sessions.keep(live)
         for group in dict.fromkeys(live.group for live in lives):
             group.leave()
-        self.tidy_all(lives)
+        self.retire_all(lives)
 
-    def tidy_all(self, lives: Iterable[RequestState]) -> None:
-        """See `tidy`."""
+    def retire_all(self, lives: Sequence[RequestState]) -> list[RequestState]:
+        """See `retire`; returns those with answers, common prefixes of a batch left out."""
         for live in lives:
-            self.tidy(live)
+            self.retire(live)
+        return [live for live in lives if live.answers]
 
-    def tidy(self, live: RequestState) -> None:
+    def retire(self, live: RequestState) -> None:
         """Forget the answers that have ended; and the request with the last of them, or a trunk."""
         if live.job.trunk:
             return self._trunks.let_go(live)
@@ -94,12 +70,12 @@ class RequestEnds:
         if self._tier is not None:
             self._tier.release(live.request.request_id)
         self._scheduler.remove(live.job)
-        del self._live[live.request.request_id]
+        self._requests.remove(live)
         live.times = replace(live.times, finished=time.monotonic())
-        self.finished += 1
-        self.evicted += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
+        self._counts["finished"] += 1
+        self._counts["evicted_entries"] += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
 
-    def handed_over(self, live: RequestState) -> None:
+    def release_exported(self, live: RequestState) -> None:
         """Free what a request held that another engine continues; it has not ended."""
         self._trunks.leave(live)
         self._release_loaded(live)
@@ -110,7 +86,7 @@ class RequestEnds:
         for answer in live.answers:
             self._sampler.stop(answer.key)
         self._scheduler.remove(live.job)
-        del self._live[live.request.request_id]
+        self._requests.remove(live)
 
     def _release_loaded(self, live: RequestState) -> None:
         """A request needs no more chunks of the store, nor a stored turn."""

@@ -4,46 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
-from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.engine.age_spread import later_bytes
 from millpond.engine.chunks.prompt import Chunk, Prompt, PromptSpan, tokenized
-from millpond.engine.chunks.reuse import ChunkReuse
 from millpond.engine.completion import CompletionState
+from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_sharing import can_share
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
 from millpond.engine.request import MOST_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
-from millpond.engine.sampling.sampler import Sampler
-from millpond.engine.scheduler import Job, Scheduler
+from millpond.engine.scheduler import Job
 from millpond.errors import BudgetError, OptionError, unknown
 from millpond.policy.reuse import check_pick, check_recompute
-from millpond.runner.packed_model import PackedModel, check_tokens
+from millpond.runner.packed_model import check_tokens
 
 
 class RequestValidator:
     """Checks requests against the model, the memory and the scheduler's limits."""
 
-    def __init__(
-        self,
-        model: PackedModel,
-        recipes: GroupRegistry,
-        account: MemoryLimit,
-        scheduler: Scheduler,
-        sampler: Sampler,
-        tokenizer: Any,
-        chunks: ChunkReuse | None = None,
-        prefix_cache: bool = False,
-        on_pressure: OnPressure = "evict",
-    ) -> None:
-        self._chunks, self._prefix_cache, self._on_pressure = chunks, prefix_cache, on_pressure
-        self._model, self._recipes, self._account = model, recipes, account
-        self._scheduler, self._sampler, self._tokenizer = scheduler, sampler, tokenizer
+    def __init__(self, parts: Components) -> None:
+        self._chunks, self._prefix_cache = parts.chunk_reuse, bool(parts.config.prefix_cache)
+        self._on_pressure = parts.config.on_pressure
+        self._model, self._recipes, self._account = parts.model, parts.decode_groups, parts.memory
+        self._scheduler, self._sampler, self._tokenizer = parts.scheduler, parts.sampler, parts.tokenizer
 
     def validate(self, request: Request, ids: tuple[int, ...] | None = None) -> RequestState:
         """What the engine works on; ids: the prompt's, where they are known.

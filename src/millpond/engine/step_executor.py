@@ -1,31 +1,25 @@
-"""Execution of one engine step: prompt segments, next tokens, and plans of prompts that end."""
+"""Execution of one engine step: a pass over prompt segments and decoding batches, and the next tokens."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.batch_cache import BatchCache
 from millpond.cache.layer.prompt_pass import PartialSpan
-from millpond.engine.chunks.loaded import LoadedChunks
-from millpond.engine.chunks.reuse import ChunkReuse
-from millpond.engine.completion import CompletionState, ReuseCounts, with_texts
-from millpond.engine.decode_group import DecodeGroup, figures_of
-from millpond.engine.file_loads import FileLoads
-from millpond.engine.forget import drop_read, note_dropped, note_forgotten, until_forgotten
-from millpond.engine.prefix_sharing import PrefixSharing, together
+from millpond.engine.completion import CompletionState, with_texts
+from millpond.engine.components import Components
+from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.forget import drop_read
+from millpond.engine.prompt_end import PromptEnd
 from millpond.engine.request_state import RequestState
-from millpond.engine.sampling.sampler import BadLogitsError, Sampled, Sampler
+from millpond.engine.sampling.sampler import BadLogitsError, Sampled
 from millpond.engine.sampling.token_choice import score_tokens
-from millpond.engine.scheduler import Job, Scheduler, State, Step
-from millpond.engine.sessions.reuse import SessionReuse
-from millpond.engine.trunks import Trunks
 from millpond.runner.packed_cache import Segment
 from millpond.runner.packed_model import PackedModel
 
@@ -35,12 +29,13 @@ class PromptSegment:
     """Some tokens of a prompt.
 
     Attributes:
-        stack: its cache. ids: (n,) int64, the tokens. start: place of the first in the prompt.
+        batch_cache: of the prompt alone. ids: (n,) int64, the tokens. start: index of the first in the prompt.
+        ends: the prompt ends with them. every_row: the logits of all tokens are needed; else of none, or of the last
+            where the prompt ends.
         span: of a prompt with chunks, which of these tokens are computed; None: all.
-        every_row: the logits of all tokens are needed; else of none, or of the last where it `ends` the prompt.
     """
 
-    stack: BatchCache
+    batch_cache: BatchCache
     ids: np.ndarray
     start: int
     ends: bool
@@ -59,40 +54,40 @@ class PromptSegment:
         return range(0 if self.every_row else n - 1 if self.ends else n, n)
 
 
-def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[PromptSegment]) -> list[Tensor]:
+def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequence[PromptSegment]) -> list[Tensor]:
     """One forward pass.
 
     Returns:
-        Logits (n, vocabulary) per group, one row per answer, then per reading those that it needs.
+        Logits (n, vocabulary) per group, one row per answer, then per prompt segment those that it needs.
     """
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     segments: list[Segment] = []
-    asked: list[np.ndarray] = []
+    needed: list[np.ndarray] = []
     begin = 0
 
     def put(
-        stack: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, span: PartialSpan | None, decoding: bool
+        cache: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, span: PartialSpan | None, decoding: bool
     ) -> None:
         nonlocal begin
-        segments.append(Segment(stack.layers, begin, begin + len(tokens), decoding, stack.states, stack, span))
+        segments.append(Segment(cache.layers, begin, begin + len(tokens), decoding, cache.states, cache, span))
         ids.append(tokens)
         positions.append(places)
-        asked.append(begin + np.arange(rows.start, rows.stop))
+        needed.append(begin + np.arange(rows.start, rows.stop))
         begin += len(tokens)
 
     for group in groups:
         if group.recipe.reach is not None:
             group.close_gaps(group.recipe.reach)
-        newest = np.array([answer.newest for answer in group.answers], dtype=np.int64)
+        newest = np.array([completion.newest for completion in group.answers], dtype=np.int64)
         group.stack.begin(torch.from_numpy(newest[:, None]).to(model.device))
         put(group.stack, newest, group.stack.timeline.seen.astype(np.int64), range(len(newest)), None, True)
-    for reading in readings:
-        reading.stack.begin(torch.from_numpy(reading.ids[None]).to(model.device))
-        rows = reading.computed
-        begin_at = reading.start - int(reading.stack.timeline.closed.sum())  # of its only sequence, if it has begun
-        put(reading.stack, reading.ids[rows], begin_at + rows, reading.rows, reading.span, False)
-    chosen = np.concatenate(asked)
+    for segment in prompt_segments:
+        cache, rows = segment.batch_cache, segment.computed
+        cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
+        begin_at = segment.start - int(cache.timeline.closed.sum())  # of its only sequence, if it has begun
+        put(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
+    chosen = np.concatenate(needed)
     dummy = not len(chosen)  # a part of a prompt alone: the model still wants a row
     wanted = torch.from_numpy(np.array([begin - 1]) if dummy else chosen).to(model.device)
     logits = model.forward(
@@ -101,84 +96,18 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], readings: Sequence[Pr
         segments,
         wanted,
     )
-    ends = np.cumsum([len(needed) for needed in asked]).tolist()
-    return [logits[end - len(needed) : end] for end, needed in zip(ends, asked, strict=True)]
-
-
-#: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
-MOST_WAITED = 8
+    ends = np.cumsum([len(rows) for rows in needed]).tolist()
+    return [logits[end - len(rows) : end] for end, rows in zip(ends, needed, strict=True)]
 
 
 class StepExecutor:
-    """Runs steps. It ends answers, and forgets none: that is the engine's business.
+    """Runs passes. It ends answers, and retires no request: that is the engine's business."""
 
-    Args:
-        live: the engine's requests by name.
-
-    Attributes:
-        counts: of prompt_tokens, generated_tokens, shared_tokens, reused_tokens and restored_tokens.
-    """
-
-    def __init__(
-        self,
-        model: PackedModel,
-        scheduler: Scheduler,
-        sampler: Sampler,
-        sharing: PrefixSharing,
-        trunks: Trunks,
-        live: Mapping[str, RequestState],
-        tokenizer: object,
-        chunks: ChunkReuse | None = None,
-        loads: FileLoads[LoadedChunks] | None = None,
-        sessions: SessionReuse | None = None,
-    ) -> None:
-        self.counts: Counter[str] = Counter(
-            prompt_tokens=0, generated_tokens=0, shared_tokens=0, reused_tokens=0, restored_tokens=0
-        )
-        self._chunks, self._loads, self._sessions = chunks, loads, sessions
-        self._model, self._scheduler, self._sampler = model, scheduler, sampler
-        self._sharing, self._trunks, self._live, self._tokenizer = sharing, trunks, live, tokenizer
-
-    def share(self, step: Step) -> list[RequestState]:
-        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
-
-        One whose next block is being read for another waits for it, a few steps at most.
-
-        Returns:
-            Requests that have ended, since this failed.
-        """
-        begun = [live for live in self._live.values() if live.job.state is State.READING and live.stack is not None]
-        chunks: list[tuple[Job, int]] = []
-        failed = []
-        for job, n in step.chunks:
-            live = self._live[job.key]
-            with live.own_work():
-                if live.stack is None and live.trunk is None:
-                    if self._waits(live, begun):
-                        continue
-                    self._sharing.meet(live, self._live.values())
-                    begun.append(live)
-                chunks.append((job, until_forgotten(live, _within_reach(live, self._share(live, n)))))
-            if live.failed:
-                failed.append(live)
-        step.chunks = chunks
-        return failed
-
-    def _waits(self, live: RequestState, reading: list[RequestState]) -> bool:
-        """Whether a prompt lets this step pass, because another is read that it begins with.
-
-        A prompt that can only begin where sums are kept waits as long as the other comes nearer to that place.
-        """
-        if live.waited >= MOST_WAITED:
-            return False
-        reader = self._sharing.reader(live, reading)
-        if reader is None:
-            return False
-        if live.group.recipe.policy.sums_prompt and reader.job.read > live.reader_read:
-            live.waited, live.reader_read = 0, reader.job.read
-        else:
-            live.waited += 1
-        return True
+    def __init__(self, parts: Components) -> None:
+        self._counts, self._tokenizer, self._requests = parts.counts, parts.tokenizer, parts.requests
+        self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
+        self._prefix_cache = parts.prefix_cache
+        self._prompt_end = PromptEnd(parts)
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
@@ -189,241 +118,155 @@ class StepExecutor:
         Raises:
             Exception: the pass failed, of all or for one of them: caches hold some layers' part of it.
         """
-        begun = [(live, n, part) for live, n in reading if (part := self._begin(live, n)) is not None]
-        ended = [live for live, _ in reading if live.failed]
-        reading, readings = [(live, n) for live, n, _ in begun], [part for _, _, part in begun]
-        if not groups and not readings:
+        begun = [(state, n, part) for state, n in reading if (part := self._begin_segment(state, n)) is not None]
+        ended = [state for state, _ in reading if state.failed]
+        reading, segments = [(state, n) for state, n, _ in begun], [part for _, _, part in begun]
+        if not groups and not segments:
             return ended
-        logits = run(self._model, groups, readings)
-        lost = self._end_lost(groups, reading)
+        logits = run(self._model, groups, segments)
+        lost = self._fail_lost(groups, reading)
         ended += lost
-        answers: list[CompletionState] = []
+        completions: list[CompletionState] = []
         rows: list[Tensor] = []
-        for group, found in zip(groups, logits, strict=False):
-            stay = [place for place, answer in enumerate(group.answers) if not answer.finished]
-            answers += [group.answers[place] for place in stay]
-            rows.append(found if len(stay) == len(found) else found[stay])
+        for group, of_group in zip(groups, logits, strict=False):
+            stay = [index for index, completion in enumerate(group.answers) if not completion.finished]
+            completions += [group.answers[index] for index in stay]
+            rows.append(of_group if len(stay) == len(of_group) else of_group[stay])
         read: list[RequestState] = []
         partly: list[RequestState] = []
-        for (live, n), part, found in zip(reading, readings, logits[len(groups) :], strict=True):
-            self._mark_read(live, n, len(part.computed))
-            if live in lost:
+        for (state, n), segment, of_segment in zip(reading, segments, logits[len(groups) :], strict=True):
+            self._add_computed_tokens(state, n, len(segment.computed))
+            if state in lost:
                 continue
-            with live.own_work():
-                self._score_prompt(live, part, found)
-                if live.marks.forget:
-                    drop_read(live)
-                if not part.ends and live.rolls(0):
-                    self._sharing.keep_blocks(live)
-                    self._roll(live)
-                if part.ends and live.blend is not None:
-                    live.blend.finish()
-            if live.failed:
-                ended.append(live)
-            elif part.ends:
-                read.append(live)
-                going = live.unfinished
-                answers += going
-                rows.append(found[-1:].expand(len(going), -1))
+            self._end_segment(state, segment, of_segment)
+            if state.failed:
+                ended.append(state)
+            elif segment.ends:
+                read.append(state)
+                unfinished = state.unfinished
+                completions += unfinished
+                rows.append(of_segment[-1:].expand(len(unfinished), -1))
             else:
-                partly.append(live)
-        if answers:
-            self._choose(answers, rows[0] if len(rows) == 1 else torch.cat(rows))
-        for live, later in zip(read, self._needs_behind(read), strict=True):
-            self._settle(live, later)
-        for live in partly:
-            with live.own_work():
-                self._sharing.keep_blocks(live)
-            ended += [live] if live.failed else []
-        for group in dict.fromkeys([*groups, *(live.group for live in read)]):
+                partly.append(state)
+        if completions:
+            self._choose(completions, rows[0] if len(rows) == 1 else torch.cat(rows))
+        self._prompt_end.finish_prompts(read)
+        for state in partly:
+            with state.own_work():
+                self._prefix_cache.keep_blocks(state)
+            ended += [state] if state.failed else []
+        for group in dict.fromkeys([*groups, *(state.group for state in read)]):
             group.update_stats()
-        return list(dict.fromkeys([*ended, *(self._live[answer.key[0]] for answer in answers)]))
+        return list(dict.fromkeys([*ended, *(self._requests.owner(completion) for completion in completions)]))
 
-    def _end_lost(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
-        """End the requests whose keys and values could not be read from the disk or written to it."""
-        ended = []
-        for live, _ in reading:
-            for error in [] if live.stack is None else live.stack.take_lost().values():
-                live.fail(error)
-                ended.append(live)
-        for group in groups:
-            for sequence, error in group.stack.take_lost().items():
-                live = self._live[group.answers[sequence].key[0]]
-                live.fail(error)
-                ended.append(live)
-        return ended
+    # ------------------------------------------------------------------ prompts
 
-    def _share(self, live: RequestState, n: int) -> int:
-        """Before the first `n` tokens of a prompt are read: take over what others have read; returns how many are left.
-
-        Of a prompt that was begun nothing changes.
-        """
-        if not live.job.read and live.stack is None and live.blend is None and live.spans:
-            self._blend(live)
-        if live.blend is not None:
-            return live.blend.reach(live.job.read, n)
-        if live.job.read or live.stack is not None:
-            return min(n, self._sharing.next_stop(live) - live.job.read)
-        shared = self._trunks.begin(live)
-        if shared and self._sessions is not None:
-            self._sessions.loads.forget(live)
-        if not shared and (restored := self._restore(live)):
-            return min(n, live.job.prompt - restored)
-        shared = shared or self._sharing.begin(live)
-        self._scheduler.mark_read(live.job, shared, served=False)
-        self.counts["shared_tokens"] += shared if live.answers else 0
-        for answer in live.answers:
-            answer.shared = shared
-        return min(n, self._sharing.next_stop(live) - live.job.read)
-
-    def _restore(self, live: RequestState) -> int:
-        """Let a prompt that begins go on from the stored cache of an earlier turn; returns the tokens that it read."""
-        if self._sessions is None:
-            return 0
-        restored = self._sessions.begin(live, self._sharing.known_tokens(live))
-        self._scheduler.mark_read(live.job, restored, served=False)
-        self.counts["restored_tokens"] += restored
-        for answer in live.answers if restored else []:
-            answer.reuse = ReuseCounts(restored_tokens=restored, exact=live.restored_exact)
-        note_dropped(live)
-        return restored
-
-    def _blend(self, live: RequestState) -> None:
-        """Before a prompt with chunks begins: choose what is computed of it."""
-        assert self._chunks is not None, "chunks without a store are refused"
-        request, window = live.request, live.group.recipe.policy.window
-        loaded = None if self._loads is None else self._loads.begin(live)
-        live.blend = blend = self._chunks.begin(
-            live.numbers, live.spans, request.cache, window, request.cache_salt, loaded
-        )
-        for answer in live.answers:
-            answer.reuse = ReuseCounts(
-                reused_tokens=blend.n_reused, recomputed_tokens=blend.n_recomputed, exact=blend.exact
-            )
-
-    def _mark_read(self, live: RequestState, n: int, computed: int) -> None:
-        """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
-        if computed < n:
-            self._scheduler.mark_read(live.job, n - computed, served=False)
-            self.counts["reused_tokens"] += n - computed
-        self._scheduler.mark_read(live.job, computed)
-        self.counts["prompt_tokens"] += computed
-
-    def _begin(self, live: RequestState, n: int) -> PromptSegment | None:
+    def _begin_segment(self, state: RequestState, n: int) -> PromptSegment | None:
         """The next `n` tokens of a prompt; None: the request has ended, since that failed."""
-        if live.times.started is None:
-            live.times = replace(live.times, started=time.monotonic())
-        with live.own_work():
-            return self._segment(live, n)
+        if state.times.started is None:
+            state.times = replace(state.times, started=time.monotonic())
+        with state.own_work():
+            return self._segment(state, n)
         return None
 
-    def _segment(self, live: RequestState, n: int) -> PromptSegment:
-        if live.stack is None:
-            live.stack = live.group.recipe.stack(len(live.ids))
-        if not live.stack.timeline.marks.hold(live.marks):
-            live.stack.mark(live.marks)
-        start = live.job.read
-        ends = start + n == len(live.ids) and not live.job.trunk
-        span = None if live.blend is None else live.blend.span(start, start + n)
-        ids, every_row = live.numbers[start : start + n], live.prompt_logprobs is not None
-        return PromptSegment(live.stack, ids, start, ends, every_row, span)
+    def _segment(self, state: RequestState, n: int) -> PromptSegment:
+        if state.stack is None:
+            state.stack = state.group.recipe.stack(len(state.ids))
+        if not state.stack.timeline.marks.hold(state.marks):
+            state.stack.mark(state.marks)
+        start = state.job.read
+        ends = start + n == len(state.ids) and not state.job.trunk
+        span = None if state.blend is None else state.blend.span(start, start + n)
+        ids, every_row = state.numbers[start : start + n], state.prompt_logprobs is not None
+        return PromptSegment(state.stack, ids, start, ends, every_row, span)
 
-    def _score_prompt(self, live: RequestState, part: PromptSegment, logits: Tensor) -> None:
+    def _add_computed_tokens(self, state: RequestState, n: int, computed: int) -> None:
+        """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
+        if computed < n:
+            self._scheduler.mark_read(state.job, n - computed, served=False)
+            self._counts["reused_tokens"] += n - computed
+        self._scheduler.mark_read(state.job, computed)
+        self._counts["prompt_tokens"] += computed
+
+    def _end_segment(self, state: RequestState, segment: PromptSegment, logits: Tensor) -> None:
+        """A segment of a prompt was read: what is due before its tokens are chosen, or the next segment is read."""
+        with state.own_work():
+            self._score_prompt(state, segment, logits)
+            if state.marks.forget:
+                drop_read(state)
+            if not segment.ends and state.rolls(0):
+                self._prompt_end.compact_context(state)
+            if segment.ends and state.blend is not None:
+                state.blend.finish()
+
+    def _score_prompt(self, state: RequestState, segment: PromptSegment, logits: Tensor) -> None:
         """Log probabilities of the prompt's tokens after those that were read, if requested."""
-        if live.prompt_logprobs is None:
+        if state.prompt_logprobs is None:
             return
-        tokens = live.ids[part.start + 1 : part.start + len(part.ids) + 1]
-        top = [live.request.params.prompt_logprobs or 0] * len(tokens)
+        tokens = state.ids[segment.start + 1 : segment.start + len(segment.ids) + 1]
+        top = [state.request.params.prompt_logprobs or 0] * len(tokens)
         for token, (value, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
-            live.prompt_logprobs.append(with_texts(self._tokenizer, token, value, likeliest))
+            state.prompt_logprobs.append(with_texts(self._tokenizer, token, value, likeliest))
 
-    def _choose(self, answers: list[CompletionState], logits: Tensor) -> None:
+    def _fail_lost(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
+        """End the requests whose keys and values could not be read from the disk or written to it."""
+        ended = []
+        for state, _ in reading:
+            for error in [] if state.stack is None else state.stack.take_lost().values():
+                state.fail(error)
+                ended.append(state)
+        for group in groups:
+            for sequence, error in group.stack.take_lost().items():
+                state = self._requests.owner(group.answers[sequence])
+                state.fail(error)
+                ended.append(state)
+        return ended
+
+    # ------------------------------------------------------------------ next tokens
+
+    def _choose(self, completions: list[CompletionState], logits: Tensor) -> None:
         """The next token of every answer; those whose logits allow none end, and requests for which this fails.
 
         An answer whose cache began again takes the tokens that it has.
         """
-        fresh = [place for place, answer in enumerate(answers) if not answer.replaying]
-        if len(fresh) < len(answers):
-            for answer in answers:
-                if answer.replaying:
-                    answer.replay()
-            answers, logits = [answers[place] for place in fresh], logits[fresh]
-        for answer, one in zip(answers, self._sampled(answers, logits), strict=True):
-            live = self._live[answer.key[0]]
-            if one is None or answer.finished:
+        fresh = [index for index, completion in enumerate(completions) if not completion.replaying]
+        if len(fresh) < len(completions):
+            for completion in completions:
+                if completion.replaying:
+                    completion.replay()
+            completions, logits = [completions[index] for index in fresh], logits[fresh]
+        for completion, sampled in zip(completions, self._sampled(completions, logits), strict=True):
+            if sampled is None or completion.finished:
                 continue
-            with live.own_work():
-                self.counts["generated_tokens"] += 1
-                answer.take(one)
-                if one.error is not None:
-                    raise one.error
+            with self._requests.owner(completion).own_work():
+                self._counts["generated_tokens"] += 1
+                completion.take(sampled)
+                if sampled.error is not None:
+                    raise sampled.error
 
-    def _sampled(self, answers: list[CompletionState], logits: Tensor) -> list[Sampled | None]:
+    def _sampled(self, completions: list[CompletionState], logits: Tensor) -> list[Sampled | None]:
         """The next token of each answer; None: it has ended."""
-        keys = [answer.key for answer in answers]
+        keys = [completion.key for completion in completions]
         try:
             return [*self._sampler(keys, logits)]
         except BadLogitsError as error:
             bad = error.reasons
-            for answer in answers:
-                if answer.key in bad:
-                    answer.end("error")
-                    self._live[answer.key[0]].error = bad[answer.key]
-            good = [place for place, key in enumerate(keys) if key not in bad]
-            found = iter(self._sampled([answers[place] for place in good], logits[good]))
-            return [None if key in bad else next(found) for key in keys]
+            for completion in completions:
+                if completion.key in bad:
+                    completion.end("error")
+                    self._requests.owner(completion).error = bad[completion.key]
+            good = [index for index, key in enumerate(keys) if key not in bad]
+            rest = iter(self._sampled([completions[index] for index in good], logits[good]))
+            return [None if key in bad else next(rest) for key in keys]
         except Exception as error:
-            if len(answers) > 1:  # one of them, or each
-                alone = [self._sampled([answer], logits[place : place + 1]) for place, answer in enumerate(answers)]
-                return [one for (one,) in alone]
-            self._live[answers[0].key[0]].fail(error)
+            if len(completions) > 1:  # one of them, or each
+                alone = [self._sampled([one], logits[index : index + 1]) for index, one in enumerate(completions)]
+                return [sampled for (sampled,) in alone]
+            self._requests.owner(completions[0]).fail(error)
             return [None]
 
-    def _roll(self, live: RequestState) -> None:
-        """The context is full and the prompt goes on: plan what was read, and close gaps."""
-        stack = live.stack
-        assert stack is not None, "a prompt that is being read has a cache"
-        stack.settle()
-        stack.close_gaps(0)
-        stack.reading = True
 
-    def _needs_behind(self, read: list[RequestState]) -> list[Pages]:
-        """For each prompt that was read, the pages that the plans of those after it may take."""
-        needs: list[Pages] = [{}]
-        for live in reversed(read[1:]):
-            needs.append(together(needs[-1], self._sharing.pages_to_settle(live)))
-        return needs[::-1] if read else []
-
-    def _settle(self, live: RequestState, later: Pages) -> None:
-        """The prompt is read and the first tokens are chosen: plan evictions, and decode with the others.
-
-        later: pages that others may take in this step.
-        """
-        stack, going = live.stack, live.unfinished
-        assert stack is not None, "a prompt that was read has a cache"
-        if live.times.first_token is None:
-            live.times = replace(live.times, first_token=time.monotonic())
-        with live.own_work():
-            self._sharing.keep(live, later)
-            if going or self._sessions is not None:
-                stack.settle()
-                for error in stack.take_lost().values():
-                    raise error
-            self._trunks.planned(live)
-        with live.own_work():
-            (figures,) = figures_of(stack, live.group.recipe, self._model.layers)
-            for answer in live.answers:
-                answer.count(figures)
-            note_forgotten(live)
-        going = live.unfinished
-        if going:
-            stack.select([0] * len(going))
-            live.group = live.group.with_room(len(going))
-            live.group.join(stack, going)
-            live.stack = None
-
-
-def _within_reach(live: RequestState, n: int) -> int:
-    """Of `n` tokens of a prompt that are to be read, those before the end of the context."""
-    reach = live.group.recipe.reach
-    return n if reach is None else min(n, reach - live.place)
+def names_of(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:
+    """The requests of a pass by name, common prefixes of a batch left out."""
+    decoding = (completion.key[0] for group in groups for completion in group.answers)
+    return tuple(dict.fromkeys([*decoding, *(state.request.request_id for state, _ in reading if state.answers)]))

@@ -7,7 +7,7 @@ goes on from there. So a beginning may end inside a page, which is then copied, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -20,6 +20,7 @@ from millpond.engine.memory_estimate import estimate_behind, estimate_trunk, kee
 from millpond.engine.outputs import Times
 from millpond.engine.request import Request
 from millpond.engine.request_state import RequestState
+from millpond.engine.request_table import RequestTable
 from millpond.engine.scheduler import Job, Scheduler, State
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
@@ -29,17 +30,13 @@ class Trunks:
     """Adds trunks, lets requests begin with them, and lets them go when nothing needs them any more.
 
     Args:
-        live: the engine's requests by name, trunks among them. layers: what each layer of the model stores.
+        requests: the engine's, trunks among them. layers: what each layer of the model stores.
     """
 
     def __init__(
-        self,
-        account: MemoryLimit,
-        scheduler: Scheduler,
-        live: MutableMapping[str, RequestState],
-        layers: list[LayerShape],
+        self, account: MemoryLimit, scheduler: Scheduler, requests: RequestTable, layers: list[LayerShape]
     ) -> None:
-        self._account, self._scheduler, self._live, self._layers = account, scheduler, live, layers
+        self._account, self._scheduler, self._requests, self._layers = account, scheduler, requests, layers
         self._names = count()
 
     def plan(self, lives: Sequence[RequestState], levels: int | None) -> BatchPlan:
@@ -89,7 +86,7 @@ class Trunks:
         alone = estimate_trunk(group.recipe, self._layers, len(ids), 0)
         if not can_begin(group.recipe) or not self._fits_behind(None, alone.reading):
             return None
-        name = next(name for number in self._names if (name := f"trunk {number}") not in self._live)
+        name = next(name for number in self._names if (name := f"trunk {number}") not in self._requests)
         tokens = tuple(ids.tolist())
         job = Job(name, len(tokens), alone, width=0, trunk=True)
         trunk = RequestState(Request(request_id=name, prompt=tokens), tokens, job, group, [], Times(0.0))
@@ -98,7 +95,7 @@ class Trunks:
             if self._fits_behind(parent, behind.reading):
                 self._follow(trunk, parent)
                 job.need = behind
-        self._live[name] = trunk
+        self._requests.add(trunk)
         self._scheduler.add(job)
         return trunk
 
@@ -120,8 +117,8 @@ class Trunks:
                 return
             trunk = trunk.trunk
 
-    def begin(self, live: RequestState) -> int:
-        """Let a request that begins, or a trunk, hold what its trunk holds; returns how many tokens that are."""
+    def attach(self, live: RequestState) -> int:
+        """See `PromptSource`: a request that begins, or a trunk, holds what its trunk holds."""
         trunk = live.trunk
         if trunk is None or trunk.stack is None:
             return 0
@@ -154,7 +151,7 @@ class Trunks:
 
     def let_go(self, trunk: RequestState) -> None:
         """Give up a trunk: what has not begun with it runs as if there were none. One that is gone is no error."""
-        if self._live.get(trunk.request.request_id) is not trunk:
+        if self._requests.get(trunk.request.request_id) is not trunk:
             return
         for live in list(trunk.users):
             live.trunk = live.job.after = None
@@ -166,7 +163,7 @@ class Trunks:
 
     def let_one_go(self) -> bool:
         """Give up the newest trunk whose pages no other holds; False: there is none."""
-        held = [live for live in self._live.values() if live.job.state is State.HELD]
+        held = self._requests.with_status(State.HELD)
         idle = [trunk for trunk in held if all(user.stack is None for user in trunk.users)]
         if not idle:
             return False
@@ -197,7 +194,7 @@ class Trunks:
             trunk.stack.clear()
             trunk.stack = None
         self._scheduler.remove(trunk.job)
-        del self._live[trunk.request.request_id]
+        self._requests.remove(trunk)
 
 
 def can_begin(recipe: CacheFactory) -> bool:

@@ -155,7 +155,7 @@ def test_every_request_is_answered_or_ends_and_no_page_is_held(
     if limit is not None:  # the least that the longest one needs alone, with what its method holds besides pages
         alone = Request(request_id="alone", prompt=max(prompts, key=len), params=greedy(4))
         probe = engine_for(method)
-        limit = max(limit, probe._intake.validate(alone).job.need.most(1))
+        limit = max(limit, probe._validator.validate(alone).job.need.most(1))
         probe.close()
     engine = engine_for(
         method,
@@ -191,9 +191,9 @@ def test_every_request_is_answered_or_ends_and_no_page_is_held(
         assert limit is None or engine.stats().kv_reserved <= limit
     assert done.keys() == {one.request_id for one in asked}
     assert engine._scheduler.reserved == len(engine._scheduler) == 0
-    engine._sharing.tree.clear()
-    engine._trim()
-    assert engine._account.nbytes == 0
+    engine._parts.prefix_cache.tree.clear()
+    engine._parts.trim()
+    assert engine._parts.memory.nbytes == 0
     right = _alone(method, tuple(prompts))
     ends = {"length", "cancelled", "error"}
     for name, output in done.items():
@@ -221,8 +221,8 @@ def test_a_trunk_that_blocks_is_let_go() -> None:
         engine.add_batch([Request(request_id=f"a{n}", prompt=(*head, n + 2, 5), params=greedy(8)) for n in range(2)])
         for _ in range(2):
             engine.step()
-        trunk = next(live for live in engine._live.values() if live.job.trunk)
-        engine._trunks.let_go(trunk)
+        trunk = next(live for live in engine._requests if live.job.trunk)
+        engine._parts.shared_prefixes.let_go(trunk)
         engine.check_integrity()
         done = finish(engine)
     assert [len(done[f"a{n}"].completions[0].token_ids) for n in range(2)] == [8, 8]

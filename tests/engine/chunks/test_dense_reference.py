@@ -40,7 +40,7 @@ class Blender:
         ]
         ids = np.array([token for part in parts for token in part])
         blend = self.reuse.begin(ids, spans, CacheOptions(**options), 1, None)
-        stack = self.engine._recipes.group(CacheOptions()).recipe.stack(len(ids))
+        stack = self.engine._parts.decode_groups.group(CacheOptions()).recipe.stack(len(ids))
         part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self.engine._model, [], [part])

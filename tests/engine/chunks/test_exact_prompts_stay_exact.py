@@ -31,17 +31,17 @@ def test_no_page_of_a_reused_chunk_enters_the_prefix_tree() -> None:
 def test_the_integrity_check_finds_a_tainted_page_in_the_tree() -> None:
     of = engine(prefix_cache=True, max_step_tokens=64)
     ask(of, PROMPTS["ab"])
-    of._sharing.tree.clear()
+    of._parts.prefix_cache.tree.clear()
     add(of, Request(request_id="x", prompt=PROMPTS["ba"], params=greedy(8), cache=CacheOptions(recompute=0)))
     of.step()
     of.check_integrity()
-    live = of._live["x"]
+    live = of._requests["x"]
     assert live.tainted
     tables = [core.table for core in live.group.stack.layers]
-    of._sharing.tree.keep("wrong", live.numbers, tables)
+    of._parts.prefix_cache.tree.keep("wrong", live.numbers, tables)
     with pytest.raises(AssertionError, match="an approximate page in the prefix tree"):
         of.check_integrity()
-    of._sharing.tree.clear()
+    of._parts.prefix_cache.tree.clear()
     of.close()
 
 

@@ -239,7 +239,7 @@ def after_a_fault(engine: Engine, *before: RequestOutput) -> dict[str, RequestOu
         else:
             assert out.completions[0].token_ids == expected[name][: len(out.completions[0].token_ids)]
     engine.check_integrity()
-    for extents in engine._tier._extents.values():  # type: ignore[union-attr]
+    for extents in engine._parts.disk_tier._extents.values():  # type: ignore[union-attr]
         file: Any = extents._file
         file.bad, file.flipped = set(), set()
     assert answers(engine) == in_memory("llama", "full")
@@ -352,7 +352,7 @@ def test_the_page_cache_stays_empty_and_the_folder_too(folders: dict[str, Path],
             llm.engine.add(Request(request_id=str(length), prompt=prompt(length), params=params))
         for _ in range(10):
             llm.engine.step()
-        tier = llm.engine._tier
+        tier = llm.engine._parts.disk_tier
         assert tier is not None
         assert tier.bytes_written > 0
         assert list(tmp_path.iterdir()) == []
@@ -385,6 +385,6 @@ llm = mp.LLM({folder!r}, plan=Plan(kv={{"disk": 1.0}}), disk={disk!r}, method="f
 llm.engine.add(Request(request_id="a", prompt=tuple(range(3, 90)), params=mp.SamplingParams(max_tokens=50)))
 for _ in range(5):
     llm.engine.step()
-print(llm.engine._tier.bytes_written, flush=True)
+print(llm.engine._parts.disk_tier.bytes_written, flush=True)
 time.sleep(600)
 """

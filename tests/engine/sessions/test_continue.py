@@ -217,7 +217,7 @@ def test_without_room_the_prompt_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     engine = open_engine(tmp_path, "full")
     ids = words(40, 0)
     ids += said(ask(engine, ids)) + words(5, 1)
-    reuse = engine._sessions
+    reuse = engine._parts.sessions
     assert reuse is not None
     monkeypatch.setattr(reuse, "_has", lambda pages: False)
     assert kv(ask(engine, ids)).restored_tokens == 0

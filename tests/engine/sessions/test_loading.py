@@ -59,8 +59,8 @@ def rest(engine: Engine) -> dict[str, Any]:
 
 
 def in_flight(engine: Engine) -> int:
-    assert engine._sessions is not None
-    return engine._sessions.loads.n_bytes
+    assert engine._parts.sessions is not None
+    return engine._parts.sessions.loads.n_bytes
 
 
 def test_others_step_on_while_a_turn_is_read(begun: tuple[Engine, list[list[int]]], gate: ReadGate) -> None:
@@ -182,8 +182,8 @@ def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
     engine.close()
     most = max(path.stat().st_size for path in stored(tmp_path))
     engine = open_engine(tmp_path)
-    assert engine._sessions is not None
-    engine._sessions.loads._loader._limit = 1
+    assert engine._parts.sessions is not None
+    engine._parts.sessions.loads._loader._limit = 1
     for n, ids in enumerate(texts):
         engine.add(request(str(n), ids))
     done: dict[str, Any] = {}
@@ -196,8 +196,8 @@ def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
 
 def test_the_best_priority_is_not_held_up_by_turns_that_wait(begun: tuple[Engine, list[list[int]]]) -> None:
     engine, texts = begun
-    assert engine._sessions is not None
-    loader = engine._sessions.loads._loader
+    assert engine._parts.sessions is not None
+    loader = engine._parts.sessions.loads._loader
     loader._limit, engine._scheduler.most_running = 1, 1
     engine.add(request("runs", words(40, 99), 40))
     steps(engine, 4)

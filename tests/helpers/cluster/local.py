@@ -74,8 +74,8 @@ class LocalWorker:
         engine, step = self.engine._llm._engine, self.engine._llm._engine.step
 
         def held_step() -> list[RequestOutput]:
-            held = self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._live.values())
-            if (held or (self.paused and engine._live)) and not self.go.wait(0.005):
+            held = self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._requests)
+            if (held or (self.paused and engine._requests)) and not self.go.wait(0.005):
                 return []  # so that calls of the engine go on
             return step()
 
@@ -217,7 +217,7 @@ class LocalCluster:
             and not one._left
             and not one._newest
             and not one._reported
-            and not one._llm._engine._live
+            and not one._llm._engine._requests
             and not one._llm._engine.busy
             for one in alive
         )

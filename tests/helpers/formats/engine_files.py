@@ -178,7 +178,7 @@ def write_under_way(question: int) -> tuple[dict[str, Any], float]:
         while len(tokens) < 3:
             for output in llm.engine.step():
                 tokens = output.completions[0].token_ids
-        UNDER_WAY.write_bytes(llm.engine.hand_over("kept"))
+        UNDER_WAY.write_bytes(llm.engine.export_request("kept"))
     found, margin = continued(UNDER_WAY.read_bytes())
     return {"question": question, "tokens": found}, margin
 
@@ -195,7 +195,7 @@ def _request(question: int) -> Request:
 def continued(data: bytes) -> tuple[list[int], float]:
     """The whole answer of a request that goes on in another engine, and its least margin."""
     with mp.LLM(of_heads(8), **(OPTIONS | {"page_slots": 16})) as llm:
-        llm.engine.take_over(data)
+        llm.engine.import_request(data)
         (output,) = [output for output in llm.engine.drain() if output.finished]
     return answer(output)
 

@@ -83,8 +83,8 @@ def test_moves_have_seconds_of_their_own(engine: Engine, monkeypatch: pytest.Mon
     engine.step()
     to_bytes = engine._transfer.to_bytes
     monkeypatch.setattr(engine._transfer, "to_bytes", lambda live: time.sleep(LONG) or to_bytes(live))
-    data = engine.hand_over("a")
-    engine.take_over(data)
+    data = engine.export_request("a")
+    engine.import_request(data)
     engine.step()
     found = recorder.end()
     assert [(move.direction, move.request, move.prompt) for move in found.moves] == [("out", "a", 20), ("in", "a", 20)]
@@ -179,7 +179,7 @@ def test_an_error_on_the_way_ends_the_recording() -> None:
         llm.stream = fails  # type: ignore[method-assign]
         with pytest.raises(MillpondError, match="out of luck"):
             asyncio.run(measure(RecordedEngines(llm), "tiny", prompts=PROMPTS, new=NEW, rounds=1))
-        assert local.made[0].engine._llm._engine.watch is None
+        assert local.made[0].engine._llm._engine.on_step is None
         local.settle()
 
 

@@ -284,7 +284,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 def test_a_request_names_its_own_bound() -> None:
     rows = (("16", "int4", 0.03, 0.5), ("50%", "int4", 0.06, 0.02), ("100%", "auto", 1.0, 0.001))
     engine = Engine(model(), method="h2o", budget="auto", max_kl=0.02, fit=made(*rows))
-    complete = engine._recipes.complete
+    complete = engine._parts.decode_groups.complete
     assert (engine.cache.budget, engine.cache.codec) == ("50%", "int4")
     assert complete(CacheOptions(max_kl=1)).budget == "16"
     assert complete(CacheOptions(budget="auto", codec="auto", max_kl=0.001)).codec == "auto"
@@ -299,7 +299,7 @@ def test_a_request_names_its_own_bound() -> None:
 def test_a_request_is_not_told_where_tables_lie() -> None:
     engine = Engine(model(), method="h2o")
     with pytest.raises(OptionError, match="no table of method 'h2o'") as refused:
-        engine._recipes.complete(CacheOptions(budget="auto", max_kl=0.1))
+        engine._parts.decode_groups.complete(CacheOptions(budget="auto", max_kl=0.1))
     assert "/" not in str(refused.value)
     engine.close()
 

@@ -130,21 +130,16 @@ class SessionReuse:
         has: Callable[[Pages], bool],
         known: Callable[[RequestState], int],
     ) -> None:
-        self.store, self._model, self._mark, self._has = store, model, mark, has
+        self.store, self._model, self._mark, self._has, self._known = store, model, mark, has, known
         self._n_heads = ModelProfile.of(model.model).n_heads
         self.loads = FileLoads(TurnLoadSource(store, self._continues, known))
 
-    def begin(self, live: RequestState, least: int) -> int:
-        """Let a request that begins hold the cache of a stored turn that it continues.
+    def attach(self, live: RequestState) -> int:
+        """See `PromptSource`: a request that begins holds the cache of a stored turn that it continues.
 
-        What cannot be continued, or finds no room, is a miss.
-
-        Args:
-            least: tokens of its prompt that it gets otherwise: a turn has more.
-
-        Returns:
-            Tokens of its prompt that the cache has read.
+        What cannot be continued, finds no room, or brings no more than the request gets otherwise, is a miss.
         """
+        least = self._known(live)
         loaded = self.loads.begin(live)
         if loaded is None:
             return 0

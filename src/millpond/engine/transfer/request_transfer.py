@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from millpond.cache.batch_cache import BatchCache
-from millpond.cache.swap import SwapFiles, parts_of
+from millpond.cache.swap import parts_of
 from millpond.engine.completion import with_texts
+from millpond.engine.components import Components
 from millpond.engine.outputs import Times, TokenLogprob
-from millpond.engine.prefix_sharing import PrefixSharing
 from millpond.engine.request import Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
-from millpond.engine.sampling.sampler import Sampled, Sampler
-from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.sampling.sampler import Sampled
+from millpond.engine.scheduler import State
 from millpond.engine.transfer.container import fill_cache, pages_of, sequence_tensors
 from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, Logprob, RequestSnapshot, logprob_of
 from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFullError
 from millpond.hf.model_profile import ModelProfile
 from millpond.runner.cache_factory import CacheFactory
-from millpond.runner.packed_model import PackedModel
 
 #: Seconds that a request has on arrival whose deadline came on the way.
 _NO_TIME = 1e-9
@@ -34,25 +33,15 @@ class RequestTransfer:
     """Makes snapshots of an engine's requests, and requests of snapshots.
 
     Args:
-        fingerprint: of the model and its weights. files: where swapped caches lie; None: in memory. The others are the
-            engine's own.
+        validator: checks the requests of snapshots.
     """
 
-    def __init__(
-        self,
-        model: PackedModel,
-        fingerprint: Callable[[], str],
-        scheduler: Scheduler,
-        sampler: Sampler,
-        sharing: PrefixSharing,
-        intake: RequestValidator,
-        tokenizer: object,
-        files: SwapFiles | None,
-    ) -> None:
-        self._model, self._fingerprint, self._files = model, fingerprint, files
-        self._scheduler, self._sampler, self._sharing = scheduler, sampler, sharing
-        self._intake, self._tokenizer = intake, tokenizer
-        self._n_heads = ModelProfile.of(model.model).n_heads
+    def __init__(self, parts: Components, validator: RequestValidator) -> None:
+        self._model, self._fingerprint, self._files = parts.model, parts.model_mark, parts.swap_files
+        self._scheduler, self._sampler, self._sharing = parts.scheduler, parts.sampler, parts.prefix_cache
+        self._requests, self._loads = parts.requests, parts.file_loads
+        self._validator, self._tokenizer = validator, parts.tokenizer
+        self._n_heads = ModelProfile.of(parts.model.model).n_heads
 
     # ------------------------------------------------------------------ out
 
@@ -128,19 +117,16 @@ class RequestTransfer:
 
     # ------------------------------------------------------------------ in
 
-    def take(self, snapshot: RequestSnapshot, taken: Callable[[str], bool]) -> RequestState:
-        """A request of the engine, known to its scheduler and its sampler.
-
-        Args:
-            taken: whether a request of this name is in flight here.
+    def restore(self, snapshot: RequestSnapshot) -> RequestState:
+        """A request of the engine, which is in flight from now on.
 
         Raises:
             CacheMismatchError: another model, or a cache that is kept in another way here.
             DataError: values that no such request has. PoolFullError: there is no room now.
             OptionError, BudgetError, UnsupportedModelError: see `Engine.add`. Nothing is left behind in any case.
         """
-        request = self._checked(snapshot, taken)
-        live = self._intake.validate(request)
+        request = self._checked(snapshot)
+        live = self._validator.validate(request)
         recipe = live.group.recipe
         if snapshot.recipe != recipe.described:
             raise CacheMismatchError(
@@ -163,9 +149,12 @@ class RequestTransfer:
             for key in keys:
                 self._sampler.stop(key)
             raise
+        self._requests.add(live)
+        for loads in self._loads if not live.job.read else ():
+            loads.add(live)
         return live
 
-    def _checked(self, snapshot: RequestSnapshot, taken: Callable[[str], bool]) -> Request:
+    def _checked(self, snapshot: RequestSnapshot) -> Request:
         """The request as the engine takes it in."""
         if snapshot.model != self._fingerprint():
             raise CacheMismatchError(
@@ -173,8 +162,7 @@ class RequestTransfer:
                 "both engines the same"
             )
         request, answers = snapshot.request, snapshot.answers
-        if taken(request.request_id):
-            raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
+        self._requests.check_names([request.request_id])
         if len(answers) != request.params.n:
             raise DataError(f"the request has {len(answers)} answers, and n={request.params.n}; send it once more")
         known = tuple(answer.known for answer in answers)

@@ -100,11 +100,11 @@ class StepRecorder:
         self._done: dict[str, int] = {}  # tokens of each answer
         self._ended: float | None = None  # when the last step ended; None: the engine had nothing to do then
         self._moving = 0.0  # seconds of moves since
-        engine.watch, engine.watch_moves = self._stepped, self._moved
+        engine.on_step, engine.on_transfer = self._stepped, self._moved
 
     def end(self) -> EngineRecord:
         """What was recorded; nothing is any more."""
-        self._engine.watch = self._engine.watch_moves = None
+        self._engine.on_step = self._engine.on_transfer = None
         step_tokens = self._engine.config.max_step_tokens
         return EngineRecord(self._cache, self._head_dim, step_tokens, tuple(self._steps), tuple(self._moves))
 
@@ -152,7 +152,7 @@ def measure_moves(
         clock: of the seconds.
 
     Raises:
-        OptionError: requests of this engine cannot move, see `Engine.hand_over`. PoolFullError: there is no room.
+        OptionError: requests of this engine cannot move, see `Engine.export_request`. PoolFullError: there is no room.
     """
     draw = np.random.default_rng(seed)
     sizes, packs, takes = list[int](), list[float](), list[float]()
@@ -175,9 +175,9 @@ def _move(engine: Engine, name: str, prompt: Sequence[int], clock: Callable[[], 
         while not any(one.token_ids for output in engine.step() for one in output.completions):
             pass
         began = clock()
-        data = engine.hand_over(name)
+        data = engine.export_request(name)
         packed = clock()
-        engine.take_over(data)
+        engine.import_request(data)
         return packed - began, clock() - packed
     finally:
         engine.drain()

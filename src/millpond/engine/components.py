@@ -1,0 +1,266 @@
+"""The parts of an engine, built from its settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.cache.paging.choose import rule_named
+from millpond.cache.swap import SwapFiles
+from millpond.cache.tiered.block_store import BlockStore
+from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.codec import codecs_of, resolve
+from millpond.engine.cache_snapshots import SnapshotStore
+from millpond.engine.chunks.loaded import LoadedChunks
+from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
+from millpond.engine.config import EngineConfig
+from millpond.engine.disk_conflicts import check_disk
+from millpond.engine.file_loads import FileLoads
+from millpond.engine.group_registry import GroupRegistry
+from millpond.engine.outputs import EngineStats
+from millpond.engine.prefix_sharing import PrefixSharing
+from millpond.engine.prefix_store import open_prefix_store
+from millpond.engine.request import CacheOptions
+from millpond.engine.request_table import RequestTable
+from millpond.engine.sampling.sampler import Sampler
+from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.sessions.reuse import SessionReuse, check_continues
+from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
+from millpond.engine.sessions.stored_turn import session_mark
+from millpond.engine.trunks import Trunks
+from millpond.hf.calibration.load import loaded
+from millpond.hf.document import fingerprint
+from millpond.hf.key_biases import loses_by_bias, warn_of_bias
+from millpond.hf.model_support import unwrapped
+from millpond.models.weights.streamed import StreamedLayers
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import PackedModel
+
+_COUNTED = (
+    "prompt_tokens",
+    "generated_tokens",
+    "shared_tokens",
+    "reused_tokens",
+    "restored_tokens",
+    "preemptions",
+    "finished",
+    "evicted_entries",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Everything that the collaborators of an engine share; built once, closed in reverse order.
+
+    Attributes:
+        model: the decoder. tokenizer: None: requests bring token ids and get no text. config: the settings.
+        model_mark: names the model and its weights in snapshots of requests; computed by the first call.
+        memory: what all page pools together may take. requests: those in flight.
+        decode_groups: by cache options. default_cache: the options of requests that name none.
+        cache_factory: of these.
+        prefix_cache: pages of prompts that later prompts begin with. prefix_store: the disk behind it; None: none.
+        shared_prefixes: common beginnings of planned batches. snapshots: what layers hold of watched requests.
+        swap_files: where preempted requests lie; None: in memory. disk_tier: KV of some layers; None: all in memory.
+        chunk_reuse: None: prompts hold no chunks. chunk_loads: chunks that are read from files before their prompts
+            begin; None: none are. sessions: None: finished turns are not stored.
+        file_loads: everything that requests may wait for.
+        counts: what has happened so far, by fields of `EngineStats`.
+    """
+
+    model: PackedModel
+    tokenizer: Any
+    config: EngineConfig
+    model_mark: Callable[[], str]
+    memory: MemoryLimit
+    scheduler: Scheduler
+    sampler: Sampler
+    requests: RequestTable
+    decode_groups: GroupRegistry
+    default_cache: CacheOptions
+    cache_factory: CacheFactory
+    prefix_cache: PrefixSharing
+    prefix_store: BlockStore | None
+    shared_prefixes: Trunks
+    snapshots: SnapshotStore
+    swap_files: SwapFiles | None
+    disk_tier: DiskTier | None
+    chunk_reuse: ChunkReuse | None
+    chunk_loads: FileLoads[LoadedChunks] | None
+    sessions: SessionReuse | None
+    file_loads: tuple[FileLoads[Any], ...]
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_COUNTED, 0)))
+
+    def trim(self) -> None:
+        """Give free pages back to the system."""
+        for pool in self.memory.pools:
+            pool.trim()
+
+    def stats(self) -> EngineStats:
+        """The engine as it is now, without its sessions."""
+        figures = [completion.kv for completion in self.requests.unfinished if completion.kv is not None]
+        state_bytes = self.decode_groups.state_bytes
+        return EngineStats(
+            running=self.scheduler.count(State.READING, State.DECODING),
+            waiting=self.scheduler.count(State.WAITING),
+            swapped=self.scheduler.count(State.SWAPPED),
+            kv_bytes=self.memory.live_bytes - state_bytes,
+            kv_reserved=self.memory.nbytes,
+            kv_limit=self.memory.limit_bytes,
+            kv_saved=sum(kv.full_kv_bytes - kv.kv_bytes for kv in figures),
+            state_bytes=state_bytes,
+            weight_bytes=self.model.weight_bytes,
+            prefix=self.prefix_cache.stats(),
+            chunks=None if self.chunk_reuse is None else self.chunk_reuse.store.stats(),
+            sessions=None,
+            **self.counts,
+        )
+
+
+def build(
+    model: Any,
+    tokenizer: Any,
+    config: EngineConfig,
+    closing: ExitStack,
+    *,
+    streamed: StreamedLayers | None = None,
+    tier: DiskTier | None = None,
+) -> Components:
+    """The parts of an engine.
+
+    Args:
+        closing: closes them; the caller owns it, also where this raises.
+        model, tokenizer, streamed, tier: as `Engine` takes them.
+
+    Raises:
+        UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: see `Engine`.
+    """
+    check_disk(config, streamed, tier)
+    turn_mark = None if config.cache_dir is None else session_mark(model, config.weights)
+    chunk_mark = None if config.chunk_store is None else model_mark(model, config.weights)
+    packed_mark = None if config.weights is None else f"{config.weights} {fingerprint(unwrapped(model))}"
+    memory = MemoryLimit(config.kv_limit, pinned=tier is not None)
+    scheduler = _scheduler(config)
+    packed = PackedModel(
+        model,
+        runner=config.runner,
+        native_layers=config.native_layers,
+        streamed=streamed,
+        weights=config.weights,
+        deterministic=config.deterministic,
+    )
+    if tier is not None:
+        closing.callback(tier.close)
+    closing.callback(packed.close)
+    packed.limit_context(config.max_model_len)
+    requests = RequestTable()
+    chunk_reuse, chunk_loads = _chunk_reuse(config, packed, chunk_mark, closing)
+    swap_files = None if config.swap_to is None else SwapFiles(config.swap_to)
+    if swap_files is not None:
+        closing.callback(swap_files.close)
+    prefix_store = open_prefix_store(config)
+    if prefix_store is not None:
+        closing.callback(prefix_store.close)
+    rule = rule_named(config.prefix_cache, config.pager)
+    prefix_cache = PrefixSharing(memory, packed.layers, rule, config.prompt_block or 1, prefix_store)
+    decode_groups = _decode_groups(config, packed, memory, tokenizer, tier)
+    default_cache = decode_groups.complete(CacheOptions())
+    cache_factory = decode_groups.group(default_cache).recipe
+    sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, closing)
+    of_sessions = None if sessions is None else sessions.loads
+    if default_cache.budget is None:
+        default_cache = replace(default_cache, budget=cache_factory.budget)
+    return Components(
+        model=packed,
+        tokenizer=tokenizer,
+        config=config,
+        model_mark=cache(lambda: packed_mark or fingerprint(packed.model)),
+        memory=memory,
+        scheduler=scheduler,
+        sampler=Sampler(tokenizer, packed.end_tokens),
+        requests=requests,
+        decode_groups=decode_groups,
+        default_cache=default_cache,
+        cache_factory=cache_factory,
+        prefix_cache=prefix_cache,
+        prefix_store=prefix_store,
+        shared_prefixes=Trunks(memory, scheduler, requests, packed.layers),
+        snapshots=SnapshotStore(packed.layers),
+        swap_files=swap_files,
+        disk_tier=tier,
+        chunk_reuse=chunk_reuse,
+        chunk_loads=chunk_loads,
+        sessions=sessions,
+        file_loads=tuple(loads for loads in (chunk_loads, of_sessions) if loads is not None),
+    )
+
+
+def _scheduler(config: EngineConfig) -> Scheduler:
+    return Scheduler(
+        config.kv_limit,
+        step_tokens=config.max_step_tokens,
+        most_running=config.max_running,
+        overcommit=config.overcommit,
+        prompt_block=config.prompt_block,
+        spread=config.spread_ages,
+    )
+
+
+def _chunk_reuse(
+    config: EngineConfig, model: PackedModel, mark: str | None, closing: ExitStack
+) -> tuple[ChunkReuse | None, FileLoads[LoadedChunks] | None]:
+    """The chunk store with the model that it is used by, and the loads of its files, where it has a folder."""
+    if config.chunk_store is None or mark is None:
+        return None, None
+    reuse = ChunkReuse(config.chunk_store, model, mark)
+    if config.chunk_store.folder is None:
+        return reuse, None
+    loads = FileLoads(ChunkLoadSource(reuse))
+    closing.callback(loads.close)
+    return reuse, loads
+
+
+def _decode_groups(
+    config: EngineConfig, model: PackedModel, memory: MemoryLimit, tokenizer: Any, tier: DiskTier | None
+) -> GroupRegistry:
+    choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in model.layers])
+    groups = GroupRegistry(
+        model,
+        CacheOptions(
+            method=choice.method, options=config.options, budget=choice.budget, codec=choice.codec, max_kl=config.max_kl
+        ),
+        memory,
+        config.page_slots,
+        tokenizer,
+        loaded(config.calibration),
+        tier,
+        config.reach(model.context_length),
+        config.fit,
+        named=not choice.usual,
+        floor=config.budget_floor,
+    )
+    for codec in filter(loses_by_bias, codecs_of(resolve(choice.codec))):
+        warn_of_bias(codec, model.model)
+    return groups
+
+
+def _sessions(
+    config: EngineConfig,
+    model: PackedModel,
+    mark: str | None,
+    cache_factory: CacheFactory,
+    prefix_cache: PrefixSharing,
+    closing: ExitStack,
+) -> SessionReuse | None:
+    if mark is None or config.cache_dir is None:
+        return None
+    check_continues(cache_factory, config.choice.method)
+    store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
+    closing.callback(store.close)
+    sessions = SessionReuse(store, model, mark, prefix_cache.has, prefix_cache.known_tokens)
+    closing.callback(sessions.loads.close)
+    return sessions

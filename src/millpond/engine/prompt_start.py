@@ -1,0 +1,126 @@
+"""Beginnings of prompts: what others have computed of one is taken over before the rest of it is read."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from millpond.engine.completion import ReuseCounts
+from millpond.engine.components import Components
+from millpond.engine.forget import note_dropped, until_forgotten
+from millpond.engine.request_state import RequestState
+from millpond.engine.scheduler import Job, State, Step
+
+#: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
+MOST_WAITED = 8
+
+
+class PromptSource(Protocol):
+    """Where the first tokens of a prompt may come from without being computed."""
+
+    def attach(self, state: RequestState) -> int:
+        """Give a prompt that begins a cache of its first tokens; returns how many these are, 0: it gets none here."""
+        ...
+
+
+class PromptStart:
+    """Lets prompts begin: each with a blend of chunks, or with what the first of several sources has of it.
+
+    The sources are a shared prefix of its batch, the stored cache of an earlier turn, and the prefix cache.
+    """
+
+    def __init__(self, parts: Components) -> None:
+        self._scheduler, self._requests, self._counts = parts.scheduler, parts.requests, parts.counts
+        self._chunk_reuse, self._chunk_loads = parts.chunk_reuse, parts.chunk_loads
+        self._sessions, self._prefix_cache = parts.sessions, parts.prefix_cache
+        sources = (parts.shared_prefixes, parts.sessions, parts.prefix_cache)
+        self._sources: list[PromptSource] = [source for source in sources if source is not None]
+
+    def attach_prefixes(self, step: Step) -> list[RequestState]:
+        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
+
+        One whose next block is being read for another waits for it, a few steps at most.
+
+        Returns:
+            Requests that have ended, since this failed.
+        """
+        begun = [state for state in self._requests.with_status(State.READING) if state.stack is not None]
+        chunks: list[tuple[Job, int]] = []
+        failed = []
+        for job, n in step.chunks:
+            state = self._requests[job.key]
+            with state.own_work():
+                if state.stack is None and state.trunk is None:
+                    if self._waits_for_reader(state, begun):
+                        continue
+                    self._prefix_cache.meet(state, self._requests)
+                    begun.append(state)
+                chunks.append((job, until_forgotten(state, _within_reach(state, self._tokens_to_read(state, n)))))
+            if state.failed:
+                failed.append(state)
+        step.chunks = chunks
+        return failed
+
+    def _waits_for_reader(self, state: RequestState, reading: list[RequestState]) -> bool:
+        """Whether a prompt lets this step pass, because another is read that it begins with.
+
+        A prompt that can only begin where sums are kept waits as long as the other comes nearer to that place.
+        """
+        if state.waited >= MOST_WAITED:
+            return False
+        reader = self._prefix_cache.reader(state, reading)
+        if reader is None:
+            return False
+        if state.group.recipe.policy.sums_prompt and reader.job.read > state.reader_read:
+            state.waited, state.reader_read = 0, reader.job.read
+        else:
+            state.waited += 1
+        return True
+
+    def _tokens_to_read(self, state: RequestState, n: int) -> int:
+        """Of the next `n` tokens of a prompt, those that one pass reads, once it has begun with what there is of it."""
+        job = state.job
+        begins = not job.read and state.stack is None
+        if begins and state.blend is None and state.spans:
+            self._blend(state)
+        if state.blend is not None:
+            return state.blend.reach(job.read, n)
+        if begins:
+            self._attach(state)
+            if state.restored:
+                return min(n, job.prompt - job.read)
+        return min(n, self._prefix_cache.next_stop(state) - job.read)
+
+    def _attach(self, state: RequestState) -> None:
+        """Let a prompt begin with what the first source has that has anything of it."""
+        n_tokens = next((n for source in self._sources if (n := source.attach(state))), 0)
+        if self._sessions is not None:
+            self._sessions.loads.forget(state)  # where a shared prefix came before the stored turn
+        self._scheduler.mark_read(state.job, n_tokens, served=False)
+        if state.restored:
+            self._counts["restored_tokens"] += n_tokens
+            for completion in state.answers:
+                completion.reuse = ReuseCounts(restored_tokens=n_tokens, exact=state.restored_exact)
+            note_dropped(state)
+            return
+        self._counts["shared_tokens"] += n_tokens if state.answers else 0
+        for completion in state.answers:
+            completion.shared = n_tokens
+
+    def _blend(self, state: RequestState) -> None:
+        """Before a prompt with chunks begins: choose what is computed of it."""
+        assert self._chunk_reuse is not None, "chunks without a store are refused"
+        request, window = state.request, state.group.recipe.policy.window
+        loaded = None if self._chunk_loads is None else self._chunk_loads.begin(state)
+        state.blend = blend = self._chunk_reuse.begin(
+            state.numbers, state.spans, request.cache, window, request.cache_salt, loaded
+        )
+        for completion in state.answers:
+            completion.reuse = ReuseCounts(
+                reused_tokens=blend.n_reused, recomputed_tokens=blend.n_recomputed, exact=blend.exact
+            )
+
+
+def _within_reach(state: RequestState, n: int) -> int:
+    """Of `n` tokens of a prompt that are to be read, those before the end of the context."""
+    reach = state.group.recipe.reach
+    return n if reach is None else min(n, reach - state.place)
