@@ -7,6 +7,7 @@ of torch, which the package brings in, import it. Examples of Hypothesis have no
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,16 +36,15 @@ use_new_names()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `covering`, the quick suite has a selection with every value of every parameter.
 
-    A combination is taken, in the order of collection, where it brings a value that none before had; others are slow.
+    The next combination is the one with the most values that none before had; of several, the one whose values were
+    taken least often, and then the first. The others are slow.
     """
-    seen: dict[str, set[tuple[str, object]]] = {}
+    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("covering") is None or not isinstance(item, pytest.Function):
-            continue
-        had = seen.setdefault(item.nodeid.partition("[")[0], set())
-        new = {(name, _value(of)) for name, of in item.callspec.params.items()} - had
-        had |= new
-        if not new:
+        if item.get_closest_marker("covering") is not None and isinstance(item, pytest.Function):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for combinations in tests.values():
+        for item in _rest(combinations):
             item.add_marker(pytest.mark.slow)
 
 
@@ -52,6 +52,21 @@ def pytest_collection_finish() -> None:
     """The modules of torch and of the tests stay until the end; no garbage collection has to walk over them."""
     gc.collect()
     gc.freeze()
+
+
+def _rest(items: list[pytest.Function]) -> list[pytest.Function]:
+    """The combinations of one test that are not needed for every value of every parameter."""
+    values = {item: [(name, _value(of)) for name, of in item.callspec.params.items()] for item in items}
+    taken: Counter[tuple[str, object]] = Counter()
+    missing = {value for own in values.values() for value in own}
+    while missing:
+        best = max(
+            values, key=lambda item: (len(missing.intersection(values[item])), -sum(taken[v] for v in values[item]))
+        )
+        own = values.pop(best)
+        missing.difference_update(own)
+        taken.update(own)
+    return list(values)
 
 
 def _value(of: object) -> object:
