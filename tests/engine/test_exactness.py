@@ -59,6 +59,7 @@ def test_every_family(family: str) -> None:
     assert {n: tokens(done[str(n)]) for n in (40, 31)} == {n: alone("h2o", n, family=family) for n in (40, 31)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step_tokens", [1, 2, 7, 500])
 @pytest.mark.parametrize("method", ["snapkv", "tova", "streaming"])
 def test_the_size_of_chunks_changes_nothing(method: str, step_tokens: int) -> None:

@@ -128,6 +128,7 @@ def test_other_native_families(name: str, folders: dict[str, Path]) -> None:
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
 def test_layers_that_stay_change_nothing(share: float, slots: int, folders: dict[str, Path]) -> None:
@@ -137,6 +138,7 @@ def test_layers_that_stay_change_nothing(share: float, slots: int, folders: dict
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_delays_and_order_of_reads_change_nothing(seed: int, overlap: bool, folders: dict[str, Path]) -> None:

@@ -81,6 +81,7 @@ def test_what_is_not_refused_forgets_nothing(method: str) -> None:
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("method", "options"),

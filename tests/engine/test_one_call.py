@@ -21,7 +21,7 @@ BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv"
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    add(engine, *(ask(length, greedy(20)) for length in (40, 57)))
+    add(engine, *(ask(length, greedy(12)) for length in (40, 57)))
     done = {name: tokens(output) for name, output in finish(engine).items()}
     engine.close()
     return done

@@ -99,6 +99,7 @@ def test_so_it_is_in_a_later_turn(codec: str) -> None:
     assert float((found[0] - found[1]).abs().max()) < 1e-5
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["bf16", "int4", "kivi2", "rotated4", "mikv", "think"])
 @pytest.mark.parametrize("method", ["full", "h2o", "ada"])
 def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:

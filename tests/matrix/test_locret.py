@@ -152,6 +152,7 @@ def test_a_question_that_a_chunk_ends_in_stays_whole() -> None:
             assert head[-5:] == [38, 39, 40, 41, 42]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("prefill", ["once", "chunks"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_batch_and_alone(family: str, prefill: str) -> None:
@@ -189,6 +190,7 @@ def test_cache_relative_positions_batch_and_alone() -> None:
         assert out[0, own.shape[1] :].tolist() == together[s].tolist()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int8", "int4", "kivi2", "rotated2", "fp8"])
 @pytest.mark.parametrize("prefill", ["once", "chunks"])
 def test_codecs_change_no_choice(codec: str, prefill: str) -> None:

@@ -142,6 +142,7 @@ def random_batch(rng: np.random.Generator) -> list[tuple[int, ...]]:
     return [texts[n] for n in rng.integers(1, len(texts), 14)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "snapkv", "h2o"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_is_answered_or_ends_and_no_page_is_held(
