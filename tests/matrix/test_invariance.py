@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed": {"width": 2, "sinks": 1},
 }
 BUDGET = 14
-STEPS = 12
+STEPS = 8
 
 
 def budget_of(method: str, budget: Any = BUDGET) -> dict[str, Any]:
