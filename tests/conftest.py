@@ -8,7 +8,7 @@ of torch, which the package brings in, import it. Examples of Hypothesis have no
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,21 +37,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `covering`, the quick suite has a selection with every value of every parameter.
 
     The next combination is the one with the most values that none before had; of several, the one whose values were
-    taken least often, and then the first. The others are slow.
+    taken least often, and then the first. Of a test marked `in_turns(first, of=n)` it has every n-th combination from
+    `first` on: tests that take the same values from different places on meet them together. The others are slow.
     """
-    tests: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if item.get_closest_marker("covering") is not None and isinstance(item, pytest.Function):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for combinations in tests.values():
-        for item in _rest(combinations):
-            item.add_marker(pytest.mark.slow)
+    for combinations in _by_test(items, "covering"):
+        _mark_slow(_rest(combinations))
+    for combinations in _by_test(items, "in_turns"):
+        turn = combinations[0].get_closest_marker("in_turns")
+        assert turn is not None
+        first, of = turn.args[0], turn.kwargs["of"]
+        _mark_slow(item for n, item in enumerate(combinations) if n % of != first)
 
 
 def pytest_collection_finish() -> None:
     """The modules of torch and of the tests stay until the end; no garbage collection has to walk over them."""
     gc.collect()
     gc.freeze()
+
+
+def _by_test(items: list[pytest.Item], marker: str) -> list[list[pytest.Function]]:
+    """The combinations of each test that is marked."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker(marker) is not None and isinstance(item, pytest.Function):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return list(tests.values())
+
+
+def _mark_slow(items: Iterable[pytest.Function]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.slow)
 
 
 def _rest(items: list[pytest.Function]) -> list[pytest.Function]:

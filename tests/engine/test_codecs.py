@@ -18,7 +18,6 @@ from millpond.errors import OptionError
 from millpond.kernels import native
 from millpond.models.lean.decoder import Decoder
 from tests.helpers.engine.helpers import finish, greedy, tokens
-from tests.helpers.in_turns import in_turns
 
 LENGTHS = (210, 150, 90)
 NEW = 32
@@ -97,7 +96,8 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
 
 
 @pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
-@pytest.mark.parametrize("case", in_turns(CASES, 0))
+@pytest.mark.in_turns(0, of=2)
+@pytest.mark.parametrize("case", CASES)
 def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step runs all layers in one native call, but for entries that are rotated or in several tiers by age."""
     calls: list[int] = []

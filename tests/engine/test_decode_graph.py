@@ -17,7 +17,6 @@ from millpond.runner.decode_graph import DecodeGraph
 from millpond.runner.native_forward import NativeForward
 from tests.engine import test_codecs
 from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
-from tests.helpers.in_turns import in_turns
 
 #: Methods whose step is more than attention and what is noted behind it: keys turn or are chosen, or entries merge.
 BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv", "streaming"}
@@ -60,7 +59,8 @@ def answers(engine: Engine, *lengths: int, new: int = 12) -> dict[str, list[int]
     return done
 
 
-@pytest.mark.parametrize("method", in_turns(METHODS, 1))
+@pytest.mark.in_turns(1, of=2)
+@pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_steps_that_are_launched(method: str, graphs: list[DecodeGraph]) -> None:
     found = answers(engine_for(method))
     assert bool(graphs[-1].replayed) == (method not in BY_LAYER)
@@ -90,7 +90,8 @@ def test_a_batch_that_changes_is_recorded_again(graphs: list[DecodeGraph]) -> No
         assert answers(engine_for("h2o"), length, new=new)[str(length)] == done[str(length)]
 
 
-@pytest.mark.parametrize("case", in_turns(test_codecs.CASES, 1))
+@pytest.mark.in_turns(1, of=2)
+@pytest.mark.parametrize("case", test_codecs.CASES)
 def test_codes(case: str, graphs: list[DecodeGraph]) -> None:
     engine = test_codecs.engine_for(case)
     for n in test_codecs.LENGTHS:

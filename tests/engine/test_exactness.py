@@ -40,6 +40,7 @@ def test_batched_and_in_chunks_as_alone(method: str) -> None:
     assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(method, n) for n in LENGTHS}
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_carried_out_and_back_as_alone(method: str) -> None:
     engine = engine_for(method, kv_memory="36kB", overcommit=4)

@@ -13,7 +13,6 @@ from millpond.errors import NumericsError
 from millpond.kernels import native
 from millpond.models.lean.decoder import Decoder
 from tests.helpers.engine.helpers import METHODS, add, ask, engine_for, finish, greedy, tokens
-from tests.helpers.in_turns import in_turns
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
 
@@ -41,7 +40,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("method", in_turns(METHODS, 0))
+@pytest.mark.in_turns(0, of=2)
+@pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_layer_by_layer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = counted(monkeypatch)
     found = answers(engine_for(method))

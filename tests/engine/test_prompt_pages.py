@@ -69,6 +69,7 @@ def answered(engine: Engine, **more: Any) -> mp.RequestOutput:
     return found
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_where_a_prompt_is_cut_changes_no_log_probability(codec: str) -> None:
     method = method_of(codec)

@@ -42,6 +42,7 @@ def test_matrix(check: str) -> None:
     CHECKS[check]("locret")
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("check", CHECKS)
 def test_matrix_with_heads_that_compete(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matrix.METHODS, "locret", {**EVICT, "compete": "layer"})

@@ -36,6 +36,7 @@ def may(can: Capabilities) -> set[str]:
     return {place for place in PLACES if place.split()[1] in (can.weights if "weights" in place else can.kv)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("read_per_s", [1e6, 1e8, 3e9])
 def test_no_block_takes_less_than_its_bound(recall: ModelSize, read_per_s: float, device: bool) -> None:
