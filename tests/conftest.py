@@ -56,10 +56,12 @@ def pytest_collection_finish() -> None:
 
 
 def _by_test(items: list[pytest.Item], marker: str) -> list[list[pytest.Function]]:
-    """The combinations of each test that is marked."""
+    """The combinations of each test that is marked, but for those that are slow anyway."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker(marker) is not None and isinstance(item, pytest.Function):
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("slow") is not None:
+            continue
+        if item.get_closest_marker(marker) is not None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return list(tests.values())
 
