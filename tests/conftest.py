@@ -7,7 +7,8 @@ of torch, which the package brings in, import it. Examples of Hypothesis have no
 
 import gc
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,23 +36,54 @@ use_new_names()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `covering`, the quick suite has a selection with every value of every parameter.
 
-    A combination is taken, in the order of collection, where it brings a value that none before had; others are slow.
+    The next combination is the one with the most values that none before had; of several, the one whose values were
+    taken least often, and then the first. Of a test marked `in_turns(first, of=n)` it has every n-th combination from
+    `first` on: tests that take the same values from different places on meet them together. The others are slow.
     """
-    seen: dict[str, set[tuple[str, object]]] = {}
-    for item in items:
-        if item.get_closest_marker("covering") is None or not isinstance(item, pytest.Function):
-            continue
-        had = seen.setdefault(item.nodeid.partition("[")[0], set())
-        new = {(name, _value(of)) for name, of in item.callspec.params.items()} - had
-        had |= new
-        if not new:
-            item.add_marker(pytest.mark.slow)
+    for combinations in _by_test(items, "covering"):
+        _mark_slow(_rest(combinations))
+    for combinations in _by_test(items, "in_turns"):
+        turn = combinations[0].get_closest_marker("in_turns")
+        assert turn is not None
+        first, of = turn.args[0], turn.kwargs["of"]
+        _mark_slow(item for n, item in enumerate(combinations) if n % of != first)
 
 
 def pytest_collection_finish() -> None:
     """The modules of torch and of the tests stay until the end; no garbage collection has to walk over them."""
     gc.collect()
     gc.freeze()
+
+
+def _by_test(items: list[pytest.Item], marker: str) -> list[list[pytest.Function]]:
+    """The combinations of each test that is marked, but for those that are slow anyway."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("slow") is not None:
+            continue
+        if item.get_closest_marker(marker) is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return list(tests.values())
+
+
+def _mark_slow(items: Iterable[pytest.Function]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.slow)
+
+
+def _rest(items: list[pytest.Function]) -> list[pytest.Function]:
+    """The combinations of one test that are not needed for every value of every parameter."""
+    values = {item: [(name, _value(of)) for name, of in item.callspec.params.items()] for item in items}
+    taken: Counter[tuple[str, object]] = Counter()
+    missing = {value for own in values.values() for value in own}
+    while missing:
+        best = max(
+            values, key=lambda item: (len(missing.intersection(values[item])), -sum(taken[v] for v in values[item]))
+        )
+        own = values.pop(best)
+        missing.difference_update(own)
+        taken.update(own)
+    return list(values)
 
 
 def _value(of: object) -> object:

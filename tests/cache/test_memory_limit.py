@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
+from millpond.cache.pages.repack import spare_pages
 from millpond.errors import PoolFullError
 
 
@@ -116,6 +117,15 @@ def test_room_is_made_wherever_the_free_pages_lie(steps: list[tuple[bool, int, i
             one.check_integrity([holder.ids for holder in held if holder.pool is one])
         for holder in held:
             holder.check()
+
+
+def test_pages_that_are_needed_are_not_spare() -> None:
+    _, wide, _ = two(64_000)
+    ids = wide.allocate(20)
+    wide.release(ids[:8])
+    assert spare_pages(wide, 0) == wide.n_free >= 8
+    assert spare_pages(wide, 3) == wide.n_free - 3
+    assert spare_pages(wide, wide.n_free + 1) == 0
 
 
 def test_pages_of_unknown_holders_stay() -> None:

@@ -72,6 +72,7 @@ def after(policy: Policy, dtype: torch.dtype, budget: int = 12) -> tuple[LayerCa
     return cache, torch.cat(out[1:], 2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_a_plan_at_each_step(case: str, dtype: torch.dtype) -> None:

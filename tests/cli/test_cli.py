@@ -110,6 +110,7 @@ def test_methods_lists_all_with_their_papers() -> None:
     assert "arXiv:2306.14048" in text
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.parametrize("name", millpond.list_methods())
 def test_methods_shows_one(name: str) -> None:
     from millpond.methods import METHODS

@@ -44,6 +44,7 @@ def check_it_ended_alone(outputs: list[RequestOutput], times: int) -> None:
     assert answers(others) == [one for index, one in enumerate(expected()) if index != POISON]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", [{"replicas": 1}, {"replicas": 2}, {"prefill": 1, "decode": 1}], ids=str)
 @pytest.mark.parametrize("max_replays", [1, 2])
 def test_a_prompt_that_ends_its_workers_takes_no_other_along(layout: dict[str, int], max_replays: int) -> None:

@@ -28,6 +28,7 @@ def is_poison(groups: Any, readings: Any, place: str) -> bool:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("place", ["prompt", "step"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_fault_ends_its_request_and_no_worker(

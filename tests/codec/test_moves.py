@@ -128,6 +128,7 @@ def test_crop_of_a_full_cache(codec: str, n: int) -> None:
     check(cache)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int4", "flexgen4", "kivi2", "rotated4", "mikv"])
 @pytest.mark.parametrize("accepted", [0, 3, 7])
 def test_drafts_are_taken_back_exactly(codec: str, accepted: int) -> None:

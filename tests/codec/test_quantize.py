@@ -50,6 +50,7 @@ def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch:
     assert parts(cache)[1].lens.min() > 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", KEEPS_ALL)
 def test_sealed_codes_never_change(codec: str) -> None:
     """The codes, and so the error, of the first keys are the same whatever follows."""
@@ -66,6 +67,7 @@ def test_sealed_codes_never_change(codec: str) -> None:
     assert torch.equal(cache.read(0).keys[:, :64], before)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4_paper", "fp8", "think", "rotated2"])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_codes_do_not_depend_on_chunks(codec: str, chunk: int) -> None:
@@ -163,6 +165,7 @@ def test_a_swapped_axis_would_be_seen() -> None:
     assert 0.05 < error <= 0.45
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int4", "flexgen4_paper"])
 @pytest.mark.parametrize("method", ["h2o", "random", "window", "tova"])
 def test_tombstones_are_bounded(codec: str, method: str) -> None:

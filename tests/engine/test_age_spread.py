@@ -107,6 +107,7 @@ def test_few_requests_begin_at_once() -> None:
     assert begun == [0, 8, 16, 24], "one in every eighth of an answer's length"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("method", "kv", "ends"),
     [("full", "host", "host"), ("h2o", "host", "disk"), ("full", "disk", "host"), ("h2o", "disk", "disk")],

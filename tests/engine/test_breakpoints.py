@@ -87,6 +87,7 @@ def fresh(name: str, ids: tuple[int, ...], codec: str | None = None, seeded: boo
     return answers(done["alone"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", [None, "int4"])
 @pytest.mark.parametrize("step", [7, 64])
 @pytest.mark.parametrize("name", SUMMING)
@@ -234,6 +235,7 @@ def test_a_prompt_whose_block_was_evicted_is_read_again() -> None:
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["h2o", "fastgen", "expected_attention"])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_ends_and_no_page_is_held(seed: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def test_batched_and_in_chunks_as_alone(case: str) -> None:
 
 
 @pytest.mark.skipif(not native.is_available(), reason="installed without native kernels")
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("case", CASES)
 def test_codes_are_met_in_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step runs all layers in one native call, but for entries that are rotated or in several tiers by age."""

@@ -70,6 +70,7 @@ def logprobs(codec: str, method: str, dtype: torch.dtype, lengths: tuple[int, ..
     return list(found.completions[0].logprobs or ())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "h2o"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(

@@ -52,13 +52,14 @@ def launching(engine: Engine) -> Engine:
     return engine
 
 
-def answers(engine: Engine, *lengths: int, new: int = 20) -> dict[str, list[int]]:
+def answers(engine: Engine, *lengths: int, new: int = 12) -> dict[str, list[int]]:
     add(engine, *(ask(length, greedy(new)) for length in lengths or (40, 57)))
     done = {name: tokens(output) for name, output in finish(engine).items()}
     engine.close()
     return done
 
 
+@pytest.mark.in_turns(1, of=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_steps_that_are_launched(method: str, graphs: list[DecodeGraph]) -> None:
     found = answers(engine_for(method))
@@ -68,9 +69,9 @@ def test_tokens_are_those_of_steps_that_are_launched(method: str, graphs: list[D
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "gpt_neox"])
 def test_families(family: str, graphs: list[DecodeGraph]) -> None:
-    found = answers(engine_for(family=family))
+    found = answers(engine_for(family=family), new=20)
     assert graphs[-1].replayed > 10
-    assert answers(launching(engine_for(family=family))) == found
+    assert answers(launching(engine_for(family=family)), new=20) == found
 
 
 def test_new_pages_do_not_make_another_graph(graphs: list[DecodeGraph]) -> None:
@@ -89,6 +90,7 @@ def test_a_batch_that_changes_is_recorded_again(graphs: list[DecodeGraph]) -> No
         assert answers(engine_for("h2o"), length, new=new)[str(length)] == done[str(length)]
 
 
+@pytest.mark.in_turns(1, of=2)
 @pytest.mark.parametrize("case", test_codecs.CASES)
 def test_codes(case: str, graphs: list[DecodeGraph]) -> None:
     engine = test_codecs.engine_for(case)

@@ -84,11 +84,11 @@ def same(found: dict[str, Any], method: str, dtype: torch.dtype, codec: str | No
     assert {name: found[name] for name in expected} == expected
 
 
+OTHERS = [("full", torch.bfloat16, None), ("snapkv", torch.float32, None)]
 CASES = [
-    ("full", torch.bfloat16, None),
     ("full", torch.float32, None),
     ("h2o", torch.float32, None),
-    ("snapkv", torch.float32, None),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS),
     ("streaming", torch.bfloat16, None),
     ("h2o", torch.bfloat16, "int4"),
 ]

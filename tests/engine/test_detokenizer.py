@@ -85,6 +85,7 @@ def test_any_unicode(kind: str, text: str) -> None:
         assert whole(tokenizer, tokens) == text
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())

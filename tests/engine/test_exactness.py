@@ -40,6 +40,7 @@ def test_batched_and_in_chunks_as_alone(method: str) -> None:
     assert {n: tokens(done[str(n)]) for n in LENGTHS} == {n: alone(method, n) for n in LENGTHS}
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_carried_out_and_back_as_alone(method: str) -> None:
     engine = engine_for(method, kv_memory="36kB", overcommit=4)
@@ -59,6 +60,7 @@ def test_every_family(family: str) -> None:
     assert {n: tokens(done[str(n)]) for n in (40, 31)} == {n: alone("h2o", n, family=family) for n in (40, 31)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step_tokens", [1, 2, 7, 500])
 @pytest.mark.parametrize("method", ["snapkv", "tova", "streaming"])
 def test_the_size_of_chunks_changes_nothing(method: str, step_tokens: int) -> None:

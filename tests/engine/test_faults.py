@@ -263,6 +263,7 @@ def options_of(place: str) -> dict[str, Any]:
     return PLANTS[place][1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("place", "way"), CASES)
 def test_a_fault_ends_its_request_and_no_other(
     place: str, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -382,6 +383,7 @@ class Sometimes:
         return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "options",

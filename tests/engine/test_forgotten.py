@@ -55,6 +55,7 @@ def told(engine: Engine, **more: Any) -> list[tuple[Forgotten, ...]]:
     return [one.forgotten for one in done["told"].completions]
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "method", ["full", "h2o", "snapkv", "ada", "streaming", "tova", "window", "pyramidkv", "kvmerger", "cam", "random"]

@@ -60,6 +60,7 @@ def test_batched_and_in_chunks_as_alone(kind: str, method: str) -> None:
         assert (torch.tensor([one.logprob for one in found]) - expected).abs().max() < WITHIN * scale
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step_tokens", [1, 7, 500])
 @pytest.mark.parametrize("kind", FAST)
 def test_the_size_of_chunks_changes_nothing(kind: str, step_tokens: int) -> None:
@@ -83,6 +84,7 @@ def bytes_for_two(kind: str) -> int:
     return int(2.2 * most)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("to_files", [False, True])
 @pytest.mark.parametrize("kind", FAST)
 def test_preempted_and_resumed_as_alone(kind: str, to_files: bool, tmp_path: Path) -> None:
@@ -141,6 +143,7 @@ def test_several_answers_have_states_of_their_own(kind: str) -> None:
     assert len({tuple(tokens(drawn, index)) for index in range(4)}) > 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("when", [1, 2, 5])
 @pytest.mark.parametrize("kind", FAST)
 def test_a_cancelled_request_leaves_nothing(kind: str, when: int) -> None:

@@ -234,6 +234,7 @@ def one_after_another(codec: str | None, limit: int, lengths: Sequence[int], met
     return blocks
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec is not None])
 def test_a_full_prefix_cache_gives_up_as_many_blocks_as_a_prompt_of_any_format_needs(codec: str) -> None:
     limit = 3 * need("full", codec, 320, 4)

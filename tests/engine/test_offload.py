@@ -30,6 +30,7 @@ from millpond.errors import BudgetError, DataError, OptionError, UnsupportedMode
 from millpond.models.load import load_model
 from tests.helpers.hf.families import VOCABULARY, family
 from tests.helpers.tiers.backends import FaultyFile, ShuffledBackend
+from tests.helpers.tiers.page_cache import cached_bytes, drop
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -127,6 +128,7 @@ def test_other_native_families(name: str, folders: dict[str, Path]) -> None:
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
 def test_layers_that_stay_change_nothing(share: float, slots: int, folders: dict[str, Path]) -> None:
@@ -136,6 +138,7 @@ def test_layers_that_stay_change_nothing(share: float, slots: int, folders: dict
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_delays_and_order_of_reads_change_nothing(seed: int, overlap: bool, folders: dict[str, Path]) -> None:
@@ -340,6 +343,23 @@ def test_in_bf16_log_probabilities_are_those_of_the_model_in_memory(name: str, t
     expected.close()
 
 
+def test_the_page_cache_stays_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    model("llama").save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    drop(weights)
+    with mp.LLM(folder, plan=Plan(weights={"disk": 1.0})) as llm:
+        llm.generate([[3, 4, 5]], mp.SamplingParams(max_tokens=3, temperature=0))
+        streamed = llm.engine._model._streamed
+        assert streamed is not None
+        direct = all(file.direct for file in streamed._files.values())  # type: ignore[attr-defined]
+    cached = cached_bytes(weights)
+    if not direct or cached is None:
+        pytest.skip("the file system has no direct reads, or pages in the cache cannot be counted")
+    assert cached == 0
+
+
+@pytest.mark.slow
 def test_the_page_cache_stays_empty_and_the_process_small(tmp_path: Path) -> None:
     """The page cache holds nothing of the files, and the process not much more than the limit."""
     made = family("llama").make(

@@ -62,6 +62,7 @@ def steps_that_hold_all(engine: Engine, name: str, length: int = LENGTH) -> Any:
     return done
 
 
+@pytest.mark.in_turns(1, of=3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in OWN_RULES])
 def test_what_is_not_refused_forgets_nothing(method: str) -> None:
@@ -81,6 +82,7 @@ def test_what_is_not_refused_forgets_nothing(method: str) -> None:
     engine.close()
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("method", "options"),

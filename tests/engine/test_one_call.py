@@ -21,7 +21,7 @@ BY_LAYER = {"attention_gate", "cam", "d2o", "ems", "infllm", "minference", "rkv"
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    add(engine, *(ask(length, greedy(20)) for length in (40, 57)))
+    add(engine, *(ask(length, greedy(12)) for length in (40, 57)))
     done = {name: tokens(output) for name, output in finish(engine).items()}
     engine.close()
     return done
@@ -40,6 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_layer_by_layer(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = counted(monkeypatch)

@@ -69,6 +69,7 @@ def answered(engine: Engine, **more: Any) -> mp.RequestOutput:
     return found
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.parametrize("codec", CODECS)
 def test_where_a_prompt_is_cut_changes_no_log_probability(codec: str) -> None:
     method = method_of(codec)
@@ -99,6 +100,7 @@ def test_so_it_is_in_a_later_turn(codec: str) -> None:
     assert float((found[0] - found[1]).abs().max()) < 1e-5
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["bf16", "int4", "kivi2", "rotated4", "mikv", "think"])
 @pytest.mark.parametrize("method", ["full", "h2o", "ada"])
 def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ pytestmark = [
 TYPES = ["gemma3n_text", "gemma4_text", pytest.param("gemma4_unified_text", marks=pytest.mark.slow)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", sorted(BUDGETS))
 @pytest.mark.parametrize("kind", TYPES)
 def test_batched_and_in_chunks_as_alone(kind: str, method: str) -> None:
@@ -37,6 +38,7 @@ def test_batched_and_in_chunks_as_alone(kind: str, method: str) -> None:
         assert apart < WITHIN * max(1.0, float(scores.abs().max()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step_tokens", [1, 7, 500])
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_size_of_chunks_changes_nothing(kind: str, step_tokens: int) -> None:
@@ -48,6 +50,7 @@ def test_the_size_of_chunks_changes_nothing(kind: str, step_tokens: int) -> None
         assert tokens(done[str(length)]) == alone(kind, "h2o", length)[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("to_files", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
 def test_preempted_and_resumed_as_alone(kind: str, to_files: bool, tmp_path: Path) -> None:

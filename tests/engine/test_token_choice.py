@@ -75,6 +75,7 @@ def of_transformers(
     return warpers(ids, logits[None].clone())[0].double().softmax(-1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 #: Examples of a test that asks for 100: in `make test`, and in `make test-slow`, which runs all property tests again.
-QUICK, THOROUGH = 50, 100
+QUICK, THOROUGH = 20, 100
 _FEWEST = 3
 
 

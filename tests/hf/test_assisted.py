@@ -59,6 +59,7 @@ def test_assisted_equals_unassisted(name, method, budget, options, helper):
         assert kept(cache) == positions
 
 
+@pytest.mark.covering
 @torch.no_grad()
 @pytest.mark.parametrize(("method", "budget", "options"), ALL)
 @pytest.mark.parametrize("taken_back", [0, 1, 3])

@@ -37,6 +37,7 @@ def logits(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
     return found
 
 
+@pytest.mark.in_turns(1, of=3)
 @pytest.mark.parametrize("method", sorted(set(METHODS.names()) - REFUSED - {"elastic"}))
 def test_goes_on_as_what_was_saved(method: str, tmp_path: Path) -> None:
     model = llama("gqa", torch.float32)

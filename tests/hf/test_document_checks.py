@@ -78,6 +78,17 @@ def test_what_somebody_made_is_refused(written: dict[str, Any], codec: str, name
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_what_a_gate_has_read_is_finite(side: str, tmp_path: Path) -> None:
+    model = llama("gqa", torch.float32)
+    with torch.no_grad(), mp.compress(model, "attention_gate", 100) as cache:
+        read_document(model, cache, IDS)
+        save_document(cache, IDS, tmp_path / "text")
+    change = with_(f"0.gate.{side}", lambda t: t.index_fill(0, torch.tensor([7]), float("inf")))
+    with pytest.raises(DataError, match="what a gate has read is finite"):
+        restore_document(model, changed(tmp_path / "text", tmp_path / "x", change, signed=True))
+
+
 def test_a_changed_number_is_told(written: dict[str, Any], tmp_path: Path) -> None:
     model, path = written["auto"]
     for change in (with_("0.keys", lambda t: t * 2), lambda t: t | {"0.keys": t["1.keys"], "1.keys": t["0.keys"]}):

@@ -61,6 +61,7 @@ def test_streaming_needs_rotary_positions(name):
         assert most_stored(cache) == 20
 
 
+@pytest.mark.in_turns(1, of=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_small_budget_holds_at_every_step(name):
     model, budget, most = shared_model(name), 8, []

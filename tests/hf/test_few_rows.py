@@ -50,6 +50,7 @@ def assert_same_logits(model, prompt: torch.Tensor, n_new: int, **options) -> No
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(drafted.logits, plain.logits, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("helper", ["lookup", "model"])
 def test_assisted_logits_are_those_of_plain_decoding(helper: str, dtype: torch.dtype) -> None:

@@ -49,6 +49,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", MODELS)
 def test_features_with_everything_kept(name, feature):
@@ -125,6 +126,7 @@ def test_several_sequences_of_one_prompt(name):
         assert most_stored(cache) == 8
 
 
+@pytest.mark.covering
 @torch.no_grad()
 @pytest.mark.parametrize(("method", "budget", "options"), SMALL)
 @pytest.mark.parametrize("name", MODELS)

@@ -78,6 +78,7 @@ METHODS_WITH_BUDGETS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "softcap", "sinks", "window"])
 @pytest.mark.parametrize(("method", "budget", "options"), METHODS_WITH_BUDGETS)
 def test_equals_expanded_keys_that_share_positions(method, budget, options, shape):

@@ -64,6 +64,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "h2o", "streaming", "expected_attention"])
 @pytest.mark.parametrize("kind", WORK)
 def test_equals_stock(kind, method):

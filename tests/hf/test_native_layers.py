@@ -39,6 +39,7 @@ def switched(model):
     return [m for m in model.modules() if "forward" in m.__dict__]
 
 
+@pytest.mark.in_turns(2, of=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_stock(name, passes):
     model, prompt = shared_model(name), left_padded([19, 26, 13])

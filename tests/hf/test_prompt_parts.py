@@ -70,6 +70,7 @@ def run(
     return out.sequences[:, ids.shape[1] :], probabilities, kept, [n for n in passes if n > 1]
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("method", sorted(mp.list_methods()))
 def test_a_prompt_in_parts_ends_as_the_whole(method: str) -> None:

@@ -197,6 +197,7 @@ def native_passes(monkeypatch):
     return seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("which", ["ours", "a stock cache"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_counts_from_the_next_pass_on(name, which, native_passes):

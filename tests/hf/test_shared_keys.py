@@ -133,6 +133,7 @@ def test_a_prompt_in_chunks_is_one_prompt(kind: str) -> None:
     assert (torch.cat(parts, 1) - whole).abs().max() < WITHIN * whole.abs().max()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "h2o"])
 @pytest.mark.parametrize("kind", TYPES)
 @torch.no_grad()

@@ -21,6 +21,7 @@ from tests.helpers.hf.families import (
 )
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stock_cache_on_a_switched_model(name):
     model, prompt, more = shared_model(name), left_padded([19, 26, 13]), text(3, 5, seed=6)

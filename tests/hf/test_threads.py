@@ -39,6 +39,7 @@ def side_by_side(model, n):
         hook.remove()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("method", ["full", "h2o", "streaming"])
 def test_two_caches_on_one_model(name, method):
@@ -55,6 +56,7 @@ def test_two_caches_on_one_model(name, method):
     assert model.config._attn_implementation != "millpond"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["h2o", "sirllm", "kvzip"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_stock_generate_beside_a_cache(name, method):

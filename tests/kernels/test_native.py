@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -366,22 +365,23 @@ def test_a_failed_choice_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None
     library.load.cache_clear()
 
 
-def test_without_libraries_one_warning_and_the_reference() -> None:
-    code = """
-import warnings
-from millpond.kernels.native import library
-library._folders = lambda: []
-from millpond.kernels import blockwise, native, ops
-import torch
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        assert ops.op_set(torch.float32, torch.device("cpu")) is blockwise
-assert [w.category for w in caught] == [native.NativeKernelsWarning], caught
-assert native.isa() == "none"
-"""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MILLPOND")}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+def test_without_libraries_one_warning_and_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget() -> None:
+        library.load.cache_clear(), native._found.cache_clear()
+
+    for name in [name for name in os.environ if name.startswith("MILLPOND")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(library, "_folders", lambda: [])
+    forget()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                assert ops.op_set(torch.float32, torch.device("cpu")) is blockwise
+        assert [w.category for w in caught] == [native.NativeKernelsWarning], caught
+        assert native.isa() == "none"
+    finally:
+        forget()
 
 
 def test_float64_pages_go_to_the_reference() -> None:

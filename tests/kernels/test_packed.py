@@ -253,6 +253,7 @@ def test_native_packs_the_bytes_of_the_reference(
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("format", list(Format))
 @pytest.mark.parametrize("slots", [256, 224])
 def test_the_reference_makes_all_it_needs_on_the_device_of_the_pages(format: Format, slots: int) -> None:
@@ -341,6 +342,7 @@ def test_nbytes_are_those_of_the_layout() -> None:
     assert pages.nbytes == n * (pages.layout.page_bytes + pages.slots * 8)
 
 
+@pytest.mark.covering
 @needs_native
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("format", [Format.INT2, Format.INT4, Format.INT8, Format.FP8])

@@ -32,6 +32,7 @@ def record(cache: MillpondCache) -> list[RecordedDecode]:
     return made
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "h2o", "snapkv", "ada", "streaming", "tova", "kvmerger", "keydiff"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_generate(method: str, family: str) -> None:

@@ -26,6 +26,7 @@ ROWS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("together", [1, 4, 32])

@@ -122,6 +122,7 @@ def test_decode(
     assert_same_pages(twin, pages)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("evict", [Evict.ACC, Evict.ACC_MEAN, Evict.RANDOM])
 @pytest.mark.parametrize("shared", [False, True])
 def test_many_steps_keep_the_same_entries(evict: Evict, shared: bool) -> None:

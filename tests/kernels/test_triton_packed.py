@@ -149,6 +149,7 @@ def one(format: Format, **more: Any) -> PackedCase:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("format", list(Format))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_format(format: Format, dtype: torch.dtype) -> None:
@@ -170,6 +171,7 @@ def test_keys_less_the_mean_of_their_page(format: Format) -> None:
     assert_same(case)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("format", [Format.INT4, Format.NUQ2, Format.NUQ3, Format.NUQ4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotated", [0, 16, 64])

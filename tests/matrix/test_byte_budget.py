@@ -11,6 +11,7 @@ from tests.helpers.matrix.models import llama, prompts
 from tests.matrix.test_codecs import llama as wide_llama
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["h2o", "window", "tova", "ada"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_bytes_held_stay_below_the_budget(method: str, batch: int) -> None:
@@ -51,13 +52,14 @@ def test_bytes_that_hold_less_than_is_protected_are_refused() -> None:
 def test_no_method_holds_more_after_its_prompt(method: str) -> None:
     """Prompts that fill the budget and a short one that fills it while decoding, and a later turn."""
     model = llama(dtype=torch.float32)
-    for batch, length, steps, turn in ((2, 80, 20, 30), (1, 8, 80, 0)):
-        amount = 24_000 * batch
+    for batch, length, steps, turn in ((2, 60, 8, 20), (1, 8, 50, 0)):
+        amount = 15_000 * batch
         found = held(model, method, amount, "auto", batch, length, steps, turn, **OPTIONS[method])
         assert max(found) <= amount
         assert max(found) > (0.3 if method == "fastgen" else 0.6) * amount, "a budget is there to be used"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int4", "kivi2"])
 @pytest.mark.parametrize("method", ["h2o", "snapkv", "ada", "pyramidkv", "duo_attention", "kvzip", "fastgen"])
 def test_no_method_holds_more_as_codes(method: str, codec: str) -> None:

@@ -1,11 +1,14 @@
 """Few bits cost the bundled model nothing where everything is kept, and codes beside eviction cost no more than it."""
 
+from functools import cache
+
 import pytest
 
 from millpond.cli.demo.task import DemoOutcome, DemoTask, run_method
 from millpond.models.load import load_model
 
 
+@cache
 def outcome(method: str, codec: str) -> DemoOutcome:
     return run_method(load_model("pond-recall"), DemoTask.draw(1024, 32, 5), method, "20%", codec)
 

@@ -65,6 +65,7 @@ def test_grow_and_once(method: str) -> None:
                 assert turn == [*decoded, *range(seen + DECODED, seen + DECODED + TURN)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["h2o", "tova", "streaming"])
 @pytest.mark.parametrize("decode", ["grow", "once"])
 def test_a_batch_goes_as_its_rows_alone(method: str, decode: str) -> None:

@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fixed": {"width": 2, "sinks": 1},
 }
 BUDGET = 14
-STEPS = 12
+STEPS = 8
 
 
 def budget_of(method: str, budget: Any = BUDGET) -> dict[str, Any]:
@@ -94,6 +94,7 @@ def _same(a: tuple[Tensor, list[Any]], b: tuple[Tensor, list[Any]]) -> bool:
     return a[0].tolist() == b[0].tolist() and a[1] == b[1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_chunks_without_eviction_between_them(method: str, chunk: int) -> None:
@@ -168,6 +169,7 @@ def test_bytes_are_real_and_freed(method: str) -> None:
         assert stats.full_kv_bytes == sum(stats.seen) * 2 * len(cache.layers) * entry
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 def test_second_turn(method: str, heads: str) -> None:
@@ -195,6 +197,7 @@ def test_second_turn(method: str, heads: str) -> None:
             assert sum(len(h) for h in kept[s]) == 2 * BUDGET
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_a_turn_of_one_token_beside_a_longer_one(method: str, greedy: bool) -> None:

@@ -144,6 +144,7 @@ def test_the_heads_compete_for_what_the_spans_leave() -> None:
                 assert sum(map(len, cache.positions(layer))) == 48
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int4", "rotated4"])
 @pytest.mark.parametrize("method", ["h2o", "snapkv", "keydiff"])
 def test_codes_are_held_too(codec: str, method: str) -> None:

@@ -75,6 +75,7 @@ def test_pages_and_chunks_change_nothing(case: str) -> None:
         assert run(case, ids, mask, chunk=chunk, between_chunks=False) == whole
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", METHODS)
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 def test_a_budget_of_everything_equals_full(case: str, heads: str) -> None:

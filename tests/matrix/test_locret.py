@@ -42,6 +42,7 @@ def test_matrix(check: str) -> None:
     CHECKS[check]("locret")
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("check", CHECKS)
 def test_matrix_with_heads_that_compete(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matrix.METHODS, "locret", {**EVICT, "compete": "layer"})
@@ -152,6 +153,7 @@ def test_a_question_that_a_chunk_ends_in_stays_whole() -> None:
             assert head[-5:] == [38, 39, 40, 41, 42]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("prefill", ["once", "chunks"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_batch_and_alone(family: str, prefill: str) -> None:
@@ -189,6 +191,7 @@ def test_cache_relative_positions_batch_and_alone() -> None:
         assert out[0, own.shape[1] :].tolist() == together[s].tolist()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codec", ["int8", "int4", "kivi2", "rotated2", "fp8"])
 @pytest.mark.parametrize("prefill", ["once", "chunks"])
 def test_codecs_change_no_choice(codec: str, prefill: str) -> None:

@@ -160,6 +160,7 @@ TWINS: dict[str, tuple[str, dict[str, Any], int]] = {  # with the kinds of token
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", TWINS)
 def test_equal_entries_merge_without_loss(case: str, dtype: torch.dtype) -> None:

@@ -32,6 +32,10 @@ with mp.compress(model, method="h2o", budget="50%") as cache:
     print(tokenizer.decode(out[0, -1]))
 with mp.LLM("pond-recall", method="snapkv", budget=64) as llm:
     print(llm.generate(text, mp.SamplingParams(max_tokens=2, temperature=0))[0].completions[0].text.split()[-1])
+    try:
+        list(llm.stream(["a"], progress=True))
+    except mp.OptionError as error:
+        print(error, file=sys.stderr)
 """
 
 
@@ -43,15 +47,12 @@ def test_the_library_needs_no_extra() -> None:
     done = run(LIBRARY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["kettle", "kettle"]
+    assert install_command("cli") in done.stderr, "a bar of progress does"
 
 
 @pytest.mark.parametrize(
     ("code", "extra"),
-    [
-        ("from millpond.cli import main; main()", "cli"),
-        ("import millpond_lab.evals.report.plots.style", "plot"),
-        ("from millpond import LLM; list(LLM('pond-recall').stream(['a'], progress=True))", "cli"),
-    ],
+    [("from millpond.cli import main; main()", "cli"), ("import millpond_lab.evals.report.plots.style", "plot")],
 )
 def test_what_needs_an_extra_names_it(code: str, extra: str) -> None:
     done = run(code)

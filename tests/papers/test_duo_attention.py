@@ -187,6 +187,7 @@ def far_shares(model: Any, ids: Tensor, window: int) -> list[list[float]]:
     return [p[0, :, -window:, SINKS : n - RECENT].sum(-1).mean(-1).view(2, -1).mean(1).tolist() for p in attentions]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "sizes"])
 @pytest.mark.parametrize("profiled", [False, True])
 def test_matrix(profiled: bool, check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

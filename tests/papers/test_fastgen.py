@@ -237,6 +237,7 @@ def drawn(seed: int, n: int = 60) -> tuple[Tensor, Tensor, list[int]]:
     return q, k, ids.tolist()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("budget", [None, 14, 25])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_step_is_that_of_a_plain_simulation(seed: int, budget: int | None) -> None:

@@ -114,6 +114,7 @@ def test_quantiles_change_no_order_and_make_heads_alike() -> None:
 # ---------------------------------------------------------------------- what stays
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("passes", [[60], [7, 20, 33], [25, 35]])
 def test_keep_sets_are_those_of_a_plain_computation(passes: list[int], seed: int) -> None:

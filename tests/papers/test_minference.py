@@ -91,6 +91,7 @@ def random(n_rows: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, 
     return q, k, v, torch.arange(n - n_rows, n, dtype=torch.int32)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("n_rows", [200, 77, 2, 1])
 def test_patterns_are_masks(pattern: Pattern, n_rows: int) -> None:
@@ -199,6 +200,7 @@ def options_of(pattern: Pattern) -> dict[str, Any]:
     return {"pattern": "block_sparse", "blocks": pattern.blocks}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 @pytest.mark.parametrize("pattern", [VerticalSlash(8, 5, last=16), AShape(3, 9), BlockSparse(1)], ids=["vs", "a", "b"])
 def test_equals_a_mask_over_the_full_cache(pattern: Pattern, heads: str) -> None:
@@ -224,6 +226,7 @@ def in_matrix(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "budget_of", lambda method, budget=None: {})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", APPLY)
 @pytest.mark.parametrize("pattern", [VerticalSlash(8, 5, last=16), AShape(3, 9)], ids=["vs", "a"])
 def test_matrix(pattern: Pattern, check: str, monkeypatch: pytest.MonkeyPatch) -> None:

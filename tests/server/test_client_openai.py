@@ -95,6 +95,7 @@ def test_the_client_parses_calls_of_its_own_strict_tools(scripted: Live) -> None
     assert scripted.llm.asked[0].params.structural_tag is not None
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_random_model_that_must_call_calls(random: Live, choice: Any, stream: bool) -> None:

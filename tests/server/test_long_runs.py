@@ -60,6 +60,7 @@ def test_what_takes_no_time_is_tokenized(pattern: str) -> None:
         check_runs(text, tokenizer.encode, "prompt")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("name", ["pond-recall", pytest.param("pond-text", marks=needs_pond_text)])
 def test_our_tokenizers_take_the_length(name: str, kind: str) -> None:

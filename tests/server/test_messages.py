@@ -105,6 +105,7 @@ def test_calls_are_blocks_of_their_own() -> None:
     assert len({block["id"] for block in answer(TWO)["content"][1:]}) == 2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step", [1, 2, 7, 1_000])
 @pytest.mark.parametrize("text", ["Hello <b>", TWO, CALL, f"{CALL} Done.", CALL[12:-13], ""])
 def test_a_stream_put_together_is_the_whole_answer(text: str, step: int) -> None:

@@ -212,6 +212,7 @@ def test_answers_are_as_described(case: Case) -> None:
     run(case)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"scores": True}], ids=str)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("route", ANSWERS)

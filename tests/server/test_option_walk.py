@@ -20,7 +20,7 @@ from tests.helpers.server.option_walk import PROMPT, Probe, by_choice, by_field,
 KV, BESIDE = 128 << 20, 96 << 20
 WALKS = {"value": by_value, "choice": by_choice, "text": by_text, "field": by_field}
 #: Probes of each walk in the quick suite; the sample is the same in every run.
-SAMPLE = 50
+SAMPLE = 15
 
 
 @pytest.fixture(scope="module")

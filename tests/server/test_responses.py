@@ -172,6 +172,7 @@ def said_of(items: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -94,6 +94,7 @@ def test_calls_that_are_not_asked_for_are_content() -> None:
     assert found.json()["choices"][0]["message"]["content"] == CALL
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 50, 1_000])
 @pytest.mark.parametrize("text", ["Hello <b>", TWO, CALL, f"{CALL} Done."])
 def test_a_stream_put_together_is_the_whole_answer(text: str, step: int) -> None:

@@ -53,6 +53,7 @@ def said(sampler: Sampler, params: SamplingParams, seed: int, favoured: str = ""
     return str(tokenizer.decode(tokens))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMATS, ids=["hermes", "llama3", "mistral", "mistral, named"])
 @pytest.mark.parametrize("many", [False, True])
 def test_the_answer_is_a_call_that_follows_the_schema(sampler: Sampler, form: CallFormat, many: bool) -> None:

@@ -39,6 +39,7 @@ def test_a_free_list_gives_no_byte_twice(steps: list[tuple[bool, int]]) -> None:
         assert all(a + n <= b for (a, n), (b, _) in pairwise(used)), "two hold one byte"
         assert used[-1][0] + used[-1][1] <= space.size
         assert space.used == sum(nbytes for _, nbytes in taken)
+        assert all(begin < end for begin, end in space._gaps), "a gap without a byte"
     for begin, nbytes in taken:
         space.give_back(begin, nbytes)
     assert space.used == 0

@@ -139,6 +139,12 @@ def test_features_have_their_own_weights() -> None:
     assert [gap_step(gap) for gap in (1, 127, 128, 2**40)] == [1, 1, 2, 12]
 
 
+@pytest.mark.parametrize(("depth", "known", "beyond", "within"), [(9, 5, 3, 0), (5, 9, 0, 3), (7, 7, 0, 0)])
+def test_a_page_lies_beyond_what_is_known_or_within_it(depth: int, known: int, beyond: int, within: int) -> None:
+    steps = steps_of(PageFacts(0, -1, 0, depth, 20, known), 0, 0, 0)
+    assert [step - first for step, first in zip(steps, FIRST, strict=True)][-2:] == [beyond, within]
+
+
 def test_pages_that_are_kept_keep_those_before_them() -> None:
     """Victims in any order of bits have no followers, and pages to discard go first."""
     draw, directory, parents = random.Random(5), BitDirectory(), dict[int, int]()

@@ -39,6 +39,7 @@ def answers(schedule: str, prompts: list[tuple[int, ...]], params: SamplingParam
         return [[one.token_ids for one in out.completions] for out in outputs], llm.stats()
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("method", METHODS_OF_TEST)
 def test_a_batch_changes_no_token_and_reads_each_once(method: str) -> None:
     own = {"method": method, "options": METHODS[method], "budget": budget_of(method)}
@@ -142,6 +143,7 @@ def random_batch(rng: np.random.Generator) -> list[tuple[int, ...]]:
     return [texts[n] for n in rng.integers(1, len(texts), 14)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "snapkv", "h2o"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_is_answered_or_ends_and_no_page_is_held(

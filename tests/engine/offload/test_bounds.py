@@ -35,6 +35,7 @@ def may(can: Capabilities) -> set[str]:
     return {place for place in PLACES if place.split()[1] in (can.weights if "weights" in place else can.kv)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("read_per_s", [1e6, 1e8, 3e9])
 def test_no_block_takes_less_than_its_bound(recall: ModelSize, read_per_s: float, device: bool) -> None:
@@ -61,6 +62,7 @@ def test_no_block_takes_less_than_its_bound(recall: ModelSize, read_per_s: float
     assert tight, "a bound that is never near anything rules nothing out"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), [("full", "auto"), ("h2o", "int4")])
 @pytest.mark.parametrize("latency_s", [None, 3.0, 1e-3])
 def test_a_search_with_bounds_finds_what_one_without_finds(

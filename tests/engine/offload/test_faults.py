@@ -95,8 +95,14 @@ def place_of(engine: Engine, script: Script, eighth: int, kind: str) -> int:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("times", [1, 4])
-@pytest.mark.parametrize("fault", READ_FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "times"),
+    [
+        pytest.param(fault, times, marks=pytest.mark.slow if (fault, times) == ("stale", 4) else ())
+        for fault in READ_FAULTS
+        for times in (1, 4)
+    ],
+)
 @pytest.mark.parametrize("eighth", PLACES)
 def test_a_read_of_kv(eighth: int, fault: str, times: int, with_kv_on_disk: Engine) -> None:
     """Once wrong is read again; wrong for good ends the one request whose KV it is."""

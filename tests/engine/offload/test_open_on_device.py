@@ -38,6 +38,7 @@ def engine_of(found: Opened) -> Engine:
     return Engine(found.model, None, found.config, streamed=found.streamed, tier=found.tier)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "weights", [{"device": 1.0}, {"device": 0.4, "host": 0.6}, {"host": 0.5, "disk": 0.5}], ids=str
 )

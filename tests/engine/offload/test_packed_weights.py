@@ -154,6 +154,7 @@ def extents(path: Path) -> list[tuple[int, int]]:
     return [(begin + at, n) for at, n, _ in json.loads(content[20 : 20 + length])["extents"]]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("end", [0, -1])
 def test_a_flipped_byte_is_found_at_the_first_read(

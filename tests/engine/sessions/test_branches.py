@@ -58,6 +58,7 @@ def ask_together(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput
     return [done[str(n)] for n in range(len(prompts))]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("method", "codec"), CASES)

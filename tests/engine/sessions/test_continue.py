@@ -45,6 +45,7 @@ def undisturbed(method: str, codec: str | None) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize(("method", "codec"), CASES)
 def test_a_restart_changes_no_token(method: str, codec: str | None, tmp_path: Path) -> None:
     expected, ids, read = undisturbed(method, codec), list[int](), 0

@@ -70,6 +70,7 @@ def check(kind: str, found: Finding) -> None:
         assert found.status != NOT_TRIED, found.reason
 
 
+@pytest.mark.in_turns(0, of=2)
 @pytest.mark.parametrize("kind", FAST)
 def test_a_dozen_types(kind: str) -> None:
     check(kind, probe(kind))

@@ -276,7 +276,7 @@ def test_a_damaged_profile_is_refused(change: dict[str, object]) -> None:
 def test_from_a_measured_profile_to_a_plan(tmp_path: Path) -> None:
     out, plan = tmp_path / "p.json", tmp_path / "plan.json"
     profile = ["cluster", "profile", "--model", "pond-recall", "--budget", "20%", "--prompts", "40,64", "--new", "4"]
-    result = CliRunner().invoke(app, [*profile, "--rounds", "2", "--threads", "1", "--out", str(out)])
+    result = CliRunner().invoke(app, [*profile, "--rounds", "1", "--threads", "1", "--out", str(out)])
     assert result.exit_code == 0, result.output
     measured = load_profile(str(out))
     assert measured.times[1].seconds(StepLoad(40, 1600, 1)) > 0
@@ -304,7 +304,7 @@ def test_a_profile_says_that_requests_cannot_move(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("millpond_lab.cluster_plan.record.measure_moves", refuse)
     out = tmp_path / "p.json"
-    profile = ["cluster", "profile", "--model", "pond-recall", "--prompts", "40,64", "--new", "4", "--rounds", "2"]
+    profile = ["cluster", "profile", "--model", "pond-recall", "--prompts", "12,24", "--new", "4", "--rounds", "1"]
     result = CliRunner().invoke(app, [*profile, "--threads", "1", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "cannot move" in result.output

@@ -103,6 +103,7 @@ def test_before_stop_takes_the_first_place_of_any_text() -> None:
     assert before_stop("\nx", ("\n",)) == ("", True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_prompt_longer_than_the_model_is_a_counted_failure(protocol: Protocol, size: int) -> None:

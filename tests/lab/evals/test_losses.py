@@ -74,6 +74,7 @@ def test_against_a_plain_computation() -> None:
         assert float(found.layer_loss[layer]) == pytest.approx(float(together.abs().sum(1).mean()), rel=1e-6)
 
 
+@pytest.mark.in_turns(0, of=3)
 @pytest.mark.parametrize("method", METHODS.names())
 def test_no_loss_exceeds_its_bound(method: str) -> None:
     policy = METHODS.get(method)(**OPTIONS.get(method, {}))

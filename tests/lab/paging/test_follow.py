@@ -31,6 +31,7 @@ def bits_of(kind: str, requests: Requests, pages: int) -> list[bool]:
     }[kind]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize(("requests_", "pages"), TRACES)
 def test_it_is_never_much_worse_than_lru_whatever_the_bits(requests_: Requests, pages: int, kind: str) -> None:

@@ -18,6 +18,7 @@ def test_the_rules() -> None:
     assert all(PAGING.get(name)().name == name for name in RULES)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_victim_is_a_page_that_may_be_evicted(name: str, seed: int) -> None:
