@@ -38,9 +38,10 @@ from millpond_lab.evals.harness.summary import read_notes, read_rows, unite
 from millpond_lab.evals.report import claims_page
 from millpond_lab.evals.report.claims import read_findings
 from millpond_lab.evals.report.curves import CurvePanel, curves_of, panels
-from millpond_lab.evals.report.leaderboard import one_per_line, render
+from millpond_lab.evals.report.leaderboard import render
 from millpond_lab.evals.report.plots.curve import curve_picture, digest, is_current
 from millpond_lab.evals.report.plots.style import write
+from millpond_lab.markdown import one_per_line
 
 #: Commands that follow from where the package can be installed from, see `millpond.install_command`.
 INSTALLS = re.compile(r"pip install '(?:millpond|\.)\[([\w,-]+)\]'")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from millpond_lab.evals.report.leaderboard import one_per_line
+from millpond_lab.markdown import one_per_line
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("docs", "benchmarks", "examples", ".github")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.peer_process import OptionalPeer
+from millpond_lab.bench.common.optional_peer import OptionalPeer
 from millpond_lab.bench.common.report import markdown_table, model_phrase, write_report
 from millpond_lab.bench.engines.candidates import EngineCandidate, Weights, openvino, ours
 from millpond_lab.bench.generate.candidates import BenchModel, ModelShape, draw_prompts

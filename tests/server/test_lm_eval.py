@@ -67,7 +67,7 @@ def asked(kind: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 @pytest.mark.parametrize("server", [{"method": "full"}], indirect=True)
 def test_scores_and_answers_are_those_of_the_model_in_process(server: Live, folder: str) -> None:
-    from millpond_lab.evals.lm_eval import MillpondLM
+    from millpond_lab.evals.adapters.lm_eval import MillpondLM
 
     there, here = through_http(server, folder), MillpondLM(folder, "full", device="cpu", batch_size=2)
     says = asked("generate_until", [(prompt, UNTIL) for prompt in PROMPTS])

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond_lab.bench.common.machine import PeakMemory, describe_machine, storage_bytes
-from millpond_lab.bench.common.peer_process import PeerError
 from millpond_lab.bench.common.report import generate_markdown, generate_table
 from millpond_lab.bench.generate.candidates import (
     GenerateCandidate,
@@ -24,6 +23,7 @@ from millpond_lab.bench.generate.candidates import (
     stock,
 )
 from millpond_lab.bench.generate.run import QUICK, GeneratePlan, KVPress, run
+from millpond_lab.peer_process import PeerError
 
 TINY = GeneratePlan(
     shape=ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64),

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from millpond.cli.app import app
 from millpond.errors import DataError
 from millpond_lab.evals.harness.summary import read_notes, read_rows, unite
-from millpond_lab.evals.report.leaderboard import one_per_line, render
+from millpond_lab.evals.report.leaderboard import render
+from millpond_lab.markdown import one_per_line
 from tests.helpers.evals.scored import row, save
 
 ROWS = [

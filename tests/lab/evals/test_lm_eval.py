@@ -18,7 +18,7 @@ from millpond.cli.app import app
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.install_command import install_command
 from millpond_lab.cli.lm_eval import with_model
-from millpond_lab.evals.lm_eval import greedy_question
+from millpond_lab.evals.adapters.asked import greedy_question
 from millpond_lab.evals.sample import Sample
 from tests.helpers.evals.small import TinyTask, examined, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
@@ -41,7 +41,7 @@ def one_question_each() -> tuple[Sample, ...]:
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    return importlib.import_module("millpond_lab.evals.lm_eval")
+    return importlib.import_module("millpond_lab.evals.adapters.lm_eval")
 
 
 @pytest.fixture(scope="module")

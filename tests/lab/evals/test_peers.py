@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 
 from millpond.cli.app import app
 from millpond.errors import DataError, MillpondError, OptionError
-from millpond_lab.bench.common.peer_process import PeerError
 from millpond_lab.evals.decoding.batch import encode
 from millpond_lab.evals.decoding.record import Cell
 from millpond_lab.evals.harness.plan import EvalPlan
@@ -26,6 +25,7 @@ from millpond_lab.evals.peers.run import PeerPlan, export, run_peer
 from millpond_lab.evals.report.leaderboard import render
 from millpond_lab.evals.spec import parse_specs
 from millpond_lab.evals.task import TASKS, task
+from millpond_lab.peer_process import PeerError
 from tests.helpers.evals.small import TinyTask, save_tiny, tiny_model, tiny_samples, tiny_tokenizer, with_stop
 
 FAKE = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "evals" / "fake_peer.py")]

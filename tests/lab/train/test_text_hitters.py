@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond_lab.cli.train.heavy_hitters import BEGIN, END
-from millpond_lab.evals.report.leaderboard import one_per_line
+from millpond_lab.markdown import one_per_line
 from millpond_lab.train.text import recipe
 from tests.helpers.train.text_tiny import TINY, write_corpus
 

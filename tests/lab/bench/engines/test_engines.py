@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from millpond.cli.app import app
 from millpond.errors import OptionError
-from millpond_lab.bench.common.peer_process import OptionalPeer, PeerError
+from millpond_lab.bench.common.optional_peer import OptionalPeer
 from millpond_lab.bench.engines import candidates, run
 from millpond_lab.bench.engines.candidates import FULL, ConversionError, EngineCandidate, Kind, Weights
 from millpond_lab.bench.engines.run import EngineEntry, EnginesPlan, EngineTiming, Floor
 from millpond_lab.bench.engines.table import markdown
 from millpond_lab.bench.generate.candidates import ModelShape
+from millpond_lab.peer_process import PeerError
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks" / "engines"
 SHAPE = ModelShape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, ffn=32, vocab=64)

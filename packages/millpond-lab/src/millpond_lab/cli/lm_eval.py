@@ -21,7 +21,7 @@ def lm_eval(context: typer.Context) -> None:
     require("lm_eval", "lm-eval", "millpond lm-eval")
     from lm_eval.__main__ import cli_evaluate
 
-    import millpond_lab.evals.lm_eval  # noqa: F401  # registers the model
+    import millpond_lab.evals.adapters.lm_eval  # noqa: F401  # registers the model
 
     before = sys.argv
     sys.argv = ["millpond lm-eval", *with_model(context.args)]

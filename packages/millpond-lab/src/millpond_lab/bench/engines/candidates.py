@@ -21,7 +21,7 @@ from millpond.codec import codec_named
 from millpond.errors import MillpondError, OptionError
 from millpond.methods import METHODS
 from millpond.runner.packed_model import check_format
-from millpond_lab.bench.common.peer_process import TIMEOUT_S
+from millpond_lab.bench.common.optional_peer import TIMEOUT_S
 from millpond_lab.bench.generate.candidates import BenchModel
 
 SCRIPTS = Path("benchmarks/engines")  #: of the repository, as seen from its root

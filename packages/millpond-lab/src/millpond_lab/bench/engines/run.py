@@ -19,9 +19,10 @@ import torch
 
 from millpond.kernels import native
 from millpond_lab.bench.common.machine import describe_machine
-from millpond_lab.bench.common.peer_process import TIMEOUT_S, OptionalPeer, PeerError
+from millpond_lab.bench.common.optional_peer import TIMEOUT_S, OptionalPeer
 from millpond_lab.bench.engines.candidates import ConversionError, EngineCandidate, Weights
 from millpond_lab.bench.generate.candidates import TINY, BenchModel, ModelShape, draw_prompts
+from millpond_lab.peer_process import PeerError
 
 READINGS = 5  #: of which the median counts
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from millpond.budget import Budget
 from millpond_lab.bench.common.machine import describe_machine, torch_threads
-from millpond_lab.bench.common.peer_process import OptionalPeer
+from millpond_lab.bench.common.optional_peer import OptionalPeer
 from millpond_lab.bench.generate.candidates import (
     TINY,
     BenchModel,

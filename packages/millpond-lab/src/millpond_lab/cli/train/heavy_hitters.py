@@ -11,7 +11,7 @@ import typer
 from millpond.cli.console import output
 from millpond.errors import OptionError
 from millpond.optional import require
-from millpond_lab.evals.report.leaderboard import one_per_line
+from millpond_lab.markdown import one_per_line
 
 if TYPE_CHECKING:
     from millpond_lab.train.text.eval import AttentionStatistics

@@ -25,7 +25,7 @@ from millpond_lab.evals.candidates.candidate import Compressed
 from millpond_lab.evals.decoding.batch import EncodedPrompt, PromptBatch, batches, encode
 from millpond_lab.evals.decoding.record import Cell, Record, SummaryRow
 from millpond_lab.evals.decoding.record import Protocol as Asking
-from millpond_lab.evals.harness.attention_loss import Said, line, said_of
+from millpond_lab.evals.harness.calibration_check import Said, line, said_of
 from millpond_lab.evals.harness.context_check import check_fit
 from millpond_lab.evals.harness.evaluator import Evaluator
 from millpond_lab.evals.harness.plan import EvalPlan

@@ -16,7 +16,7 @@ from typing import Any
 
 from millpond.errors import DataError, OptionError
 from millpond_lab.evals.decoding.record import Cell, Record, SummaryRow
-from millpond_lab.evals.harness.attention_loss import Said, settled
+from millpond_lab.evals.harness.calibration_check import Said, settled
 from millpond_lab.evals.task import Kind
 
 RUN, SAMPLES, SUMMARY, TABLE = "run.json", "samples.jsonl", "summary.json", "summary.md"

@@ -10,9 +10,9 @@ from typing import Any, Protocol, Self
 
 from millpond.budget import Budget
 from millpond.errors import DataError, OptionError
-from millpond_lab.bench.common.peer_process import PeerError, PeerProcess
 from millpond_lab.evals.decoding.batch import EncodedPrompt
 from millpond_lab.evals.decoding.record import Cell
+from millpond_lab.peer_process import PeerError, PeerProcess
 
 #: Prompts in a row on which the process ends before the run is given up.
 MOST_DEATHS = 5

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.budget import Budget
 from millpond.errors import OptionError, unknown
 from millpond.hf.model_profile import ModelProfile
-from millpond_lab.bench.common.peer_process import PeerError
 from millpond_lab.evals.candidates.candidate import DEFAULT_BUDGET
 from millpond_lab.evals.decoding.batch import EncodedPrompt, EncodedQuestion, PromptBatch, encode
 from millpond_lab.evals.decoding.greedy_decode import before_stop, end_tokens
@@ -22,6 +21,7 @@ from millpond_lab.evals.harness.plan import PROTOCOLS, EvalPlan
 from millpond_lab.evals.harness.run import Progress, run
 from millpond_lab.evals.peers.process import Peer, Reply, most_tokens, reply_of, request_of
 from millpond_lab.evals.task import TASKS, Task
+from millpond_lab.peer_process import PeerError
 
 #: A peer compresses once, after the opening; its cache has no later turns.
 KNOWN: tuple[Protocol, ...] = ("aware", "agnostic")

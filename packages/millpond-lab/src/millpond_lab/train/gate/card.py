@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from millpond.errors import DataError, OptionError
 from millpond.policy.trained.file import save_heads
 from millpond.policy.trained.networks import SINKS, WINDOW, Gates
-from millpond_lab.evals.report.leaderboard import one_per_line
+from millpond_lab.markdown import one_per_line
 from millpond_lab.train.common.network_run import cpu_threads
 from millpond_lab.train.common.progress import curve_rows
 from millpond_lab.train.gate.objective import CHANGED

@@ -31,7 +31,7 @@ from millpond.policy.trained.networks import (
     default_width,
     quantiles_of,
 )
-from millpond_lab.evals.report.leaderboard import one_per_line
+from millpond_lab.markdown import one_per_line
 from millpond_lab.train.common.network_run import NetworkRun, RunSettings, StopLimits, checkpoint_of, cpu_threads
 from millpond_lab.train.common.progress import curve_rows, step_progress
 from millpond_lab.train.retain.features import HeadSizes, Label, LayerText, TextReader

@@ -1,11 +1,12 @@
-"""`millpond` as a model of EleutherAI's lm-evaluation-harness: every answer comes from the evicting cache."""
+"""`millpond` as a model of EleutherAI's lm-evaluation-harness: every answer comes from the evicting cache.
+
+Importing this module registers the model; `millpond lm-eval` does so. Needs the extra `lm-eval`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +15,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import millpond
 from millpond.budget import Budget
@@ -23,145 +23,12 @@ from millpond.hf.model_profile import ModelProfile
 from millpond.methods import METHODS
 from millpond.models.load import load_model, load_tokenizer
 from millpond.models.untrusted.render import write_chat
+from millpond_lab.evals.adapters.asked import greedy_question
+from millpond_lab.evals.adapters.reading import PromptReader, prompt_of
 from millpond_lab.evals.candidates.candidate import Compressed
-from millpond_lab.evals.decoding.batch import (
-    BatchReader,
-    EncodedPrompt,
-    EncodedQuestion,
-    Held,
-    PromptBatch,
-    Tokens,
-    batches,
-)
-from millpond_lab.evals.decoding.greedy_decode import Answer, decode, end_tokens
-from millpond_lab.evals.decoding.likelihood import forced
-from millpond_lab.evals.harness.evaluator import QuestionTurn, rounds
-from millpond_lab.evals.sample import Question, Sample
+from millpond_lab.evals.decoding.batch import PromptBatch
+from millpond_lab.evals.sample import Question
 from millpond_lab.evals.spec import Spec
-
-#: lm-eval's names for the most tokens of an answer, the first one given counts; and what holds where none is given.
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-DEFAULT_LENGTH = 256
-#: Arguments of sampling, and the values that change nothing.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "temperature": (0, None),
-    "top_p": (1, None),
-    "top_k": (0, 1, -1, None),
-    "min_p": (0, None),
-    "typical_p": (1, None),
-    "repetition_penalty": (1, None),
-    "num_beams": (1, None),
-    "seed": (None,),
-}
-#: Arguments that only sampling uses; explicit greedy decoding ignores them.
-ONLY_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
-
-
-def greedy_question(arguments: Mapping[str, Any]) -> Question:
-    """The question that decodes as `arguments` say.
-
-    Raises:
-        OptionError: sampling is requested, or an argument is not known.
-
-    Example:
-        >>> greedy_question({"until": ["."], "max_gen_toks": 8, "do_sample": False}).stop
-        ('.',)
-    """
-    left = dict(arguments)
-    until = left.pop("until", None) or ()
-    lengths = [value for value in (left.pop(name, None) for name in LENGTHS) if value is not None]
-    length = int(lengths[0]) if lengths else DEFAULT_LENGTH
-    if length < 1:
-        raise OptionError(f"max_gen_toks={length} must be at least 1")
-    greedy = left.pop("do_sample", None)
-    if greedy not in (None, False):
-        raise OptionError(f"do_sample={greedy!r}: answers are decoded greedily here; leave it out or set it to false")
-    for name, value in left.items():
-        if name not in NEUTRAL:
-            raise OptionError(
-                f"generation argument {name!r} is not known here; known are until, {', '.join(LENGTHS)} and "
-                "do_sample=false"
-            )
-        if value not in NEUTRAL[name] and not (greedy is False and name in ONLY_SAMPLING):
-            raise OptionError(f"{name}={value!r}: answers are decoded greedily here; leave it out")
-    stops = (until,) if isinstance(until, str) else tuple(until)
-    return Question("", max_new_tokens=length, stop=tuple(stop for stop in stops if stop))
-
-
-@dataclass(frozen=True, slots=True)
-class Fed:
-    """A continuation that was fed token by token: its log-probability in nats, and whether it is the greedy one."""
-
-    logprob: float
-    is_greedy: bool
-
-
-@dataclass
-class PromptReader:
-    """Runs one method over prompts, context and question together (the protocol `aware`).
-
-    Attributes:
-        codec: of the entries. size: sequences at once. limit: positions of the model; None for no limit.
-        held: what each prompt held when its answer, or its continuations, began.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    candidate: Compressed
-    codec: str
-    size: int
-    limit: int | None
-    held: list[Held] = field(default_factory=list)
-
-    def feed(self, prompts: Sequence[EncodedPrompt], budget: str) -> Iterator[list[Fed]]:
-        """For each prompt, what became of every target of its question."""
-        for batch in batches(prompts, "choice", "aware", self.size):
-            with self._read(batch, budget) as (reader, turns):
-                targets = [turn.asked.targets for turn in turns]
-                reader.select([row for row, own in enumerate(targets) for _ in own])
-                fed = _fed(reader, [target for own in targets for target in own])
-            for own in targets:
-                yield fed[: len(own)]
-                fed = fed[len(own) :]
-
-    def answer(self, prompts: Sequence[EncodedPrompt], budget: str) -> Iterator[Answer]:
-        """For each prompt, the decoded answer to its question."""
-        for batch in batches(prompts, "generate", "aware", self.size):
-            with self._read(batch, budget) as (reader, turns):
-                questions = [turn.asked.question for turn in turns]
-                eos = end_tokens(self.model, self.tokenizer)
-                answers = decode(reader, questions, self.tokenizer, eos, self.limit)
-            yield from (answer for answer in answers if answer is not None)
-
-    @contextmanager
-    def _read(self, batch: PromptBatch, budget: str) -> Iterator[tuple[BatchReader, list[QuestionTurn]]]:
-        """A batch read up to where the answers begin."""
-        opened = self.candidate.open(self.model, self.tokenizer, batch, budget, self.codec)
-        with opened as cache, torch.inference_mode():
-            reader = BatchReader(self.model, cache, [prompt.opening for prompt in batch.prompts])
-            for asked in rounds([reader], batch, self.limit):
-                turns = [turn for turn in asked if turn is not None]
-                assert not any(turn.failure for turn in turns), "prompts are measured before they are read"
-                self.held += [turn.held for turn in turns]
-                yield reader, turns
-
-
-def prompt_of(context: Sequence[int], question: Question, targets: Sequence[Sequence[int]] = ()) -> EncodedPrompt:
-    """A prompt in the protocol `aware`: all but the last token is read at once, then the method evicts."""
-    cut = max(len(context) - 1, 1)
-    asked = EncodedQuestion(0, question, tuple(context[cut:]), tuple(tuple(target) for target in targets))
-    return EncodedPrompt(Sample("request", "", (question,)), tuple(context[:cut]), (asked,))
-
-
-def _fed(reader: BatchReader, targets: Sequence[Tokens]) -> list[Fed]:
-    sums, greedy = [0.0] * len(targets), [True] * len(targets)
-    for rows, tokens in forced([reader], targets):
-        logprobs = torch.log_softmax(reader.logits[rows], -1)
-        best = logprobs.argmax(-1).tolist()
-        for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            sums[row] += float(logprobs[place, token])
-            greedy[row] &= best[place] == token
-    return [Fed(total, found) for total, found in zip(sums, greedy, strict=True)]
 
 
 class CutShortWarning(UserWarning):

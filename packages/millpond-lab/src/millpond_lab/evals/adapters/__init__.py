@@ -1,0 +1,1 @@
+"""Adapters for other evaluation harnesses; their modules import libraries that are optional."""
