@@ -194,7 +194,7 @@ def flag_of(kind: type, name: str) -> str:
 
 
 def shows_options(*kinds: type) -> Callable[[Call], Call]:
-    """What shows `**options` of a constructor as the settings of dataclasses, for `help` and for completion."""
+    """What shows `**options` of a function as the settings of dataclasses, for `help` and for completion."""
 
     def show(call: Call) -> Call:
         shown = inspect.signature(call)
@@ -208,7 +208,7 @@ def shows_options(*kinds: type) -> Callable[[Call], Call]:
         ]
         call.__signature__ = shown.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
         about = [f"    {one.name}: {help_text(kind, one.name, '`{}`'.format)}" for kind, one in fields]
-        call.__doc__ = "\n".join(["Options:", *about])
+        call.__doc__ = "\n".join([*([f"{call.__doc__.strip()}\n"] if call.__doc__ else []), "Options:", *about])
         return call
 
     return show

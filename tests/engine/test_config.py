@@ -57,6 +57,8 @@ def test_keyword_arguments_are_the_fields_of_the_config() -> None:
     for options, *others in ((EngineOptions,), (LLMOptions, LoadOptions), (ClusterOptions, ClusterSettings)):
         types = engine | {field.name: field.type for kind in others for field in fields(kind)}
         assert {name: one.__forward_arg__ for name, one in options.__annotations__.items()} == types
+    assert "kv_memory" in inspect.signature(cluster.generate_dataset).parameters
+    assert str(cluster.generate_dataset.__doc__).startswith("Answer the rows of a dataset")
     loading = {field.name for field in fields(LoadOptions)}
     for door in (mp.LLM, mp.AsyncLLM, Engine, cluster.LLM, cluster.AsyncLLM):
         shown = inspect.signature(door).parameters
@@ -90,6 +92,8 @@ def test_an_unknown_name_is_refused() -> None:
         mp.LLM("no-such-model", kv_memry="1MiB")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"AsyncLLM\(\) takes no option 'memry'; did you mean 'memory'"):
         mp.AsyncLLM("no-such-model", memry="1MiB")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"EngineConfig\(\) takes no option 'kv_memry'; did you mean 'kv_memory'"):
+        Engine(None, kv_memry="1MiB")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"ClusterLLM\(\) takes no option 'replica'; did you mean 'replicas'"):
         cluster.LLM("no-such-model", replica=2)  # type: ignore[call-arg]
 

@@ -72,12 +72,13 @@ def test_a_help_names_other_settings_as_its_reader_does() -> None:
 def test_a_constructor_shows_its_options() -> None:
     @shows_options(Page)
     def make(name: str, **options: Any) -> tuple[dict[str, Any], ...]:
+        """A page."""
         return split_options("make", options, Page)
 
     shown = inspect.signature(make).parameters
     assert list(shown) == ["name", "width", "pause_s", "lines", "side", "size", "names"]
     assert (shown["width"].default, shown["names"].default) == (80, {})
-    assert "width: Characters of a line." in str(make.__doc__)
+    assert str(make.__doc__).startswith("A page.\n\nOptions:\n    width: Characters of a line.\n")
     assert make("a", width=3) == ({"width": 3},)
     with pytest.raises(TypeError, match=r"make\(\) takes no option 'widt'; did you mean 'width'"):
         make("a", widt=3)

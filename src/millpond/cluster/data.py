@@ -23,6 +23,7 @@ from millpond.engine.request import Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import DataError, MillpondError, OptionError
 from millpond.optional import require
+from millpond.setting import shows_options
 
 #: A row: its values by column.
 Row = Mapping[str, Any]
@@ -295,6 +296,7 @@ class AnswerRows:
             yield places[number], row
 
 
+@shows_options(EngineConfig)
 def generate_dataset(
     dataset: Any,
     model: str | PathLike[str],

@@ -19,6 +19,7 @@ from millpond.policy.rolling import rolling_policy
 from millpond.presets import Choice, choose
 from millpond.runner.packed_model import check_format
 from millpond.runner.runner_choice import check_own_layers
+from millpond.setting import split_options
 
 #: Tokens at whose multiples a deterministic engine cuts prompts.
 PROMPT_BLOCK = 256
@@ -88,9 +89,10 @@ class EngineConfig(EngineSettings):
         """`config`, or the defaults where it is None, with `options` in place of its own values.
 
         Raises:
-            OptionError, BudgetError: as of the class. TypeError: a name that is no field.
+            OptionError, BudgetError: as of the class. TypeError: a name that is no setting.
         """
-        return cls(**options) if config is None else replace(config, **options) if options else config
+        (given,) = split_options("EngineConfig", options, cls)
+        return cls(**given) if config is None else replace(config, **given) if given else config
 
     def _check_blocks(self) -> None:
         if not self.deterministic:
