@@ -86,6 +86,22 @@ def test_a_request_that_moves_takes_them_along() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_prompt_that_goes_on_from_shared_pages_has_them() -> None:
+    alone, engine = (small_engine("window", prefix_cache="lru") for _ in range(2))
+    fair = ask(LENGTH, name="fair", marks=PromptMarks(shares=FAIR, report=SPANS))
+    alone.add(fair)
+    right = steps_that_hold(alone, ("fair",))["fair"]
+    engine.add(ask(LENGTH, name="first"))
+    engine.drain()
+    engine.add(fair)
+    done = steps_that_hold(engine, ("fair",))["fair"]
+    assert engine.stats().shared_tokens
+    assert done.completions[0].forgotten == right.completions[0].forgotten
+    for each in (alone, engine):
+        each.close()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_requests_that_leave_the_pool_come_back_with_them() -> None:
     engine = small_engine("snapkv", prefix_cache=False, kv_memory="40kB", overcommit=4)
     names = tuple(f"fair {n}" for n in range(4))
