@@ -27,8 +27,8 @@ class Budget:
 
     Attributes:
         kind: "tokens", "ratio" or "bytes".
-        amount: tokens >= 1, a share in (0, 1], or bytes >= 1.
-        at_least: of a share, the tokens that are kept of a prompt however short it is.
+        amount: Tokens >= 1, a share in (0, 1], or bytes >= 1.
+        at_least: Of a share, the tokens that are kept of a prompt however short it is.
 
     Example:
         >>> Budget.parse("20%")
@@ -43,7 +43,8 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str | int | float | Budget) -> Budget:
-        """A budget from what a user writes: "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a ratio.
+        """Return a budget from what a user writes: "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a
+        ratio.
 
         Numbers may be numpy's or torch's. "20%, at least 512" is a ratio of long prompts and 512 tokens of short ones.
 
@@ -61,21 +62,21 @@ class Budget:
             return cls._checked("tokens", given, given)
         if isinstance(given, float):
             return cls._checked("ratio", given, given)
-        found = _PATTERN.match(given) if isinstance(given, str) and len(given) <= _LONGEST else None
-        if not found:
+        match = _PATTERN.match(given) if isinstance(given, str) and len(given) <= _LONGEST else None
+        if not match:
             raise BudgetError(f"budget {brief(text)} is not a budget; {_WAY_OUT}")
-        amount, unit = float(found[1]), found[2].lower()
-        ratio = unit == "%" or (not unit and "." in found[1])
-        if found[3] is not None and not ratio:
+        amount, unit = float(match[1]), match[2].lower()
+        ratio = unit == "%" or (not unit and "." in match[1])
+        if match[3] is not None and not ratio:
             raise BudgetError(f'budget {text!r}: "at least" belongs to a share of the prompt; {_WAY_OUT}')
         if ratio:
-            return cls._checked("ratio", amount / 100 if unit else amount, text, int(found[3] or 0))
+            return cls._checked("ratio", amount / 100 if unit else amount, text, int(match[3] or 0))
         if unit in ("", "tokens", "token"):
             if amount != int(amount):
                 raise BudgetError(f"budget {text!r} is neither whole tokens nor a share; {_WAY_OUT}")
             return cls._checked("tokens", int(amount), text)
         if unit not in _UNITS:
-            raise BudgetError(f"budget {text!r} has the unknown unit {found[2]!r}; {_WAY_OUT}")
+            raise BudgetError(f"budget {text!r} has the unknown unit {match[2]!r}; {_WAY_OUT}")
         return cls._checked("bytes", int(amount * _UNITS[unit]), text)
 
     @classmethod
@@ -89,8 +90,8 @@ class Budget:
         return cls(kind, amount, at_least)
 
     def entries(self, seen: int) -> int:
-        """Entries per KV head for a sequence of `seen` tokens: a ratio rounds to the nearest whole entry, at least 1
-        and `at_least`.
+        """Return entries per KV head for a sequence of `seen` tokens: a ratio rounds to the nearest whole entry, at
+        least 1 and `at_least`.
 
         Bytes have no such meaning; the cache turns them into tokens first.
         """
@@ -101,7 +102,7 @@ class Budget:
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
     def floored(self, least: int) -> Budget:
-        """The same, but a share that names no least number of tokens keeps at least `least` of a prompt."""
+        """Return the same, but a share that names no least number of tokens keeps at least `least` of a prompt."""
         return replace(self, at_least=least) if self.kind == "ratio" and not self.at_least else self
 
     def __str__(self) -> str:
@@ -117,7 +118,7 @@ DEFAULT = Budget("ratio", 0.2, at_least=FLOOR)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from "2GiB" or a plain number of bytes.
+    """Return bytes from "2GiB" or a plain number of bytes.
 
     Raises:
         BudgetError: not an amount of bytes.

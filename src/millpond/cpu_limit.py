@@ -15,7 +15,8 @@ def usable_cpus(groups: Path = GROUPS, mount: Path = MOUNT) -> int:
     """CPUs that threads of this process can keep busy, at least 1; a quota of 1.5 CPUs counts as 2.
 
     Args:
-        groups: the file that names the control groups. mount: their folder; version 2, or 1 with a folder `cpu`.
+        groups: The file that names the control groups.
+        mount: Their folder; version 2, or 1 with a folder `cpu`.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas(groups, mount))]))

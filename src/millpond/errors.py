@@ -62,7 +62,7 @@ class NumericsError(MillpondError, ArithmeticError):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> OptionError:
-    """An error for a name that is not in `known`, with the closest known name as a suggestion."""
+    """Return an error for a name that is not in `known`, with the closest known name as a suggestion."""
     names = sorted(known)
     shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
     close = difflib.get_close_matches(shown, names, n=1)

@@ -11,7 +11,7 @@ PACKAGES = {"models": "packages/millpond-models", "lab": "packages/millpond-lab"
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra into the environment of this process; of a checkout it names the checkout.
+    """Return what installs an extra into the environment of this process; of a checkout it names the checkout.
 
     Example:
         >>> install_command("server").startswith("pip install ")
@@ -28,14 +28,14 @@ def install_command(extra: str) -> str:
 
 
 def shown_command(extras: str) -> str:
-    """The same for a reader of the documentation, in the root of a checkout. extras: separated by commas."""
+    """Return the same for a reader of the documentation, in the root of a checkout. extras: separated by commas."""
     if PUBLISHED:
         return f"pip install 'millpond[{extras}]'"
     return f"pip install ./{PACKAGES[extras]}" if extras in PACKAGES else f"pip install '.[{extras}]'"
 
 
 def build_command() -> str:
-    """What builds the native kernels again."""
+    """Return what builds the native kernels again."""
     checkout = _checkout()
     if checkout is not None:
         return f"pip install --no-deps -e '{checkout}'"
@@ -45,6 +45,6 @@ def build_command() -> str:
 
 
 def _checkout() -> Path | None:
-    """The checkout whose sources run; None where they were copied into an environment."""
+    """Return the checkout whose sources run; None where they were copied into an environment."""
     root = Path(__file__).parents[2]
     return root if (root / "pyproject.toml").is_file() and (root / "CMakeLists.txt").is_file() else None

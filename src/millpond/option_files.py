@@ -18,7 +18,7 @@ from millpond.errors import OptionError
 #: Third part of the annotation of an option that names a file: `Annotated[str, "help", FILE]`.
 FILE = "file"
 #: Most bytes of such a file.
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 _listed: ContextVar[Mapping[str, OptionFile] | None] = ContextVar("listed", default=None)
 
@@ -27,7 +27,8 @@ class OptionFile(str):
     """The path of a file that was read already.
 
     Attributes:
-        name: what it is called in errors. content: its bytes.
+        name: What it is called in errors.
+        content: Its bytes.
     """
 
     name: str
@@ -52,7 +53,7 @@ class OwnText(str):
     """The value of an option of the one who runs the engine that names files inside: "duo_attention/heads=heads.json".
 
     Attributes:
-        files: those that it names, read already, by their paths. They are listed for this text, and for no other.
+        files: Those that it names, read already, by their paths. They are listed for this text, and for no other.
     """
 
     files: Mapping[str, OptionFile]
@@ -118,10 +119,10 @@ def allowed(value: str, option: str) -> str:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file that an option names.
+    """Return the bytes of a file that an option names.
 
     Raises:
-        OptionError: it is not there, no regular file (a device, a pipe, a folder), or has more than `MOST_BYTES`.
+        OptionError: it is not there, no regular file (a device, a pipe, a folder), or has more than `MAX_BYTES`.
     """
     if isinstance(path, OptionFile):
         return path.content
@@ -129,21 +130,21 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     try:
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with open(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
+            stats = os.fstat(handle)
+            if not stat.S_ISREG(stats.st_mode):
                 raise OptionError(f"{name!r} is no regular file")
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, OptionError):
             raise
         raise OptionError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MOST_BYTES:
-        raise OptionError(f"{name!r} has more than {MOST_BYTES:,} bytes")
+    if len(content) > MAX_BYTES:
+        raise OptionError(f"{name!r} has more than {MAX_BYTES:,} bytes")
     return content
 
 
 def shown(value: object) -> object:
-    """An option's value as others may see it: of files their last names."""
+    """Return an option's value as others may see it: of files their last names."""
     if isinstance(value, OptionFile):
         return Path(value).name
     if isinstance(value, OwnText):

@@ -13,8 +13,9 @@ def require(library: str, extra: str, purpose: str) -> Any:
     """Import a library that only an extra installs.
 
     Args:
-        library: its module, such as "matplotlib". extra: of this package, such as "plot".
-        purpose: what needs it, as the subject of the error's sentence.
+        library: Its module, such as "matplotlib".
+        extra: Of this package, such as "plot".
+        purpose: What needs it, as the subject of the error's sentence.
 
     Raises:
         OptionError: it, or a library that it needs, is not installed.

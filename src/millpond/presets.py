@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     """A method, its budget and its number format, after defaults and presets.
 
     Attributes:
-        usual: nothing was named, so that this is the default: a model that cannot store its format takes plain numbers.
+        usual: Nothing was named, so that this is the default: a model that cannot store its format takes plain numbers.
     """
 
     method: Any
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     usual: bool = False
 
     def on(self, dims: Iterable[tuple[int, int]] | None) -> Choice:
-        """The same for a model whose layers store (key_dim, value_dim) channels; None: latents, or not known."""
+        """Return the same for a model whose layers store (key_dim, value_dim) channels; None: latents, or not known."""
         return self._replace(codec=AUTO) if self.usual and not _storable(self.codec, dims) else self
 
 
@@ -52,7 +52,7 @@ def _storable(codec: str, dims: Iterable[tuple[int, int]] | None) -> bool:
 
 
 def preset(name: str) -> dict[str, str]:
-    """The method, budget and codec of a preset, for `compress` and `LLM`.
+    """Return the method, budget and codec of a preset, for `compress` and `LLM`.
 
     Args:
         name: `light` (every entry in 8 bits), `balanced` (every entry in 4 bits), or `tiny` (the default budget, which
@@ -75,8 +75,10 @@ def choose(method: Any, budget: Any, codec: Any, name: str | None = None, evicti
     """What a user's method, budget, codec and preset come to.
 
     Args:
-        method, budget: None where they were not given. codec: None or "auto" likewise. name: of a preset, or None.
-        evicting: something else that was given asks for a method that evicts: options, or texts that go on.
+        method, budget: None where they were not given.
+        codec: None or "auto" likewise.
+        name: Of a preset, or None.
+        evicting: Something else that was given asks for a method that evicts: options, or texts that go on.
 
     Raises:
         OptionError: no such preset, or one together with what it decides.

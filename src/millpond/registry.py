@@ -37,8 +37,8 @@ class Option:
     """One option of a builder: what a command line, a config file or a page of documentation needs to know.
 
     Attributes:
-        is_file: its value names a file.
-        ranges: of each kind of number that it takes, in the order of its type; () where none was declared.
+        is_file: Its value names a file.
+        ranges: Of each kind of number that it takes, in the order of its type; () where none was declared.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Option:
         """`value` as this option's type.
 
         Args:
-            typed: text is no number; else it is converted, as a command line needs it.
+            typed: Text is no number; else it is converted, as a command line needs it.
 
         Raises:
             OptionError: it is not one of the choices, not of the type, not in its range, or names a file that may not
@@ -91,14 +91,14 @@ class Option:
         ranges = self.numbers
         for kind in _alternatives(self.annotation):
             try:
-                found = _convert(value, kind)
+                converted = _convert(value, kind)
             except (TypeError, ValueError, OverflowError):
                 continue
             if typed and isinstance(value, str) and kind is not str:
                 break
-            if kind in ranges and not ranges[kind].holds(found):
+            if kind in ranges and not ranges[kind].holds(converted):
                 raise OptionError(f"{owner}: {self.name}={brief(value).strip(QUOTES)} must be {self.range_text}")
-            return found
+            return converted
         within = f", {self.range_text}" if ranges else ""
         raise OptionError(f"{owner}: {self.name}={brief(value)} is not a valid {_spell(self.annotation)}{within}")
 
@@ -163,7 +163,7 @@ class Entry(Generic[T]):
         return (inspect.getdoc(self.build) or "").split("\n")[0]
 
     def with_files_read(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The same options; the files that they name, themselves or inside, are read now and not again.
+        """Return the same options; the files that they name, themselves or inside, are read now and not again.
 
         Raises:
             OptionError: a file cannot be read, or the options are not as they must be.
@@ -178,7 +178,7 @@ class Entry(Generic[T]):
         return made
 
     def check(self, options: Mapping[str, Any], *, typed: bool = False) -> dict[str, Any]:
-        """The options as the builder takes them; typed: see `Option.checked`.
+        """Return the options as the builder takes them; typed: see `Option.checked`.
 
         Raises:
             OptionError: an unknown option (with a suggestion) or a value that does not fit.
@@ -203,9 +203,10 @@ class Registry(Generic[T]):
     """Builders by name, filled on first use: by every module under `package`, and by entry points of a group.
 
     Args:
-        kind: what a builder makes, for messages. package: name of a package whose modules register builders.
-        group: of the entry points that name modules of other packages; None: that of the name of `package`.
-        extras: names of builders that extras of this package install, by extra: an error about a name says so.
+        kind: What a builder makes, for messages.
+        package: Name of a package whose modules register builders.
+        group: Of the entry points that name modules of other packages; None: that of the name of `package`.
+        extras: Names of builders that extras of this package install, by extra: an error about a name says so.
     """
 
     def __init__(
@@ -235,12 +236,12 @@ class Registry(Generic[T]):
         return file
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         self._walk()
         return sorted(self._entries)
 
     def get(self, name: str) -> Entry[T]:
-        """The entry called `name`.
+        """Return the entry called `name`.
 
         Raises:
             OptionError: there is none, with the closest name as a suggestion, or what installs it.

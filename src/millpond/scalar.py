@@ -6,7 +6,7 @@ from typing import Any
 
 
 def number(value: Any) -> Any:
-    """A scalar of numpy or torch (of no dimensions) as Python's int, float or bool; all else as it is.
+    """Return a scalar of numpy or torch (of no dimensions) as Python's int, float or bool; all else as it is.
 
     Example:
         >>> import numpy as np

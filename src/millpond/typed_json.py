@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def to_json(value: Any, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults, without those in `leave_out`."""
-    found = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in leave_out}
-    return {field.name: found[field.name] for field in fields(value) if _differs(field, found)}
+    """Return the fields of a dataclass that differ from their defaults, without those in `leave_out`."""
+    attributes = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in leave_out}
+    return {field.name: attributes[field.name] for field in fields(value) if _differs(field, attributes)}
 
 
 def from_json(kind: type[T], values: Any) -> T:
-    """An instance of a dataclass of values out of JSON, where tuples are lists and keys are texts.
+    """Return an instance of a dataclass of values out of JSON, where tuples are lists and keys are texts.
 
     Raises:
         DataError: a field that the class does not have, or a value of another type. Also what the class raises.
@@ -36,15 +36,15 @@ def from_json(kind: type[T], values: Any) -> T:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Its fields' types; to find them out takes longer than to read a request."""
+    """Return its fields' types; to find them out takes longer than to read a request."""
     return get_type_hints(kind)
 
 
-def _differs(field: Field[Any], found: Mapping[str, Any]) -> bool:
-    if field.name not in found:
+def _differs(field: Field[Any], attributes: Mapping[str, Any]) -> bool:
+    if field.name not in attributes:
         return False
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    return default is MISSING or found[field.name] != default
+    return default is MISSING or attributes[field.name] != default
 
 
 def _as(hint: Any, value: Any) -> Any:

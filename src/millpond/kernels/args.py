@@ -23,7 +23,7 @@ class AttentionShape:
     """Settings of one layer's attention.
 
     Attributes:
-        scale: factor on q.k.
+        scale: Factor on q.k.
         softcap: 0 or c, logits become c * tanh(logit / c).
         window: 0 or w: an entry is visible while q_pos - position < w.
         sink_logits: (Hq,) float32 or None: a logit per query head that only enters the denominator (gpt-oss).
@@ -40,7 +40,7 @@ class PageRegions:
     """What R regions hold in plain pages, the entries of region r in its slots 0 .. lens[r] - 1.
 
     Attributes:
-        pages: the memory of the pool.
+        pages: The memory of the pool.
         table: (R, n) int32 page ids.
         lens: (R,) int32 slots in use.
     """
@@ -64,15 +64,15 @@ class StepRegions:
     """The R = S * Hkv regions of one layer at a decoding step of S sequences, and the rules of the step.
 
     Attributes:
-        plain: what lies in plain pages; its memory and `lens` are written. A page for slot lens[r] must be there
+        plain: What lies in plain pages; its memory and `lens` are written. A page for slot lens[r] must be there
             wherever a region may grow.
         caps: (R,) int32, most entries a region may hold; at least 1. Entries of both parts count, tombstones do not.
         recent: (R,) int32, how many of the newest positions are protected.
-        q_pos: (S,) int32, the position of the new token in its own text; -1: this sequence takes no part (its output
-            is zero, its lse -inf, nothing is stored).
-        rule: what is scored and what is evicted.
-        shape: of the attention.
-        packed: what lies in packed pages; None: nothing. Its side arrays and `dead` are written; codes never.
+        q_pos: (S,) int32, the position of the new token in its own text; -1: this sequence takes no part (its output is
+            zero, its lse -inf, nothing is stored).
+        rule: What is scored and what is evicted.
+        shape: Of the attention.
+        packed: What lies in packed pages; None: nothing. Its side arrays and `dead` are written; codes never.
         kept: (S, n, 2) int32, spans [begin, end) of positions that never leave, empty ones at the end; None: none.
         least: (S, m, 3) int32, disjoint spans [begin, end) of positions and the fewest entries of each that stay in
             every region, at most `MOST_LEAST`; where a region holds no more, none of them leaves. None: none.
@@ -94,12 +94,12 @@ class MergeArgs:
     """The regions of S sequences, and what becomes of the entries beyond their caps.
 
     Attributes:
-        regions: written, memory and lens.
+        regions: Written, memory and lens.
         caps, recent: (R,) int32, see `StepRegions`.
         q_pos: (S,) int32, the newest position of each sequence; -1: it takes no part.
         memory: (S,) float64, the threshold of each sequence that a rule moves, NaN for none; written.
-        leave: the eviction rule. Its signal, reduce, decay and shared mean nothing here.
-        rule: what becomes of it.
+        leave: The eviction rule. Its signal, reduce, decay and shared mean nothing here.
+        rule: What becomes of it.
         local: (R, n) float32 or None, by slot: the attention of the latest queries. The value of an entry is then
             max(acc, local * sum acc / sum local), with the sums over the region, whatever `leave` says.
     """
@@ -119,7 +119,7 @@ class HeadRuleArgs:
     """The regions of S sequences, and what the rule of each KV head reads.
 
     Attributes:
-        regions: written, memory and lens.
+        regions: Written, memory and lens.
         sequences: (n,) int64, which to read.
         ids: (S, width) int64, the token id at each position.
         classes: (c,) int8, the class of each token id, the last for all ids beyond.
@@ -127,7 +127,7 @@ class HeadRuleArgs:
         local: (R,) int32, newest positions that a local rule keeps.
         seen, quota, most: (n,) int64, of each sequence the tokens so far, the frequent entries of a head, and the
             entries of all heads together.
-        sinks: positions below count as special.
+        sinks: Positions below count as special.
         window: 0 or w: what is w after the next query leaves.
     """
 
@@ -156,7 +156,7 @@ class OfQueries:
 
 
 class AttendOutput(NamedTuple):
-    """What queries found in entries: attention over these alone."""
+    """Output of attention over given entries alone, and its log-sum-exp."""
 
     out: Tensor  #: (S, Hq, value_dim), float32 or of the dtype of the queries
     lse: Tensor  #: (S, Hq) float32, -inf where there is no entry, and then out is 0
@@ -168,13 +168,14 @@ class AttendArgs(OfQueries):
 
     Attributes:
         q: (S, Hq, key_dim), one query of each sequence.
-        regions: the R = Hkv regions of the shared entries, only read.
-        scale, softcap: see `AttentionShape`.
+        regions: The R = Hkv regions of the shared entries, only read.
+        scale, softcap: See `AttentionShape`.
         members: (n,) int64, the sequences that share the entries and see every one, each once; None: all.
-        found: what the queries found in other entries, both contiguous; changed in place and returned. None: nothing.
+        partial: Output and log-sum-exp of the queries over other entries, both contiguous; changed in place and
+            returned. None: there are none.
 
     Raises:
-        OptionError: `found` is not contiguous, of these shapes and dtypes.
+        OptionError: `partial` is not contiguous, of these shapes and dtypes.
     """
 
     q: Tensor
@@ -182,21 +183,21 @@ class AttendArgs(OfQueries):
     scale: float
     softcap: float = 0.0
     members: Tensor | None = None
-    found: tuple[Tensor, Tensor] | None = None
+    partial: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.found is None:
+        if self.partial is None:
             return
         shape = (*self.q.shape[:2], self.regions.pages.value_dim)
-        _check(self.found[0], shape, (torch.float32, self.q.dtype))
-        _check(self.found[1], shape[:2], (torch.float32,))
+        _check(self.partial[0], shape, (torch.float32, self.q.dtype))
+        _check(self.partial[1], shape[:2], (torch.float32,))
 
 
-def _check(found: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if found.shape != shape or found.dtype not in dtypes or not found.is_contiguous():
+def _check(tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
         raise OptionError(
-            f"what queries found is contiguous float32 of shape {tuple(shape)}, not {found.dtype} of "
-            f"{tuple(found.shape)} with strides {found.stride()}; make it .float().contiguous()"
+            f"what queries found is contiguous float32 of shape {tuple(shape)}, not {tensor.dtype} of "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}; make it .float().contiguous()"
         )
 
 
@@ -207,7 +208,7 @@ class DecodeArgs(OfQueries):
     Attributes:
         q: (S, Hq, key_dim), query heads grouped by KV head: query head h reads KV head h // (Hq // Hkv).
         k_new, v_new: (S, Hkv, key_dim), (S, Hkv, value_dim).
-        regions: of the layer; written.
+        regions: Of the layer; written.
     """
 
     q: Tensor
@@ -231,10 +232,10 @@ class DecodeRowsArgs(OfQueries):
     Attributes:
         q: (S, Hq, n, key_dim), query heads grouped by KV head as for `DecodeArgs`.
         k_new, v_new: (S, Hkv, n, key_dim), (S, Hkv, n, value_dim).
-        regions: the R = S * Hkv regions of the layer, all in plain pages; memory and `lens` are written. Pages for all
+        regions: The R = S * Hkv regions of the layer, all in plain pages; memory and `lens` are written. Pages for all
             new entries must be there.
         q_pos: (S, n) int32, the position of each token in its own text, rising along a row; -1: no token here.
-        shape: of the attention.
+        shape: Of the attention.
     """
 
     q: Tensor
@@ -256,7 +257,9 @@ class PaddedEntries(NamedTuple):
 
 
 def joined(parts: Sequence[PaddedEntries]) -> PaddedEntries:
-    """The columns of several runs of entries of the same regions, one behind the other; all have masses, or none."""
+    """Return the columns of several runs of entries of the same regions, one behind the other; all have masses, or
+    none.
+    """
     columns = list(zip(*parts, strict=True))[:4]
     keys, values, positions, scores = (torch.cat(column, 1) for column in columns)
     masses = [part.log_masses for part in parts if part.log_masses is not None]
@@ -270,8 +273,8 @@ class EntryRows:
     Attributes:
         start, count: (R,) int32; of packed pages multiples of `layout.grain`: a group is written once, as a whole.
         index: (R, width) int32, entries past count[r] are ignored.
-        keys: (R, N, key_dim), values: (R, N, value_dim): any strides with contiguous rows; cast to the pages'
-            dtype. For packed pages all channels, as the model made them.
+        keys: (R, N, key_dim), values: (R, N, value_dim): any strides with contiguous rows; cast to the pages' dtype.
+            For packed pages all channels, as the model made them.
         positions: (R, N) int32 (may be expanded).
         scores: (R, N) float32, zero if None.
         log_masses: (R, N) float32, zero if None; only for pages with masses.
@@ -292,15 +295,17 @@ class PrefillArgs(OfQueries):
     """Q new queries of one sequence, and N = n_past + Q columns: stored entries, all older than every query, then new.
 
     Attributes:
-        q: (Hq, Q, key_dim). k: (Hkv, N, key_dim). v: (Hkv, N, value_dim); any strides.
+        q: (Hq, Q, key_dim).
+        k: (Hkv, N, key_dim).
+        v: (Hkv, N, value_dim); any strides.
         q_pos: (Q,) int32, positions of the new tokens, ascending.
-        shape: of the attention.
+        shape: Of the attention.
         past_pos: (Hkv, n_past) or (1, n_past) int32, positions of the stored entries, -1 where there is none (ragged
             heads); None: nothing is stored.
-        past_log_masses: (Hkv or 1, n_past) float32, added to the logits of the stored entries after the softcap;
-            None: all 0.
-        colsum: how to reduce the query heads of a group in the column sums; None: none are made.
-        decay: factor on the column sums of all earlier queries at each query, above 0 to 1.
+        past_log_masses: (Hkv or 1, n_past) float32, added to the logits of the stored entries after the softcap; None:
+            all 0.
+        colsum: How to reduce the query heads of a group in the column sums; None: none are made.
+        decay: Factor on the column sums of all earlier queries at each query, above 0 to 1.
     """
 
     q: Tensor
@@ -315,7 +320,7 @@ class PrefillArgs(OfQueries):
 
 
 class PrefillOutput(NamedTuple):
-    """What the queries found, and what the columns received.
+    """Output of the queries, and the attention that the columns received.
 
     colsum[g, j] = sum_i decay**(Q - 1 - i) reduce_h A[h, i, j] over the queries i and the query heads h of KV head g.
     """
@@ -330,9 +335,12 @@ class WindowSignalArgs(OfQueries):
     """A few queries w of one sequence, and N entries in any order.
 
     Attributes:
-        q: (Hq, w, key_dim). k: (Hkv, N, key_dim). q_pos: (w,) int32. k_pos: (Hkv, N) int32, -1 for none.
-        shape: of the attention.
-        reduce: the query heads of a group.
+        q: (Hq, w, key_dim).
+        k: (Hkv, N, key_dim).
+        q_pos: (w,) int32.
+        k_pos: (Hkv, N) int32, -1 for none.
+        shape: Of the attention.
+        reduce: The query heads of a group.
         log_masses: (Hkv or 1, N) float32 or None, added to the logits of the entries.
         lse: (Hq, w) float32, the log of each denominator, if it is known, sink included; with it the window hides
             entries and leaves the others what they had.
@@ -374,7 +382,9 @@ class RunsInBuffer(NamedTuple):
     """Runs of pages in a buffer, each of them array after array. All (n,) int64.
 
     Attributes:
-        places: where each begins, in bytes. n_pages: that it holds. generations: what its checksum begins with.
+        places: Where each begins, in bytes.
+        n_pages: That it holds.
+        generations: What its checksum begins with.
         checksums: CRC-32 of its bytes.
     """
 
@@ -388,7 +398,8 @@ class WantedPages(NamedTuple):
     """Pages of runs that are wanted, those of a run together. Both int64.
 
     Attributes:
-        rows: (m,) which page of its run. ids: (m,) the page of a pool that it becomes.
+        rows: (m,) which page of its run.
+        ids: (m,) the page of a pool that it becomes.
     """
 
     rows: Numbers

@@ -71,7 +71,7 @@ def _block_mask(
 
 
 def _logits(rows: Tensor, keys: Tensor, scale: float, softcap: float, past_log_masses: Tensor | None) -> Tensor:
-    """(Hkv, group, rows, n) logits in the wide dtype, from rows (Hkv, group, rows, D) and keys (Hkv, n, D)."""
+    """Return (Hkv, group, rows, n) logits in the wide dtype, from rows (Hkv, group, rows, D) and keys (Hkv, n, D)."""
     n_kv_heads, group, n_rows, dim = rows.shape
     product = torch.bmm(rows.reshape(n_kv_heads, group * n_rows, dim), keys.transpose(1, 2))
     logits = product.to(wide(rows.dtype)).mul_(scale)
@@ -120,7 +120,7 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 
 
 def _column_sums(p: Tensor, how: Reduce) -> Tensor:
-    """(Hkv, n) from (Hkv, group, rows, n)."""
+    """Return (Hkv, n) from (Hkv, group, rows, n)."""
     if how is Reduce.MAX:
         return reduce_group(p, how, 1).sum(1)
     sums = p.sum((1, 2))

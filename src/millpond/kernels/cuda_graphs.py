@@ -21,7 +21,7 @@ class GraphRecorder(Protocol):
     """What records work."""
 
     def __call__(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """What does the same again with the tensors that `work` reads and writes; it is run once before."""
+        """Return what does the same again with the tensors that `work` reads and writes; it is run once before."""
         ...
 
 
@@ -38,7 +38,7 @@ def recording() -> bool:
 
 
 def record_cuda(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A CUDA graph of `work`, which is run once before, so that all kernels are compiled and loaded."""
+    """Return a CUDA graph of `work`, which is run once before, so that all kernels are compiled and loaded."""
     with torch.cuda.device(device):
         stream, anchor = _shared(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
@@ -52,8 +52,8 @@ def record_cuda(work: Callable[[], None], device: torch.device) -> Callable[[], 
 
 @cache
 def _shared(device: int) -> tuple[Any, Any]:
-    """The stream of all records on a device, and a graph that keeps their memory: what one needs in between, another
-    may use too, since they never run at the same time.
+    """Return the stream of all records on a device, and a graph that keeps their memory: what one needs in between,
+    another may use too, since they never run at the same time.
     """
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -84,10 +84,10 @@ class StepInputs:
     may be added or sealed, and other sequences take the places of those that end.
 
     Args:
-        regions: of a step of each layer, for whose sizes places are made.
+        regions: Of a step of each layer, for whose sizes places are made.
 
     Attributes:
-        regions: the same with these places, in which no sequence takes part until `take`.
+        regions: The same with these places, in which no sequence takes part until `take`.
     """
 
     def __init__(self, regions: Sequence[StepRegions]) -> None:
@@ -123,17 +123,17 @@ class StepInputs:
 def key_of(regions: Sequence[StepRegions]) -> tuple[Any, ...] | None:
     """What a recorded step has noted by its address or value; None for steps that wait for the device."""
     numbers: list[float] = [len(regions[0].q_pos)]
-    found: list[Any] = []
+    fixed: list[Any] = []
     for one in regions:
         if one.kept is not None or one.least is not None:
             return None
         numbers += (one.shape.scale, one.shape.softcap, one.shape.window, bool(one.plain.pages.n_arenas))
-        found += (one.plain.pages, one.plain.pages.bases, one.rule, one.shape.sink_logits)
+        fixed += (one.plain.pages, one.plain.pages.bases, one.rule, one.shape.sink_logits)
         if one.packed is not None:
             packed = one.packed
             numbers.append(bool(packed.pages.n_arenas))
-            found += (packed.pages, packed.pages.bases, packed.channels, packed.balance, packed.key_scales, packed.rope)
-    return numbers, *found
+            fixed += (packed.pages, packed.pages.bases, packed.channels, packed.balance, packed.key_scales, packed.rope)
+    return numbers, *fixed
 
 
 def same_key(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -156,11 +156,11 @@ def _placed_codes(packed: PackedRegions) -> PackedRegions:
 
 
 def _wider(table: Tensor) -> Tensor:
-    """(R, n) with the page ids of a table (R, <= n) and room for some more."""
+    """Return (R, n) with the page ids of a table (R, <= n) and room for some more."""
     wanted = table.shape[1] * 5 // 4
-    found = table.new_zeros(len(table), -(-max(wanted, 1) // WIDTH_STEP) * WIDTH_STEP)
-    found[:, : table.shape[1]] = table
-    return found
+    widened = table.new_zeros(len(table), -(-max(wanted, 1) // WIDTH_STEP) * WIDTH_STEP)
+    widened[:, : table.shape[1]] = table
+    return widened
 
 
 def _tables(one: StepRegions) -> list[Tensor]:
@@ -168,7 +168,7 @@ def _tables(one: StepRegions) -> list[Tensor]:
 
 
 def _given(one: StepRegions) -> tuple[Tensor, ...]:
-    """What is another tensor whenever the host changes it."""
+    """Return what is another tensor whenever the host changes it."""
     own = (one.plain.table, one.caps, one.recent)
     return own if one.packed is None else (*own, one.packed.table, one.packed.lens)
 
@@ -196,7 +196,7 @@ class RecordedDecode:
         record: how.
 
     Attributes:
-        recorded, replayed: graphs that were made, and steps that they ran.
+        recorded, replayed: Graphs that were made, and steps that they ran.
     """
 
     def __init__(self, record: GraphRecorder) -> None:
@@ -222,7 +222,7 @@ class RecordedDecode:
         replay()
         self.replayed += 1
         inputs.give_back(regions)
-        return DecodeOutput(*(found.clone() for found in outputs[-1]))
+        return DecodeOutput(*(tensor.clone() for tensor in outputs[-1]))
 
     def _make(self, args: DecodeArgs) -> _Recording:
         inputs = StepInputs([args.regions])

@@ -60,14 +60,15 @@ class DecodeRule:
     """The part of a policy that runs inside the decode kernel.
 
     Attributes:
-        signal: what goes into the accumulator.
-        reduce: reduction over the query heads of a group, applied to each query's probabilities.
-        evict: which entry leaves when a region holds as many entries as its cap.
-        decay: factor on the old accumulator per step, for `Signal.SUM`.
-        sinks: entries with position < sinks never leave.
-        shared: all KV heads of a sequence drop the same entry: the value is averaged over the KV heads first.
-            Their regions must hold the same positions in the same slots.
-        seed: of `Evict.RANDOM`. spacing: of `Evict.SPACED`.
+        signal: What goes into the accumulator.
+        reduce: Reduction over the query heads of a group, applied to each query's probabilities.
+        evict: Which entry leaves when a region holds as many entries as its cap.
+        decay: Factor on the old accumulator per step, for `Signal.SUM`.
+        sinks: Entries with position < sinks never leave.
+        shared: All KV heads of a sequence drop the same entry: the value is averaged over the KV heads first. Their
+            regions must hold the same positions in the same slots.
+        seed: Of `Evict.RANDOM`.
+        spacing: Of `Evict.SPACED`.
     """
 
     signal: Signal = Signal.NONE
@@ -93,7 +94,7 @@ MOST_LEAST = 256
 
 
 def hash_priority(seed: int, head: Tensor, position: Tensor) -> Tensor:
-    """A 24-bit hash of (seed, head, position) as float32: the value of `Evict.RANDOM`."""
+    """Return a 24-bit hash of (seed, head, position) as float32: the value of `Evict.RANDOM`."""
     mask = 0xFFFFFFFF
     h = (position.long() * 0x9E3779B1 + head.long() * 0x85EBCA77 + (seed * 0xC2B2AE3D & mask)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
@@ -103,7 +104,7 @@ def hash_priority(seed: int, head: Tensor, position: Tensor) -> Tensor:
 
 
 def spaced_value(spacing: Spacing, positions: Tensor) -> Tensor:
-    """What positions are worth in a pattern, as float32: the value of `Evict.SPACED`."""
+    """Return what positions are worth in a pattern, as float32: the value of `Evict.SPACED`."""
     unit = positions.long().clamp(min=0) // spacing.width + spacing.shift
     if spacing.stride:
         return (unit % spacing.stride == 0).float()
@@ -111,7 +112,7 @@ def spaced_value(spacing: Spacing, positions: Tensor) -> Tensor:
 
 
 def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, n_kv_heads: int) -> Tensor:
-    """The value (R, n) by which entries leave, lowest first. q_pos: (R, 1)."""
+    """Return the value (R, n) by which entries leave, lowest first. q_pos: (R, 1)."""
     if rule.evict is Evict.OLDEST:
         return positions.float()
     if rule.evict is Evict.RANDOM:
@@ -130,13 +131,13 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
 
 
 def in_spans(positions: Tensor, spans: Tensor) -> Tensor:
-    """(R, n) bool: which positions (R, n) lie in one of the spans (R, k, 2) of their row."""
+    """Return (R, n) bool: which positions (R, n) lie in one of the spans (R, k, 2) of their row."""
     begin, end = spans[..., None].unbind(2)
     return ((positions[:, None] >= begin) & (positions[:, None] < end)).any(1)
 
 
 def in_full_spans(positions: Tensor, least: Tensor) -> Tensor:
-    """(R, n) bool: which positions (R, n) lie in a span of which their row holds no more than must stay.
+    """Return (R, n) bool: which positions (R, n) lie in a span of which their row holds no more than must stay.
 
     least: (R, m, 3), [begin, end) and the fewest entries that stay.
     """
@@ -156,7 +157,7 @@ def choose_evicted(
     kept: Tensor | None = None,
     least: Tensor | None = None,
 ) -> Tensor:
-    """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first.
+    """Return the column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first.
 
     kept, least: `StepRegions`.
     """

@@ -95,8 +95,9 @@ class Projection:
     """Linear layers that take the same rows: weights (n, k), plain or all quantized, with their biases (n,) or None.
 
     Attributes:
-        whole: weight and bias of all one after another, which the parts are views of; None where they lie apart.
-        norm: of the rows, in front. act: of the outcome of the first part.
+        whole: Weight and bias of all one after another, which the parts are views of; None where they lie apart.
+        norm: Of the rows, in front.
+        act: Of the outcome of the first part.
     """
 
     parts: tuple[tuple[Weight, Tensor | None], ...]
@@ -137,7 +138,7 @@ class DecoderOps:
     """Rows through torch.
 
     Attributes:
-        few: the rows are few, and native kernels take them.
+        few: The rows are few, and native kernels take them.
     """
 
     few = False
@@ -277,8 +278,8 @@ class FixedOrder(DecoderOps):
         self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         pieces = zip(_pieces(x), _pieces(cos), _pieces(sin), strict=True)
-        found = [projection.few.heads(part, dim, *angles) for part, *angles in pieces]
-        q, k, v = (torch.cat(parts) for parts in zip(*found, strict=True))
+        heads = [projection.few.heads(part, dim, *angles) for part, *angles in pieces]
+        q, k, v = (torch.cat(parts) for parts in zip(*heads, strict=True))
         return q, k, v
 
     def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
@@ -300,10 +301,11 @@ _TORCH, _FEW, _MANY, _FIXED = DecoderOps(), NativeDense(few=True), NativeDense(f
 
 
 def choose(x: Tensor, few: bool | None = None, *, fixed_order: bool = False) -> DecoderOps:
-    """The implementation for rows like x (N, width) without gradients.
+    """Return the implementation for rows like x (N, width) without gradients.
 
     Args:
-        few: as if they were few, or not. fixed_order: each row gets the bits that it has alone.
+        few: As if they were few, or not.
+        fixed_order: Each row gets the bits that it has alone.
     """
     if not serves(x):
         return _TORCH

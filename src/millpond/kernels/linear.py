@@ -29,10 +29,10 @@ def filled_up(x: Tensor) -> Tensor:
     missing = -len(x) % ROW_STEP
     if not missing or not x.is_cpu or x.dtype.itemsize != 2:
         return x
-    found = x.new_empty(len(x) + missing, x.shape[1])
-    found[: len(x)] = x
-    found[len(x) :] = 0
-    return found
+    padded = x.new_empty(len(x) + missing, x.shape[1])
+    padded[: len(x)] = x
+    padded[len(x) :] = 0
+    return padded
 
 
 @cache
@@ -52,8 +52,8 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
     rows = x.reshape(-1, x.shape[-1])
     wide = filled_up(rows if has_products(x) else rows.float())
     with torch_on_all_threads():
-        found = _multiply(wide, weight, bias, x.dtype)
-    return found[: len(rows)].view(*x.shape[:-1], len(weight))
+        out = _multiply(wide, weight, bias, x.dtype)
+    return out[: len(rows)].view(*x.shape[:-1], len(weight))
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -121,7 +121,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     asks for it.
 
     Args:
-        x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it, or in codes. bias: (n,) or None.
+        x: (..., k).
+        weight: (n, k), rows contiguous, as torch.nn.Linear keeps it, or in codes.
+        bias: (n,) or None.
 
     Returns:
         (..., n) in x's dtype.

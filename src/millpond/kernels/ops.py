@@ -52,7 +52,8 @@ class OpSet(Protocol):
         ...
 
     def decode_rows(self, args: DecodeRowsArgs) -> AttendOutput:
-        """A few new tokens of each sequence, as if decoded one after another with nothing scored and nothing evicted.
+        """Return a few new tokens of each sequence, as if decoded one after another with nothing scored and nothing
+        evicted.
 
         Token i of a sequence attends to the stored entries and to the tokens up to itself, and each result has the bits
         that `decode` gives for it where it comes alone. All are stored, in order, behind the entries that are there.
@@ -66,7 +67,7 @@ class OpSet(Protocol):
         """Attention of many sequences' queries over entries that they share, which are read once for all of them.
 
         The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2). What `decode` finds in the entries
-        of each sequence alone is given as `found`, and put together with it by the log-sum-exp, as `lse_merge` does.
+        of each sequence alone is given as `partial`, and put together with it by the log-sum-exp, as `lse_merge` does.
         """
         ...
 
@@ -78,7 +79,8 @@ class OpSet(Protocol):
         ...
 
     def window_signal(self, args: WindowSignalArgs) -> Tensor:
-        """(Hkv, N) float32: sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not newer.
+        """Return (Hkv, N) float32: sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not
+        newer.
 
         A query that sees nothing adds nothing.
         """
@@ -102,7 +104,7 @@ class OpSet(Protocol):
         ...
 
     def read_packed(self, regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
-        """The entries of every region as numbers, padded to `width` >= max(lens), keys of `head_dim` channels."""
+        """Return the entries of every region as numbers, padded to `width` >= max(lens), keys of `head_dim` channels."""
         ...
 
     def merge_slots(self, args: MergeArgs) -> None:
@@ -127,7 +129,8 @@ class OpSet(Protocol):
         """sum_m |x_j . y_m| of each entry j with all vectors m of its head; none of the products is kept.
 
         Args:
-            x: (H, N, dim). y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
+            x: (H, N, dim).
+            y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
 
         Returns:
             (H, N) float32.
@@ -138,7 +141,9 @@ class OpSet(Protocol):
         """For each key the last other ones of its head whose cosine with it is above the threshold.
 
         Args:
-            keys: (H, N, dim). lens: (H,) int32, the first lens[h] of head h are there. most: of them, for each key.
+            keys: (H, N, dim).
+            lens: (H,) int32, the first lens[h] of head h are there.
+            most: Of them, for each key.
 
         Returns:
             their columns (H, N, most) int32, the last one first, -1 for none; their cosines (H, N, most) float32, 0 for
@@ -148,7 +153,7 @@ class OpSet(Protocol):
 
 
 def op_set(dtype: torch.dtype, device: torch.device) -> OpSet:
-    """The implementation that serves pages, or queries, of this dtype on this device.
+    """Return the implementation that serves pages, or queries, of this dtype on this device.
 
     Raises:
         OptionError: MILLPOND_KERNELS names an implementation that does not exist or cannot run here.

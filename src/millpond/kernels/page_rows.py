@@ -39,10 +39,11 @@ class RowArrays:
     """Arrays with as many rows each, cut into arenas of equal size, of which the last may be shorter.
 
     Attributes:
-        arenas: of each array, tensors (per_arena, ...). per_arena: rows, a power of two.
-        row_bytes: of each array; empty where they were not counted.
-        numbers: struct of the native kernels; None where they do not serve these arrays.
-        memory: what `numbers` points to besides the arenas.
+        arenas: Of each array, tensors (per_arena, ...).
+        per_arena: Rows, a power of two.
+        row_bytes: Of each array; empty where they were not counted.
+        numbers: Struct of the native kernels; None where they do not serve these arrays.
+        memory: What `numbers` points to besides the arenas.
     """
 
     arenas: Sequence[Sequence[Tensor]]
@@ -90,9 +91,8 @@ class RowArrays:
 
     @classmethod
     def _of(cls, arenas: list[list[Tensor]], per_arena: int, arrays: Arenas, in_bases: list[int]) -> RowArrays:
-        """
-        Args:
-            in_bases: rows of `bases` with the addresses of the arrays.
+        """Args:
+        in_bases: Rows of `bases` with the addresses of the arrays.
         """
         if arrays.device.type != "cpu" or not arrays.n_arenas:
             return cls(arenas, per_arena)
@@ -127,11 +127,11 @@ def move_rows(source: RowArrays, source_rows: Rows | None, target: RowArrays, ta
 
 
 def take(source: RowArrays, rows: Rows) -> list[Tensor]:
-    """Rows (n,) of each array, on the CPU, as a copy (n, ...); (0,) of arrays that never had an arena."""
-    found = source.empty(len(rows))
+    """Return rows (n,) of each array, on the CPU, as a copy (n, ...); (0,) of arrays that never had an arena."""
+    rows_read = source.empty(len(rows))
     if all(source.arenas):
-        move_rows(source, rows, RowArrays.of_tensors(found), None, len(rows))
-    return found
+        move_rows(source, rows, RowArrays.of_tensors(rows_read), None, len(rows))
+    return rows_read
 
 
 def serves() -> bool:
@@ -156,10 +156,10 @@ def _taken(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, n: int) 
     parts = _by_arena(per_arena, rows)
     if len(parts) == 1:
         return take_rows(pieces[parts[0][0]], parts[0][2])
-    found = torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype)
+    rows_read = torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype)
     for arena, which, there in parts:
-        put_rows(found, which, take_rows(pieces[arena], there))
-    return found
+        put_rows(rows_read, which, take_rows(pieces[arena], there))
+    return rows_read
 
 
 def _put(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, content: Tensor) -> None:
@@ -175,16 +175,18 @@ def pack_run(pages: RowArrays, ids: Rows, room: Tensor, generation: int) -> int:
     """Put pages into a buffer, array after array, and 0 into what is left of it.
 
     Args:
-        pages: of a pool. ids: (n,) which. room: (m,) uint8, contiguous, at least the bytes of the pages.
-        generation: what the checksum begins with.
+        pages: Of a pool.
+        ids: (n,) which.
+        room: (m,) uint8, contiguous, at least the bytes of the pages.
+        generation: What the checksum begins with.
 
     Returns:
         CRC-32 of the bytes of the pages.
     """
     if pages.numbers is not None and serves():
-        found = native_pages.pack(pages.numbers, ids, room, generation)
-        if found >= 0:
-            return found
+        checked = native_pages.pack(pages.numbers, ids, room, generation)
+        if checked >= 0:
+            return checked
     views = _views(room, 0, len(ids), pages)
     move_rows(pages, ids, RowArrays.of_tensors(views), None, len(ids))
     needed = sum(rows.nbytes for rows in views)
@@ -196,16 +198,17 @@ def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: Want
     """Check runs, and put those pages of them that are wanted into a pool; Python's lock is free meanwhile.
 
     Args:
-        data: (m,) uint8, contiguous. pages: of the pool. first: (n + 1,) int64, where what is `wanted` of each run
-            begins and the last ends.
+        data: (m,) uint8, contiguous.
+        pages: Of the pool.
+        first: (n + 1,) int64, where what is `wanted` of each run begins and the last ends.
 
     Returns:
         How many runs came before the first whose checksum is another one; nothing of that and later ones was taken.
     """
     if pages.numbers is not None and serves():
-        found = native_pages.unpack(data, runs, pages.numbers, wanted, first)
-        if found >= 0:
-            return found
+        checked = native_pages.unpack(data, runs, pages.numbers, wanted, first)
+        if checked >= 0:
+            return checked
     bounds = first.tolist()
     for n, (place, n_pages, generation, checksum) in enumerate(zip(*(x.tolist() for x in runs), strict=True)):
         views = _views(data, place, n_pages, pages)
@@ -217,11 +220,11 @@ def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: Want
 
 
 def _views(data: Tensor, place: int, n_pages: int, pages: RowArrays) -> list[Tensor]:
-    """The arrays of a run that begins at a place, (n_pages, bytes of a page) uint8 each."""
-    found = []
+    """Return the arrays of a run that begins at a place, (n_pages, bytes of a page) uint8 each."""
+    runs_of_pages = []
     for pieces in pages.arenas:
         assert pieces[0].is_cpu, "a disk is read into the host's memory, byte by byte"
         nbytes = pieces[0][0].nbytes
-        found.append(data[place : place + n_pages * nbytes].view(n_pages, nbytes))
+        runs_of_pages.append(data[place : place + n_pages * nbytes].view(n_pages, nbytes))
         place += n_pages * nbytes
-    return found
+    return runs_of_pages

@@ -13,7 +13,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 #: Arenas whose addresses there is room for on a device.
-_LEAST_ROOM = 64
+_MIN_ROOM = 64
 
 
 class Arenas(ABC):
@@ -23,12 +23,12 @@ class Arenas(ABC):
     where there are others.
 
     Attributes:
-        pages_per_arena: a power of two.
-        slots: slots (tokens) per page, a power of two.
-        masses: whether slots carry a mass.
-        positions: per arena (pages_per_arena, slots) int32: the place of the entry in its own unpadded text.
-        scores: per arena (pages_per_arena, slots) float32: the accumulator of the policy.
-        log_masses: per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
+        pages_per_arena: A power of two.
+        slots: Slots (tokens) per page, a power of two.
+        masses: Whether slots carry a mass.
+        positions: Per arena (pages_per_arena, slots) int32: the place of the entry in its own unpadded text.
+        scores: Per arena (pages_per_arena, slots) float32: the accumulator of the policy.
+        log_masses: Per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
             stands for, which attention adds to its logit. 0 for one entry as it came.
         bases: (5, n) int64: the addresses of the one or two arrays of `contents`, of positions, scores and log masses,
             on the pool's device; 0 for an array that there is not. On a CPU n is `n_arenas`; elsewhere there is room
@@ -69,14 +69,14 @@ class Arenas(ABC):
         return self.derived("nbytes", lambda: sum(t.numel() * t.element_size() for one in self.arrays for t in one))
 
     def derived(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes of the arenas; it is kept until there are others."""
+        """Return what `make` makes of the arenas; it is kept until there are others."""
         known = self._derived
         if known is None:
             known = self._derived = {}
         if name not in known:
             known[name] = make()
-        found: T = known[name]
-        return found
+        cached: T = known[name]
+        return cached
 
     def add_arena(self, n_pages: int | None = None) -> None:
         """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
@@ -109,14 +109,14 @@ class Arenas(ABC):
         contents = [*self.contents, [], []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
-        found = torch.tensor(rows, dtype=torch.int64).view(len(rows), self.n_arenas)
+        bases = torch.tensor(rows, dtype=torch.int64).view(len(rows), self.n_arenas)
         if self.device.type == "cpu":
-            self.bases = found
+            self.bases = bases
             return
         if self.bases.device.type == "cpu" or self.bases.shape[1] < self.n_arenas:
-            room = max(_LEAST_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
+            room = max(_MIN_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
             self.bases = torch.zeros(len(rows), room, dtype=torch.int64, device=self.device)
-        self.bases[:, : self.n_arenas].copy_(found)
+        self.bases[:, : self.n_arenas].copy_(bases)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
@@ -138,10 +138,10 @@ class PageArrays(Arenas):
     """Arenas of pages of natural rows: a slot is one row of `key_dim` (or `value_dim`) numbers.
 
     Attributes:
-        keys: per arena (pages_per_arena, slots, key_dim), in the storage dtype.
-        values: per arena (pages_per_arena, slots, value_dim), in the storage dtype.
-        key_dim, value_dim: numbers per key and per value.
-        dtype: of keys and values.
+        keys: Per arena (pages_per_arena, slots, key_dim), in the storage dtype.
+        values: Per arena (pages_per_arena, slots, value_dim), in the storage dtype.
+        key_dim, value_dim: Numbers per key and per value.
+        dtype: Of keys and values.
     """
 
     pages_per_arena: int

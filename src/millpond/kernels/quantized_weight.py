@@ -30,7 +30,7 @@ class QuantizedWeight:
         codes: (n, k / 32, 16) uint8 in 4 bits, number i of a group in the low half of byte i, number 16 + i in its high
             half; (n, k / 32, 32) int8 in 8 bits.
         scales: (n, 2, k / 32) float16, steps and least numbers; (n, 1, k / 32) in 8 bits, steps alone.
-        dtype: of the rows that it meets.
+        dtype: Of the rows that it meets.
     """
 
     codes: Tensor
@@ -44,7 +44,8 @@ class QuantizedWeight:
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: int) -> QuantizedWeight:
-        """The codes nearest to weight (n, k); a group of equal numbers is exact as far as float16 holds the number.
+        """Return the codes nearest to weight (n, k); a group of equal numbers is exact as far as float16 holds the
+        number.
 
         Raises:
             OptionError: rows of no whole groups, or a number that is not finite or beyond float16.
@@ -55,7 +56,7 @@ class QuantizedWeight:
             )
         step = max(1, BLOCK // weight.shape[1])
         parts = [_quantize(weight[i : i + step].detach().float(), bits) for i in range(0, len(weight), step)]
-        codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
+        codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return cls(codes, scales, weight.dtype)
 
     @staticmethod
@@ -94,16 +95,16 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[begin:end], scales=self.scales[begin:end])
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (N,) as numbers: (N, k) in its dtype, as an embedding gives them."""
+        """Return rows `ids` (N,) as numbers: (N, k) in its dtype, as an embedding gives them."""
         return replace(self, codes=self.codes[ids], scales=self.scales[ids]).widen()
 
     def widen(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All rows as numbers: (n, k) in `dtype`, its own where that is None, each rounded once from float32."""
+        """Return all rows as numbers: (n, k) in `dtype`, its own where that is None, each rounded once from float32."""
         dtype = self.dtype if dtype is None else dtype
         native = load_native() if self.is_cpu else None
         if native is not None:
-            found: Tensor = native.widen(self.codes, self.scales, dtype)
-            return found
+            widened: Tensor = native.widen(self.codes, self.scales, dtype)
+            return widened
         codes, scales = self.codes, self.scales.float()[..., None]
         if self.bits == 8:
             return (codes.float() * scales[:, 0]).to(dtype).view(self.shape)

@@ -28,7 +28,7 @@ def thread_count() -> int:
 
 @cache
 def _openmp(name: str) -> ctypes._NamedFuncPointer | None:
-    """A function of the runtime that torch has loaded; None where there is none, or its symbols cannot be seen."""
+    """Return a function of the runtime that torch has loaded; None where there is none, or its symbols cannot be seen."""
     try:
         return getattr(ctypes.CDLL(None), name, None)
     except (OSError, TypeError):

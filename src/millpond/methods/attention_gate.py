@@ -33,7 +33,8 @@ class GatedHeads:
     Where that is more than the budget, the highest values of all heads together stay, and the total is the budget.
 
     Attributes:
-        threshold: 0 to 1. least: entries that a head keeps at least: a count, or a share of those it has.
+        threshold: 0 to 1.
+        least: Entries that a head keeps at least: a count, or a share of those it has.
     """
 
     threshold: float = 0.5
@@ -61,7 +62,7 @@ class GatedHeads:
         return Ada(alpha=0.0).keep_counts(value, valid, pinned, budget)
 
     def _least(self, held: Tensor) -> Tensor:
-        """(H,) int64, at least 1: what heads that hold `held` (H,) keep whatever the gate says."""
+        """Return (H,) int64, at least 1: what heads that hold `held` (H,) keep whatever the gate says."""
         if isinstance(self.least, float):
             return held.new_tensor([max(1, math.ceil(round(self.least * n, 9))) for n in held.tolist()])
         return held.new_full(held.shape, max(1, self.least))

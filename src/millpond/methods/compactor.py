@@ -57,7 +57,7 @@ class LeverageAndAttention:
 
 
 def leverage_scores(keys: Tensor, chosen: Tensor, sketch: int, seed: int) -> Tensor:
-    """(H, N) float64: statistical leverage of the chosen keys (H, N, D) within their head; 0 for the others."""
+    """Return (H, N) float64: statistical leverage of the chosen keys (H, N, D) within their head; 0 for the others."""
     x = keys.double()
     if 0 < sketch < keys.shape[2]:
         make = torch.Generator().manual_seed(seed)

@@ -60,7 +60,7 @@ class CriticalValues(WrappedScore):
 
 
 def output_norms(values: Tensor, maps: Tensor) -> Tensor:
-    """(H, N): mean over the group of ||v_j W_h||_1, values (H, N, D), maps (H * group, D, hidden size)."""
+    """Return (H, N): mean over the group of ||v_j W_h||_1, values (H, N, D), maps (H * group, D, hidden size)."""
     return ops.absolute_sums(values, maps.transpose(1, 2)) * len(values) / len(maps)
 
 

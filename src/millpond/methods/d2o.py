@@ -51,7 +51,7 @@ class AttentionDensity:
         return float(variance.mean())
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for layers of which this was measured."""
         top = max(measured)
         if self.scale == "relative" and top > 0:
             measured = [f / top for f in measured]
@@ -68,7 +68,8 @@ class MergeAboveThreshold:
     An entry that stands for m others counts m times. Accumulators are those of c.
 
     Attributes:
-        rate: of the moving average. sinks: first positions that take nothing in.
+        rate: Of the moving average.
+        sinks: First positions that take nothing in.
         shrinking: x_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
     """
 

@@ -28,9 +28,10 @@ class RetrievalHeads:
     """A KV head is a retrieval head if its number is above the threshold.
 
     Attributes:
-        threshold: 0 to 1. sinks, recent: first and newest positions, the ones that are near.
-        grows: retrieval heads keep all that comes while decoding.
-        table: the numbers, a row per layer; empty: the share of the observed attention that goes beyond what is near.
+        threshold: 0 to 1.
+        sinks, recent: First and newest positions, the ones that are near.
+        grows: Retrieval heads keep all that comes while decoding.
+        table: The numbers, a row per layer; empty: the share of the observed attention that goes beyond what is near.
     """
 
     threshold: float = 0.5
@@ -48,11 +49,11 @@ class RetrievalHeads:
             raise OptionError(f"a table of head classes for {len(self.table)} layers; the model has {n_layers}")
 
     def decide(self, view: View) -> DividedHeads:
-        """Which heads of `view` are retrieval heads."""
+        """Return which heads of `view` are retrieval heads."""
         return DividedHeads(tuple(self.retrieval(view).tolist()), self.grows)
 
     def retrieval(self, view: View) -> Tensor:
-        """(H,) bool.
+        """Return (H,) bool.
 
         Raises:
             CacheMismatchError: the table is of another model.
@@ -73,7 +74,7 @@ class RetrievalHeads:
         return attention.masked_fill(near, 0).sum(1) / attention.sum(1)
 
     def layer_share(self, view: View) -> float:
-        """The share of a layer's heads that are retrieval heads."""
+        """Return the share of a layer's heads that are retrieval heads."""
         return float(self.retrieval(view).double().mean())
 
 
@@ -109,7 +110,7 @@ class RetrievalLayers:
     """Every retrieval head of the model has the same budget, every streaming head what it protects.
 
     Attributes:
-        shares: of each layer's KV heads that are retrieval heads.
+        shares: Of each layer's KV heads that are retrieval heads.
 
     Example:
         >>> RetrievalLayers((1.0, 0.5, 0.0)).wanted(20, 8, [100] * 3)
@@ -142,16 +143,16 @@ class ProfiledLayers:
         """Fits every model."""
 
     def measure(self, view: View) -> float:
-        """The share of a layer's heads that are retrieval heads."""
+        """Return the share of a layer's heads that are retrieval heads."""
         return self.heads.layer_share(view)
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for layers of which this was measured."""
         return RetrievalLayers(tuple(measured))
 
 
 def distribute(amount: float, weights: Sequence[float], room: Sequence[float]) -> list[float]:
-    """Each weight times min(level, room), at the level where they add up to `amount`, or full.
+    """Return each weight times min(level, room), at the level where they add up to `amount`, or full.
 
     Example:
         >>> distribute(6.0, [1.0, 1.0, 0.5], [1.0, 9.0, 9.0])

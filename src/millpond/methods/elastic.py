@@ -12,7 +12,7 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.merge.rules import Links, mean
 from millpond.methods import method
-from millpond.option_ranges import MOST_POSITIONS, POSITIONS, Range
+from millpond.option_ranges import MAX_POSITIONS, POSITIONS, Range
 from millpond.policy.merging import Merged, joined_masses, own_scores
 from millpond.policy.policy import EvictionPlan, Policy
 from millpond.policy.protect import Protect
@@ -28,7 +28,7 @@ class MergeIntoAnchors:
     An entry that stands for m others counts m times. Accumulators are the anchor's. Without an anchor all are dropped.
 
     Attributes:
-        shift: columns by which the merged entries lie before the evicted ones; the paper's code has one per sink.
+        shift: Columns by which the merged entries lie before the evicted ones; the paper's code has one per sink.
     """
 
     shift: int = 0
@@ -39,7 +39,7 @@ class MergeIntoAnchors:
         return Merged(keys, values, joined_masses(view, links), own_scores(view))
 
     def links(self, view: View, keep: Tensor) -> Links:
-        """Which entries are merged, and into which anchor."""
+        """Return which entries are merged, and into which anchor."""
         anchors = keep & view.free
         into, reachable = nearest_in_text(view.positions, anchors)
         taken = (view.valid & ~keep).roll(-self.shift, 1)
@@ -47,7 +47,8 @@ class MergeIntoAnchors:
 
 
 def nearest_in_text(positions: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """The column (H, N) int64 of the anchor nearest to each entry, itself where it is one; and whether there is any.
+    """Return the column (H, N) int64 of the anchor nearest to each entry, itself where it is one; and whether there is
+    any.
 
     positions: (H, N), ascending where anchors (H, N) bool lie.
     """
@@ -101,9 +102,9 @@ class AnchorPolicy(Policy):
     score, which is above 0, entries after it and new ones have 0, and the decode kernel takes the lowest and oldest.
 
     Attributes:
-        distance: the index if above 0; below 0 it is counted from the end of what a plan keeps.
-        grow: a budget that is a share is one of all tokens seen, and grows while decoding.
-        official_code: keep one entry less, as the paper's code does.
+        distance: The index if above 0; below 0 it is counted from the end of what a plan keeps.
+        grow: A budget that is a share is one of all tokens seen, and grows while decoding.
+        official_code: Keep one entry less, as the paper's code does.
     """
 
     distance: int = -25
@@ -129,7 +130,7 @@ class AnchorPolicy(Policy):
         return self.grow
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The lowest stored score leaves; all heads hold the same, so each may read its own."""
+        """Return the lowest stored score leaves; all heads hold the same, so each may read its own."""
         return replace(Policy.decode_rule(self, layer), evict=Evict.ACC, shared=False)
 
     def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
@@ -148,7 +149,7 @@ class AnchorPolicy(Policy):
         return replace(plan, caps=torch.full_like(plan.caps, budget), merged=replace(merged, scores=scores))
 
     def _index(self, kept: int) -> int:
-        """The place of the entry that leaves, of `kept` at the end of the prompt."""
+        """Return the place of the entry that leaves, of `kept` at the end of the prompt."""
         wanted = self.distance if self.distance > 0 else kept + self.distance
         return max(0, min(wanted, kept - 1))
 
@@ -158,7 +159,7 @@ def elastic(
     distance: Annotated[
         int,
         "place of the entry that leaves while decoding: below 0 from the end of the merged prompt, else an index",
-        Range(-MOST_POSITIONS, MOST_POSITIONS),
+        Range(-MAX_POSITIONS, MAX_POSITIONS),
     ] = -25,
     grow: Annotated[bool, "a budget in % is one of all tokens so far (the paper), else of the prompt alone"] = True,
     merge: Annotated[Literal["mean", "none"], "average the evicted into their anchor (the paper), or drop it"] = "mean",

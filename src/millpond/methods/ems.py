@@ -31,7 +31,7 @@ class MergeByImportance:
     become their mean, keys the mean direction times the mean length. Accumulators are added up.
 
     Attributes:
-        sinks: first positions that take nothing in.
+        sinks: First positions that take nothing in.
     """
 
     threshold: float = 0.6

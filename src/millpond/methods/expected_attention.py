@@ -57,7 +57,7 @@ class ExpectedAttentionScore:
         return (attention + self.eps) * length
 
     def _attention(self, view: View) -> Tensor:
-        """(H, N): the expected attention, the query heads of a group reduced."""
+        """Return (H, N): the expected attention, the query heads of a group reduced."""
         keys = view.keys
         shown, moments = moments_of(view)
         n_heads, _, dim = keys.shape
@@ -73,7 +73,7 @@ class ExpectedAttentionScore:
 
 
 def quadratic_forms(keys: Tensor, matrices: Tensor) -> Tensor:
-    """(H, group, N): k_j^T M k_j of keys (H, N, D) and the matrices (H, group, D, D) of their head."""
+    """Return (H, group, N): k_j^T M k_j of keys (H, N, D) and the matrices (H, group, D, D) of their head."""
     n_heads, group, dim, _ = matrices.shape
     side_by_side = matrices.transpose(1, 2).reshape(n_heads, dim, group * dim)
     parts = []

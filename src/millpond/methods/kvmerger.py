@@ -35,7 +35,7 @@ class RunPivots(WrappedScore):
     a run is its entry of most attention.
 
     Attributes:
-        shared: one set of runs for all heads, by the means over them.
+        shared: One set of runs for all heads, by the means over them.
     """
 
     base: Score = field(default_factory=AccumulatedAttention)
@@ -58,11 +58,11 @@ class RunPivots(WrappedScore):
         return torch.where(pivot == column, attention, below)
 
     def attention(self, view: View, seed: int) -> Tensor:
-        """(H, N): what pivots are chosen by."""
+        """Return (H, N): what pivots are chosen by."""
         return self._across(self.base.score(view, seed))
 
     def runs(self, view: View, attention: Tensor) -> Tensor:
-        """(H, N) int64: the number of each entry's run, ascending; columns ascend in position."""
+        """Return (H, N) int64: the number of each entry's run, ascending; columns ascend in position."""
         free = view.free
         alone = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
         free = free & ~alone
@@ -105,7 +105,7 @@ class GaussianRuns:
 
 
 def run_pivots(value: Tensor, run: Tensor, may: Tensor) -> Tensor:
-    """(H, N) int64: for each entry the column of highest value in its run among those that `may`, -1 for none.
+    """Return (H, N) int64: for each entry the column of highest value in its run among those that `may`, -1 for none.
 
     Ties go to the newest.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
-from millpond.methods._base import MOST_TEXT
+from millpond.methods._base import MAX_TEXT
 from millpond.methods._options import Sinks
 from millpond.option_ranges import SHARE, SOME_POSITIONS, brief
 from millpond.policy.head_allocation import Ada
@@ -42,8 +42,9 @@ class ReconstructionPolicy(Policy):
     """After each prompt or turn the model repeats it over its cache; then a plan decides by the attention of that pass.
 
     Attributes:
-        ask: what asks for the repetition, for the tokenizer to spell. ids: the same as token ids; None: not known yet.
-        chunk: tokens that are repeated in one pass.
+        ask: What asks for the repetition, for the tokenizer to spell.
+        ids: The same as token ids; None: not known yet.
+        chunk: Tokens that are repeated in one pass.
     """
 
     ask: str = ""
@@ -93,8 +94,8 @@ def kvzip(
     every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends, with what was decoded
     before it; older entries keep the larger of their scores. Not for assisted generation.
     """
-    if len(ask) > MOST_TEXT:
-        raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MOST_TEXT:,}")
+    if len(ask) > MAX_TEXT:
+        raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MAX_TEXT:,}")
     parts = [] if ask == "none" else ask.split(";")
     are_ids = all(part.isdecimal() for part in parts)
     ids = tuple(int(part) if len(part) <= ID_DIGITS else -1 for part in parts) if are_ids else None

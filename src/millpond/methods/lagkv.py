@@ -12,7 +12,7 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow, Sinks
-from millpond.option_ranges import MOST_POSITIONS, Range
+from millpond.option_ranges import MAX_POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Queries
@@ -30,7 +30,9 @@ class LagRelative:
     after them: they stay before all others, the newest first.
 
     Attributes:
-        lag: positions of a chunk. sinks: positions before the first chunk. across: compare entries of all chunks.
+        lag: Positions of a chunk.
+        sinks: Positions before the first chunk.
+        across: Compare entries of all chunks.
     """
 
     lag: int = 128
@@ -59,7 +61,7 @@ class LagRelative:
 
 
 def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
-    """(H, n, width): the softmax over its chunk of the spread of each x (H, N, D)."""
+    """Return (H, n, width): the softmax over its chunk of the spread of each x (H, N, D)."""
     rows, present = chunks.take(x), chunks.present
     if bool(present.all()):
         low, high = rows.amin(2), rows.amax(2)
@@ -78,7 +80,7 @@ def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
 
 
 def next_filled(filled: Tensor) -> Tensor:
-    """(H, n): for each chunk the first later one that is filled (H, n); n where none is."""
+    """Return (H, n): for each chunk the first later one that is filled (H, n); n where none is."""
     n = filled.shape[1]
     number = torch.arange(n, device=filled.device).expand_as(filled)
     later = torch.where(filled, number, n).roll(-1, 1)
@@ -88,7 +90,7 @@ def next_filled(filled: Tensor) -> Tensor:
 
 @method("lagkv", paper="arXiv:2504.04704")
 def lagkv(
-    lag: Annotated[int, "positions of a chunk; each is measured by the next one", Range(2, MOST_POSITIONS)] = 128,
+    lag: Annotated[int, "positions of a chunk; each is measured by the next one", Range(2, MAX_POSITIONS)] = 128,
     sinks: Sinks = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
     prefill: ChunkedPrefill = "once",

@@ -25,7 +25,7 @@ class MergeIntoNearest:
     An entry that stands for m others counts m times. Accumulators are the target's.
 
     Attributes:
-        sinks: first positions that take nothing in.
+        sinks: First positions that take nothing in.
     """
 
     threshold: float = 0.0

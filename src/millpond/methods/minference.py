@@ -25,8 +25,8 @@ class SparsePrefillPolicy(Policy):
     """Nothing leaves, and decoding attends to everything; the queries of a prompt attend to patterns of it.
 
     Attributes:
-        pattern: of every head that the table does not name.
-        table: by layer and query head.
+        pattern: Of every head that the table does not name.
+        table: By layer and query head.
     """
 
     pattern: Pattern = field(kw_only=True)
@@ -52,7 +52,8 @@ class SparsePrefillPolicy(Policy):
 
 
 def make_pattern(kind: str, first: int, second: int, last: int = 64) -> Pattern:
-    """A pattern by its name and two numbers, as a table of patterns has them; of blocks only the first one counts.
+    """Return a pattern by its name and two numbers, as a table of patterns has them; of blocks only the first one
+    counts.
 
     Raises:
         OptionError: no such kind, or a number below 1.
@@ -104,8 +105,9 @@ class VerticalSlash:
     by all. A block of rows attends to every column that a chosen diagonal crosses in it.
 
     Attributes:
-        vertical, slash: how many columns and diagonals. last: queries that choose.
-        first, nearest: columns and diagonals that are always chosen, as far as they exist.
+        vertical, slash: How many columns and diagonals.
+        last: Queries that choose.
+        first, nearest: Columns and diagonals that are always chosen, as far as they exist.
     """
 
     vertical: int = 1000
@@ -139,7 +141,7 @@ class VerticalSlash:
         return look
 
     def choose(self, prompt: HeadPrompt) -> tuple[Tensor, Tensor]:
-        """(N,) bool: the chosen columns; (N,) bool: the chosen distances between a query and what it sees."""
+        """Return (N,) bool: the chosen columns; (N,) bool: the chosen distances between a query and what it sees."""
         p = prompt.last_rows(min(self.last, len(prompt.q)))
         n_rows, n = p.shape
         padded = F.pad(p.flip(1), (0, n_rows))  # row r: distance o stands in column n_rows - 1 - r + o
@@ -152,7 +154,7 @@ class BlockSparse:
     """Blocks of entries whose mean key is most like the mean query of a block of rows, and the newest block.
 
     Attributes:
-        blocks: how many blocks of BLOCK entries a block of rows attends to.
+        blocks: How many blocks of BLOCK entries a block of rows attends to.
     """
 
     blocks: int = 100
@@ -201,7 +203,7 @@ def _times(number: int, ratio: float) -> int:
 
 
 def _best(sums: Tensor, n: int, always: int) -> Tensor:
-    """(N,) bool: the n largest, the first `always` before all others; ties to the first."""
+    """Return (N,) bool: the n largest, the first `always` before all others; ties to the first."""
     sums = sums.clone()
     sums[:always] = torch.inf
     return torch.zeros_like(sums).bool().index_fill_(0, sums.argsort(descending=True, stable=True)[:n], True)

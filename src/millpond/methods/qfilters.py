@@ -41,9 +41,8 @@ class QueryFilter:
         return "rotated" if self.filters is None else "none"
 
     def score(self, view: View, seed: int) -> Tensor:
-        """
-        Raises:
-            CacheMismatchError: the filters are of another model.
+        """Raises:
+        CacheMismatchError: the filters are of another model.
         """
         keys = view.keys
         if self.filters is None:
@@ -64,7 +63,7 @@ class QueryFilter:
 
 
 def query_directions(moments: QueryMoments, n_kv_heads: int) -> Tensor:
-    """(H, D) float64: the first right singular vector of each query head's queries, averaged over its group.
+    """Return (H, D) float64: the first right singular vector of each query head's queries, averaged over its group.
 
     Its sign is the one with which the mean query has a positive projection.
     """
@@ -119,5 +118,5 @@ def _load(path: str, flip: bool) -> torch.Tensor | None:
         raise OptionError(
             f"qfilters: filters={path!r} must hold one tensor of (layers, KV heads, head size); it has {shapes}"
         )
-    (found,) = tensors.values()
-    return -found if flip else found
+    (filters,) = tensors.values()
+    return -filters if flip else filters

@@ -48,7 +48,7 @@ class ImportanceAndRedundancy(WrappedScore):
 
 
 def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) -> Tensor:
-    """(H, N): mean_i S_ij over the valid entries i of keys (H, N, D), ascending in position, 0 where invalid.
+    """Return (H, N): mean_i S_ij over the valid entries i of keys (H, N, D), ascending in position, 0 where invalid.
 
     The sums of whole columns are dot products with the sum of all keys; what is spared is then taken out of them.
     """

@@ -22,7 +22,8 @@ class LazyLayers:
     """A layer is lazy if its queries pay more than `threshold` of their attention to the sinks and the newest tokens.
 
     Attributes:
-        threshold: of the attention, 0 to 1. sinks, recent: how many first and newest positions count.
+        threshold: Of the attention, 0 to 1.
+        sinks, recent: How many first and newest positions count.
     """
 
     threshold: float = 0.9
@@ -37,14 +38,14 @@ class LazyLayers:
         """Fits every model."""
 
     def measure(self, view: View) -> float:
-        """The share of a layer's attention, over all its heads, that stays with the sinks and the newest tokens."""
+        """Return the share of a layer's attention, over all its heads, that stays with the sinks and the newest tokens."""
         assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
         near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
         return float(attention.masked_fill(~near, 0).sum() / attention.sum())
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for layers of which this was measured."""
         return Divided(tuple(share > self.threshold for share in measured))
 
 

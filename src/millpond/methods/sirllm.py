@@ -41,7 +41,7 @@ class EntropyPolicy(Policy):
     """Scores come from the model's predictions, which are known when a pass ends, and are stored with the entries.
 
     Attributes:
-        decay: factor on every stored score when another round of a dialogue begins.
+        decay: Factor on every stored score when another round of a dialogue begins.
     """
 
     decay: float = 1.0
@@ -68,7 +68,7 @@ class EntropyPolicy(Policy):
         return True
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The lowest stored score leaves; the scores of all heads are the same, so each may read its own."""
+        """Return the lowest stored score leaves; the scores of all heads are the same, so each may read its own."""
         return replace(Policy.decode_rule(self, layer), shared=False)
 
 

@@ -24,7 +24,7 @@ def make_room(folder: Path, n_bytes: int, purpose: str) -> int:
     """Create `folder`, and check that its disk has room for `n_bytes`.
 
     Args:
-        purpose: what needs the room, as the subject of the error's sentence.
+        purpose: What needs the room, as the subject of the error's sentence.
 
     Returns:
         Bytes that are free.
@@ -46,15 +46,14 @@ def make_room(folder: Path, n_bytes: int, purpose: str) -> int:
 
 
 def check_folder(folder: Path, n_bytes: int = 0) -> None:
-    """
-    Raises:
-        OptionError: the folder is not there, cannot be written, or has less than `n_bytes` free.
+    """Raises:
+    OptionError: the folder is not there, cannot be written, or has less than `n_bytes` free.
     """
     if not folder.is_dir():
         raise OptionError(f"{folder}: there is no such folder; make it, or name another one")
     if not os.access(folder, os.W_OK):
         raise OptionError(f"{folder} cannot be written; name another folder")
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
     if free < n_bytes:
         raise OptionError(f"{folder} has {free:,} bytes free, and {n_bytes:,} are needed; make room")

@@ -32,20 +32,20 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def around_user(tokenizer: PreTrainedTokenizerBase) -> Around:
-    """What stands around the one message of a user.
+    """Return what stands around the one message of a user.
 
     Raises:
         OptionError: the template does not write the message as it is, or does not end.
     """
     shown = write_chat(tokenizer, [{"role": "user", "content": _TEXT}], add_generation_prompt=True)
-    before, found, behind = shown.partition(_TEXT)
-    if not found:
+    before, text, after = shown.partition(_TEXT)
+    if not text:
         raise OptionError("this chat template does not show a message as it is; use --no-chat")
-    return Around(before, behind)
+    return Around(before, after)
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special token that the template writes behind an answer, where it writes one: a turn ends with it."""
+    """Return the special token that the template writes behind an answer, where it writes one: a turn ends with it."""
     if not has_template(tokenizer):
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
@@ -67,7 +67,8 @@ def chat_ids(
     """Token ids of a conversation up to the head of the answer.
 
     Args:
-        template: another one than the tokenizer's. how: what the template is given besides.
+        template: Another one than the tokenizer's.
+        how: What the template is given besides.
 
     Raises:
         OptionError: no tokenizer or no template, no messages, one without a role, or tools or calls that the

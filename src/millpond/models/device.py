@@ -8,10 +8,10 @@ from millpond.errors import OptionError
 
 
 def usable_device(name: str, said: str) -> torch.device:
-    """The device of that name.
+    """Return the device of that name.
 
     Args:
-        said: how the user gave it, for the error: "device='cuda'" or "--device cuda".
+        said: How the user gave it, for the error: "device='cuda'" or "--device cuda".
 
     Raises:
         OptionError: torch knows no such device, or cannot use it here.

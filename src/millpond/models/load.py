@@ -51,13 +51,13 @@ _OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)
 
 
 def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
-    """What transformers should load: a folder that exists, that of a model at hand, or the hub id as it is.
+    """Return what transformers should load: a folder that exists, that of a model at hand, or the hub id as it is.
 
     A folder of the working directory comes before a model of the same name. A GGUF file, or a folder with one and
     without a config.json, is converted to a folder in the user's cache at its first use.
 
     Args:
-        dtype: that a GGUF file is converted to, as for `load_model`; None: one that it was converted to before.
+        dtype: That a GGUF file is converted to, as for `load_model`; None: one that it was converted to before.
 
     Raises:
         OptionError: the name of a model whose package is not installed, or that was not downloaded; a GGUF file that
@@ -83,13 +83,13 @@ def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
 def load_model(
     name: str | os.PathLike[str], dtype: str | torch.dtype = "auto", *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal language model, ready to generate.
+    """Return a causal language model, ready to generate.
 
     Args:
-        name: a local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
+        name: A local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
         dtype: "auto" (as the weights were saved; quantized ones in bf16), "f32", "bf16" or "f16", or one of torch's
             dtypes or its name.
-        trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
+        trust_remote_code: Run the code in the model's folder, where it brings some; else it is refused.
 
     Raises:
         OptionError: no such dtype, or nothing that can be loaded under that name. DataError: a damaged or hostile file.
@@ -112,10 +112,10 @@ def load_model(
 
 
 def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model of that name.
+    """Return the tokenizer that belongs to a model of that name.
 
     Args:
-        trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
+        trust_remote_code: Run the code in the model's folder, where it brings some; else it is refused.
 
     Raises:
         OptionError: nothing that can be loaded under that name. DataError: a damaged or hostile file.
@@ -135,7 +135,7 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def find_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that belongs to a model of that name; None for a local folder that holds no file of one.
+    """Return the tokenizer that belongs to a model of that name; None for a local folder that holds no file of one.
 
     For some types of model transformers makes one without a vocabulary there, which turns every text to nothing.
 
@@ -151,9 +151,8 @@ def find_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 def _load(
     name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None, trust_remote_code: bool, what: str
 ) -> T:
-    """
-    Args:
-        what: is loaded, and of which files, for errors.
+    """Args:
+    what: Is loaded, and of which files, for errors.
     """
     path = resolve(name, dtype)
     is_local = Path(path).exists()
@@ -161,10 +160,10 @@ def _load(
         raise unknown("model", path, known_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars(), _without_collecting():
-            found = path if is_local or _hub_answers() else _downloaded(path)
-            if not _is_installed(found):
-                _check(found, trust_remote_code)
-            return load(found)
+            source = path if is_local or _hub_answers() else _downloaded(path)
+            if not _is_installed(source):
+                _check(source, trust_remote_code)
+            return load(source)
     except MillpondError:
         raise
     except Exception as error:  # whatever the classes of transformers raise of what a stranger wrote
@@ -172,9 +171,8 @@ def _load(
 
 
 def _check(path: str, trust_remote_code: bool) -> None:
-    """
-    Raises:
-        DataError, OptionError: of a folder or a hub id, its files or its configuration are no model's.
+    """Raises:
+    DataError, OptionError: of a folder or a hub id, its files or its configuration are no model's.
     """
     if Path(path).is_dir():
         check_model_folder(Path(path))
@@ -197,7 +195,7 @@ def _bytes_of_weights(folder: Path) -> int:
 
 
 def known_models() -> list[str]:
-    """Names of models that are at hand or can be downloaded, sorted."""
+    """Return names of models that are at hand or can be downloaded, sorted."""
     return sorted({*installed_models(), *downloadable_models()})
 
 
@@ -211,7 +209,7 @@ def _hub_answers() -> bool:
 
 
 def _downloaded(name: str) -> str:
-    """The folder of an earlier download.
+    """Return the folder of an earlier download.
 
     Raises:
         OSError: there is none.

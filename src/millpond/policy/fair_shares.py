@@ -30,21 +30,27 @@ BEHIND = 2**31 - 1
 
 
 def fewest(n_tokens: Ints, visible: Ints, wanted: Floats, free: Ints) -> Ints:
-    """(S, m) entries that each span keeps at least in every head.
+    """Return (S, m) entries that each span keeps at least in every head.
 
     Args:
-        n_tokens: (S, m) that the layer sees of each span. visible: (S, 1) tokens of the text that it sees.
-        wanted: (S, m) share * B. free: (S, 1) F.
+        n_tokens: (S, m) that the layer sees of each span.
+        visible: (S, 1) tokens of the text that it sees.
+        wanted: (S, m) share * B.
+        free: (S, 1) F.
     """
-    found: Ints = np.floor(n_tokens * np.minimum(wanted, np.maximum(free, 0)) / np.maximum(visible, 1)).astype(np.int64)
-    return np.minimum(found, n_tokens)
+    shares: Ints = np.floor(n_tokens * np.minimum(wanted, np.maximum(free, 0)) / np.maximum(visible, 1)).astype(
+        np.int64
+    )
+    return np.minimum(shares, n_tokens)
 
 
 def best_of_spans(value: Tensor, valid: Tensor, pinned: Tensor, positions: Tensor, least: Tensor) -> Tensor:
-    """(R, N) bool: of each span of a row as many entries as must stay, the pinned first, then its best.
+    """Return (R, N) bool: of each span of a row as many entries as must stay, the pinned first, then its best.
 
     Args:
-        value: (R, N), higher is kept. valid, pinned: (R, N) bool. positions: (R, N) int32, -1 for none.
+        value: (R, N), higher is kept.
+        valid, pinned: (R, N) bool.
+        positions: (R, N) int32, -1 for none.
         least: (R, m, 3), spans [begin, end), ascending and disjoint, and entries that stay of each.
     """
     order = priority(value, valid, pinned).argsort(dim=1, descending=True)
@@ -67,8 +73,11 @@ class FairSpans:
     """Spans of one text as a plan of one layer sees them.
 
     Attributes:
-        spans: (m, 2), ascending and disjoint. n_tokens: (m,) that the layer sees of each. visible: of the text.
-        wanted: (m,) share * B. held: (H, m) entries of each that stay whatever the plan says.
+        spans: (m, 2), ascending and disjoint.
+        n_tokens: (m,) that the layer sees of each.
+        visible: Of the text.
+        wanted: (m,) share * B.
+        held: (H, m) entries of each that stay whatever the plan says.
     """
 
     spans: Ints
@@ -78,10 +87,11 @@ class FairSpans:
     held: Tensor
 
     def pinned(self, value: Tensor, valid: Tensor, pinned: Tensor, positions: Tensor, budget: int) -> Tensor:
-        """(H, N) bool: the entries that no score can evict, `pinned` ones among them.
+        """Return (H, N) bool: the entries that no score can evict, `pinned` ones among them.
 
         Args:
-            value, valid, pinned, positions: (H, N). budget: entries per head that the plan may keep.
+            value, valid, pinned, positions: (H, N).
+            budget: Entries per head that the plan may keep.
         """
         free = np.array([[budget - int((pinned & valid).sum(1).max())]])
         count = fewest(self.n_tokens[None], np.array([[self.visible]]), self.wanted[None], free)

@@ -24,15 +24,16 @@ class HeadAllocation(Protocol):
         ...
 
     def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
-        """Entries that no competition takes from a head that protects `protected`; int64 of any shape."""
+        """Return entries that no competition takes from a head that protects `protected`; int64 of any shape."""
         ...
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
-        """Entries to keep per head, (H,) int64, with sum = min(H * budget, entries) exactly.
+        """Return entries to keep per head, (H,) int64, with sum = min(H * budget, entries) exactly.
 
         Args:
-            value: (H, N) float, higher is kept. valid, pinned: (H, N) bool; pinned entries are kept before others.
-            budget: entries per head on average.
+            value: (H, N) float, higher is kept.
+            valid, pinned: (H, N) bool; pinned entries are kept before others.
+            budget: Entries per head on average.
         """
         ...
 
@@ -117,10 +118,12 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 def lowest_scored(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor, n: int) -> Tensor:
-    """The `n` entries of each layer with the lowest values of all its heads together; ties leave oldest first.
+    """Return the `n` entries of each layer with the lowest values of all its heads together; ties leave oldest first.
 
     Args:
-        value: (S, H, N) float32. positions: (S, H, N) int32. free: (S, H, N) bool, which of them may leave.
+        value: (S, H, N) float32.
+        positions: (S, H, N) int32.
+        free: (S, H, N) bool, which of them may leave.
         spare: (S, H) int64, how many each head can do without.
 
     Returns:
@@ -158,14 +161,13 @@ class PromptHeadAllocation(Protocol):
         ...
 
     def check(self, n_layers: int) -> None:
-        """
-        Raises:
-            OptionError: it does not fit a model of this many layers.
+        """Raises:
+        OptionError: it does not fit a model of this many layers.
         """
         ...
 
     def decide(self, view: View) -> DecidedHeads:
-        """The allocation for the heads of `view`."""
+        """Return the allocation for the heads of `view`."""
         ...
 
 

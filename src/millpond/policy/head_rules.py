@@ -26,7 +26,8 @@ class NestedPlan(EvictionPlan):
     """A plan, and how its heads continue.
 
     Attributes:
-        kinds: (H,) int64, the `HeadRule` of each head. local: newest positions that `HeadRule.LOCAL` keeps.
+        kinds: (H,) int64, the `HeadRule` of each head.
+        local: Newest positions that `HeadRule.LOCAL` keeps.
     """
 
     kinds: Tensor
@@ -38,10 +39,10 @@ class HeadRulesPolicy(Policy):
     """Kinds of heads are chosen at the end of a prompt; while decoding each head admits what its kind keeps.
 
     Attributes:
-        threshold: share of its attention that a head's kind must recover, on average over the prompt's queries.
-        frequent, local: shares of the text: entries of most attention, and newest positions of the prompt.
-        queries: recovery is measured on at most this many of them, evenly spread; 0 for all.
-        classes: of token ids.
+        threshold: Share of its attention that a head's kind must recover, on average over the prompt's queries.
+        frequent, local: Shares of the text: entries of most attention, and newest positions of the prompt.
+        queries: Recovery is measured on at most this many of them, evenly spread; 0 for all.
+        classes: Of token ids.
     """
 
     threshold: float = 0.95
@@ -87,7 +88,7 @@ class HeadRulesPolicy(Policy):
         return Policy.codec_refusal(self, codec)
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The kernel accumulates attention and stores every token; what no head admits leaves after the step."""
+        """Return the kernel accumulates attention and stores every token; what no head admits leaves after the step."""
         return replace(Policy.decode_rule(self, layer), evict=Evict.NEVER)
 
     def plan(self, view: View, budget: int, *, between: bool = False) -> NestedPlan:
@@ -117,11 +118,11 @@ class HeadRulesPolicy(Policy):
         return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)
 
     def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The class of each entry; the first positions count as special tokens."""
+        """Return the class of each entry; the first positions count as special tokens."""
         return self.classes.of(ids).masked_fill(positions < self.protect.sinks, SPECIAL)
 
     def _choose(self, view: View, outside: Tensor, local: int) -> Tensor:
-        """(H,) int64: the cheapest kind that is enough for every query head of a KV head."""
+        """Return (H,) int64: the cheapest kind that is enough for every query head of a KV head."""
         if self.threshold == 1:
             return torch.full(view.positions.shape[:1], HeadRule.FULL, device=view.positions.device)
         enough = self.recovery(view, outside, local) >= self.threshold
@@ -129,7 +130,7 @@ class HeadRulesPolicy(Policy):
         return enough.int().argmax(-1).amax(1)
 
     def recovery(self, view: View, outside: Tensor, local: int) -> Tensor:
-        """(H, group, 5) float64: the share of each query head's attention that goes to what a kind keeps.
+        """Return (H, group, 5) float64: the share of each query head's attention that goes to what a kind keeps.
 
         mean_i sum_{j in C(i)} A_ij: an entry that is only local counts for the queries that are near to it.
 
@@ -147,15 +148,15 @@ class HeadRulesPolicy(Policy):
         return torch.stack(shares, -1) / total.sum(-1)[..., None]
 
     def by_kind(self, heads: Heads) -> Tensor:
-        """(5, H, N) bool: what each kind would not keep of the entries of one sequence."""
+        """Return (5, H, N) bool: what each kind would not keep of the entries of one sequence."""
         return torch.cat([self._outside(heads._replace(kinds=torch.full_like(heads.kinds, kind))) for kind in HeadRule])
 
     def quota(self, seen: Tensor) -> Tensor:
-        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        """Return (S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
         return torch.tensor([_share(self.frequent, n) for n in seen.tolist()], device=seen.device)
 
     def leaving(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: the entries that their head does not keep.
+        """Return (S, H, N) bool: the entries that their head does not keep.
 
         Frequent entries are the best ceil(frequent * seen) of those that nothing else keeps. Where all heads of a
         sequence together hold more than they may, the longest evict entries until the total is exact: first what
@@ -165,14 +166,14 @@ class HeadRulesPolicy(Policy):
         return self._within(heads, self._outside(heads))
 
     def _outside(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: the entries that are of no use to the kind of their head."""
+        """Return (S, H, N) bool: the entries that are of no use to the kind of their head."""
         kind, valid = heads.kinds[..., None], heads.positions >= 0
         rest = valid & ~self._fixed(heads) & ~self._near(heads) & (kind < HeadRule.FULL)
         quota = self.quota(heads.seen)
         return _lowest(heads, rest, rest.sum(-1) - quota[:, None] * (heads.kinds >= HeadRule.FREQUENT))
 
     def _within(self, heads: Heads, leave: Tensor) -> Tensor:
-        """(S, H, N) bool: evicted entries, and further ones down to the most that a sequence may hold."""
+        """Return (S, H, N) bool: evicted entries, and further ones down to the most that a sequence may hold."""
         valid = heads.positions >= 0
         counts = (valid & ~leave).sum(-1)
         if not bool((counts.sum(1) > heads.most).any()):
@@ -187,22 +188,23 @@ class HeadRulesPolicy(Policy):
         return leave
 
     def _fixed(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: entries that stay for their tokens."""
+        """Return (S, H, N) bool: entries that stay for their tokens."""
         punctuation = (heads.classes == PUNCTUATION) & (heads.kinds[..., None] >= HeadRule.PUNCTUATION)
         return (heads.classes == SPECIAL) | punctuation
 
     def _near(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: entries that stay for being new."""
+        """Return (S, H, N) bool: entries that stay for being new."""
         return (_age(heads) <= heads.local[:, None, None]) & (heads.kinds[..., None] >= HeadRule.LOCAL)
 
 
 def _age(heads: Heads) -> Tensor:
-    """(S, H, N): positions since each entry, 1 for the newest."""
+    """Return (S, H, N): positions since each entry, 1 for the newest."""
     return heads.seen[:, None, None] - heads.positions
 
 
 def shorten(counts: Sequence[int], total: int) -> list[int]:
-    """The counts with a sum of at most `total`: the longest are cut to one length, or one more where they had most.
+    """Return the counts with a sum of at most `total`: the longest are cut to one length, or one more where they had
+    most.
 
     Example:
         >>> shorten([2, 9, 4, 9], 18)
@@ -221,7 +223,7 @@ def _share(share: float, n: int) -> int:
 
 
 def _lowest(heads: Heads, free: Tensor, spare: Tensor) -> Tensor:
-    """The `spare` (S, H) entries of least attention of each head among the free ones; ties leave oldest first."""
+    """Return the `spare` (S, H) entries of least attention of each head among the free ones; ties leave oldest first."""
     n = int(spare.max())
     if n <= 0:
         return torch.zeros_like(free)

@@ -18,19 +18,18 @@ class LayerAllocation(Protocol):
     """Says how much of the total budget each layer would like."""
 
     def check(self, n_layers: int) -> None:
-        """
-        Raises:
-            OptionError: it does not fit a model of this many layers.
+        """Raises:
+        OptionError: it does not fit a model of this many layers.
         """
         ...
 
     def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
-        """Entries per KV head that each layer should have, with sum = len(most) * budget.
+        """Return entries per KV head that each layer should have, with sum = len(most) * budget.
 
         Args:
-            budget: entries per KV head, on average over the layers.
-            least: entries that every layer protects.
-            most: entries that there are to keep, per layer.
+            budget: Entries per KV head, on average over the layers.
+            least: Entries that every layer protects.
+            most: Entries that there are to keep, per layer.
         """
         ...
 
@@ -44,11 +43,11 @@ class PromptLayers(Protocol):
         ...
 
     def measure(self, view: View) -> Any:
-        """What the allocation needs of one layer."""
+        """Return what the allocation needs of one layer."""
         ...
 
     def decide(self, measured: Sequence[Any]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for layers of which this was measured."""
         ...
 
 
@@ -126,7 +125,7 @@ class LayerTable:
         return [budget * len(most) * weight / sum(weights) for weight in weights]
 
     def _weight(self, depth: float) -> float:
-        """The weight at `depth`, from 0 for the first layer to 1 for the last."""
+        """Return the weight at `depth`, from 0 for the first layer to 1 for the last."""
         place = depth * (len(self.weights) - 1)
         before = min(int(place), max(len(self.weights) - 2, 0))
         after = min(before + 1, len(self.weights) - 1)
@@ -134,7 +133,7 @@ class LayerTable:
 
 
 def split_budget(layers: LayerAllocation, budget: int, least: int, most: Sequence[int]) -> list[int]:
-    """Entries per KV head of each layer, with sum = len(most) * budget exactly.
+    """Return entries per KV head of each layer, with sum = len(most) * budget exactly.
 
     No layer has fewer than `least`, or more than its `most`; what one cannot use goes to the others. Where all that
     there is fits, there is nothing to share out, and every layer has `budget`.
@@ -152,7 +151,7 @@ def apportion(wanted: Sequence[float], total: int, least: int, most: Sequence[in
     remainders one more, ties to the first.
 
     Args:
-        total: from the sum of the lower bounds to the sum of the upper ones.
+        total: From the sum of the lower bounds to the sum of the upper ones.
 
     Example:
         >>> apportion([6.5, 2.5, 0.0], 9, 1, [5, 9, 9])
@@ -184,7 +183,8 @@ class LayersByScore:
     """Which layers the entries of all layers are of, the best entry first.
 
     Attributes:
-        order: (entries of all layers and KV heads,) int16, the layer of each. n_heads: KV heads of a layer.
+        order: (entries of all layers and KV heads,) int16, the layer of each.
+        n_heads: KV heads of a layer.
     """
 
     order: Tensor
@@ -207,7 +207,7 @@ class AcrossLayers:
     competition of all heads of the model, but that each layer has a whole number of entries per KV head.
 
     Attributes:
-        sinks: first positions that stay in every head.
+        sinks: First positions that stay in every head.
     """
 
     sinks: int = 0
@@ -216,13 +216,13 @@ class AcrossLayers:
         """Fits every model."""
 
     def measure(self, view: View) -> Tensor:
-        """The scores of a layer's entries, (KV heads, entries) float32; inf of sinks, -inf where there is none."""
+        """Return the scores of a layer's entries, (KV heads, entries) float32; inf of sinks, -inf where there is none."""
         assert view.signal is not None, "the cache provides the signal that a score declares"
         scores = view.signal.float().masked_fill(view.positions < self.sinks, torch.inf)
         return scores.masked_fill(~view.valid, -torch.inf)
 
     def decide(self, measured: Sequence[Tensor]) -> LayersByScore:
-        """The allocation for layers of these scores."""
+        """Return the allocation for layers of these scores."""
         scores = [one.flatten().cpu() for one in measured]  # layers may be on several devices
         layers = torch.repeat_interleave(torch.tensor([len(one) for one in scores])).short()
         return LayersByScore(layers[torch.cat(scores).argsort(descending=True)], len(measured[0]))

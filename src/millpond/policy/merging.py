@@ -22,10 +22,11 @@ class Merged:
     """The columns of a view as they are after merging; only those that stay are stored, at their own positions.
 
     Attributes:
-        keys: (H, N, key_dim). values: (H, N, value_dim), as they are stored or wider.
+        keys: (H, N, key_dim).
+        values: (H, N, value_dim), as they are stored or wider.
         log_masses: (H, N) float32, the log of how many entries a slot stands for.
         scores: (H, N) float32, the accumulators.
-        memory: what the next merge of this sequence needs of this one; None for nothing.
+        memory: What the next merge of this sequence needs of this one; None for nothing.
     """
 
     keys: Tensor
@@ -39,7 +40,7 @@ class Merge(Protocol):
     """What becomes of the entries that leave."""
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
-        """The columns of `view` after those that leave were taken into those that stay.
+        """Return the columns of `view` after those that leave were taken into those that stay.
 
         Args:
             keep: (H, N) bool, the entries that stay; all that is pinned is among them.
@@ -59,7 +60,7 @@ class SlotMerge(Merge, Protocol):
 
 
 def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
-    """What `rule` makes of a view. value: see `merging.merge`."""
+    """Return what `rule` makes of a view. value: see `merging.merge`."""
     entries = MergeColumns(view.stored("keys"), view.stored("values"), view.positions, own_scores(view), view.masses)
     before = torch.full((1,), torch.nan, dtype=torch.float64, device=keep.device)
     before = before if view.memory is None else view.memory.double().view(1)
@@ -69,18 +70,18 @@ def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int)
 
 
 def joined_masses(view: View, links: Links) -> Tensor:
-    """(H, N) float32: the log of each mass, with that of the merged entries."""
+    """Return (H, N) float32: the log of each mass, with that of the merged entries."""
     return reference.joined_masses(view.masses, links)
 
 
 def joined_scores(view: View, links: Links) -> Tensor:
-    """(H, N) float32: the accumulators, with those of the merged entries."""
+    """Return (H, N) float32: the accumulators, with those of the merged entries."""
     scores = own_scores(view)
     return scores + sums(scores, links)
 
 
 def own_scores(view: View) -> Tensor:
-    """(H, N) float32: the accumulators as they are."""
+    """Return (H, N) float32: the accumulators as they are."""
     return torch.zeros(view.positions.shape, device=view.positions.device) if view.signal is None else view.signal
 
 

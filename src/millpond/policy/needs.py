@@ -29,11 +29,11 @@ class AlwaysSeen(Protocol):
         ...
 
     def local(self, budget: int) -> int:
-        """The newest positions that a query sees, its own among them."""
+        """Return the newest positions that a query sees, its own among them."""
         ...
 
     def blocks(self, budget: int) -> int:
-        """The blocks that fit besides what is always attended."""
+        """Return the blocks that fit besides what is always attended."""
         ...
 
 
@@ -107,15 +107,15 @@ class HeadRules(Protocol):
         ...
 
     def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The class of each entry; the first positions count as special tokens."""
+        """Return the class of each entry; the first positions count as special tokens."""
         ...
 
     def quota(self, seen: Tensor) -> Tensor:
-        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        """Return (S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
         ...
 
     def leaving(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: the entries that their head does not keep."""
+        """Return (S, H, N) bool: the entries that their head does not keep."""
         ...
 
 
@@ -138,7 +138,7 @@ class HeadPrompt(NamedTuple):
         return len(self.k) - len(self.q)
 
     def last_rows(self, n: int) -> Tensor:
-        """(n, N): the attention of the last n queries."""
+        """Return (n, N): the attention of the last n queries."""
         kind = wide(self.q.dtype)
         logits = soft_cap(self.q[-n:].to(kind) @ self.k.to(kind).T * self.scale, self.softcap)
         column = torch.arange(len(self.k), device=self.q.device)
@@ -164,11 +164,11 @@ class Pattern(Protocol):
         ...
 
     def scaled(self, ratio: float) -> Pattern:
-        """The pattern with `ratio` times as many entries."""
+        """Return the pattern with `ratio` times as many entries."""
         ...
 
     def look(self, prompt: HeadPrompt) -> Look:
-        """The entries that the queries of a prompt attend to, in blocks of BLOCK rows from the first query on."""
+        """Return the entries that the queries of a prompt attend to, in blocks of BLOCK rows from the first query on."""
         ...
 
 
@@ -189,8 +189,8 @@ class PromptRepeat:
     """The model says each prompt or turn again before there is a plan.
 
     Attributes:
-        ids: what asks for the repetition, as token ids; None until a tokenizer has spelled it.
-        chunk: tokens that are repeated in one pass.
+        ids: What asks for the repetition, as token ids; None until a tokenizer has spelled it.
+        chunk: Tokens that are repeated in one pass.
     """
 
     ids: tuple[int, ...] | None
@@ -202,7 +202,7 @@ class Entropies:
     """Scores are -log P of each token in the model's own predictions.
 
     Attributes:
-        decay: factor on every stored score when another round of a dialogue begins.
+        decay: Factor on every stored score when another round of a dialogue begins.
     """
 
     decay: float = 1.0
@@ -213,14 +213,14 @@ class Needs:
     """What a policy needs that the keys, values and attention of one layer do not give. The default: nothing.
 
     Attributes:
-        whole_prompt: a prompt is read in one pass, because where it is cut would change the result.
-        uncut: a caller may not cut a prompt either; `whole_prompt` goes with it.
-        token_ids: the ids of all tokens that were read.
-        entropies: the model's predictions for all tokens.
-        prompt_repeat: a second reading of each prompt.
-        head_rules: a rule of its own for each KV head, and the queries of the prompt.
-        block_lookup: everything is stored, and queries look blocks of it up.
-        prompt_patterns: everything is stored, and the queries of a prompt attend to patterns of it.
+        whole_prompt: A prompt is read in one pass, because where it is cut would change the result.
+        uncut: A caller may not cut a prompt either; `whole_prompt` goes with it.
+        token_ids: The ids of all tokens that were read.
+        entropies: The model's predictions for all tokens.
+        prompt_repeat: A second reading of each prompt.
+        head_rules: A rule of its own for each KV head, and the queries of the prompt.
+        block_lookup: Everything is stored, and queries look blocks of it up.
+        prompt_patterns: Everything is stored, and the queries of a prompt attend to patterns of it.
     """
 
     whole_prompt: bool = False
@@ -241,7 +241,7 @@ class TokenSource(Protocol):
     """What tokens are, and how a text is spelled."""
 
     def classes(self, given: TokenClasses) -> TokenClasses:
-        """The classes, with those that are not given.
+        """Return the classes, with those that are not given.
 
         Raises:
             OptionError: a class is not given and not known.
@@ -249,7 +249,7 @@ class TokenSource(Protocol):
         ...
 
     def spell(self, text: str) -> tuple[int, ...]:
-        """The token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
             OptionError: they are not known.

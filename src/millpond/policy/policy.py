@@ -39,7 +39,7 @@ class EvictionPlan:
     Attributes:
         keep: (H, N) bool over the view's columns.
         caps: (H,) int64: most entries each head may hold from now on.
-        merged: the view's columns after those that leave were taken into those that stay; None: they are dropped.
+        merged: The view's columns after those that leave were taken into those that stay; None: they are dropped.
         standing: (H, N) float32, stored with the entries as their scores; None: the scores they were chosen by.
     """
 
@@ -54,30 +54,30 @@ class Policy:
     """A method as a composition.
 
     Attributes:
-        score: what decides; None keeps everything.
-        protect: what no score can evict.
-        layers: how the whole budget is split over the layers.
-        heads: how a layer's budget is split over its KV heads.
-        reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
-        shared: all KV heads of a layer keep the same positions (the score is averaged over them).
-        every_step: evict at each decoding step; else the cache grows while decoding, and a short later turn stays
-            whole (`Protect.keeps_short_turn`), such as a question about a compressed text.
-        once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
-        prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
-            token of the prompt, as if it had been decoded; "chunks" evicts behind every `chunk` positions, so that no
-            layer ever holds more than budget + chunk entries per KV head.
-        chunk: positions between two evictions with prefill="chunks", counted from the beginning of the text, so that
-            it changes nothing in which passes a prompt is read.
-        stabilizers: newest entries that stay when a chunk ends and more of the prompt follows: a count, or a share of
+        score: What decides; None keeps everything.
+        protect: What no score can evict.
+        layers: How the whole budget is split over the layers.
+        heads: How a layer's budget is split over its KV heads.
+        reduce: How the query heads of a GQA group become one number per KV head: mean, max or sum.
+        shared: All KV heads of a layer keep the same positions (the score is averaged over them).
+        every_step: Evict at each decoding step; else the cache grows while decoding, and a short later turn stays whole
+            (`Protect.keeps_short_turn`), such as a question about a compressed text.
+        once: A sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
+        prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each token
+            of the prompt, as if it had been decoded; "chunks" evicts behind every `chunk` positions, so that no layer
+            ever holds more than budget + chunk entries per KV head.
+        chunk: Positions between two evictions with prefill="chunks", counted from the beginning of the text, so that it
+            changes nothing in which passes a prompt is read.
+        stabilizers: Newest entries that stay when a chunk ends and more of the prompt follows: a count, or a share of
             the budget.
         positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gaps between entries by
             exact rotation: between sinks and recent ones at each step, so that no distance exceeds the cache; between
             entries anywhere before the positions end that the model was trained on.
-        merge: how entries that leave are taken into those that stay; None drops them.
-        mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
-        plan_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.
-        seed: of random scores and random merges.
-        bounded: what would grow while decoding stops at its budget, see `makes_room`.
+        merge: How entries that leave are taken into those that stay; None drops them.
+        mass_bias: Attention adds the log of its mass to the logit of a slot that stands for several entries.
+        plan_every: While decoding as many entries gather beyond the budget before a plan evicts or merges them.
+        seed: Of random scores and random merges.
+        bounded: What would grow while decoding stops at its budget, see `makes_room`.
     """
 
     score: Score | None = None
@@ -124,9 +124,8 @@ class Policy:
         self._check_merge()
 
     def check_prompt(self, n_tokens: int) -> None:
-        """
-        Raises:
-            OptionError: options under which so long a prompt would take far longer than others.
+        """Raises:
+        OptionError: options under which so long a prompt would take far longer than others.
         """
         if self.prefill == "chunks":
             check_parts("chunk", self.chunk, CHUNK, n_tokens)
@@ -219,8 +218,8 @@ class Policy:
     @property
     def entry_scores(self) -> RetainingHeads | None:
         """What scores each entry when it is written; None where nothing does."""
-        found = retained(self.score)
-        return None if found is None else found.heads
+        trained = retained(self.score)
+        return None if trained is None else trained.heads
 
     @property
     def gates(self) -> Gates | None:
@@ -299,7 +298,7 @@ class Policy:
         return Uniform() if isinstance(self.heads, PromptHeadAllocation) else self.heads
 
     def with_tokens(self, source: TokenSource) -> Policy:
-        """The policy with the facts about tokens that it needs; itself where it needs none.
+        """Return the policy with the facts about tokens that it needs; itself where it needs none.
 
         Raises:
             OptionError: the source does not know it.
@@ -307,7 +306,7 @@ class Policy:
         return self
 
     def with_heads(self, find: FindHeads) -> Policy:
-        """The policy with the retaining heads of a model, where its score is theirs; itself for any other.
+        """Return the policy with the retaining heads of a model, where its score is theirs; itself for any other.
 
         Raises:
             OptionError: there are none. CacheMismatchError: those that it names are another model's.
@@ -317,7 +316,7 @@ class Policy:
         return replace(self, score=with_heads(self.score, find))
 
     def with_gates(self, find: FindGates) -> Policy:
-        """The policy with the gates of a model, where it has some (`GatePolicy`); itself for any other.
+        """Return the policy with the gates of a model, where it has some (`GatePolicy`); itself for any other.
 
         Raises:
             OptionError: there are none. CacheMismatchError: those that it names are another model's.
@@ -325,25 +324,23 @@ class Policy:
         return self
 
     def check_budget(self, budget: int) -> None:
-        """
-        Raises:
-            BudgetError: what must be protected, or what must stay when a chunk ends, does not fit into `budget`.
+        """Raises:
+        BudgetError: what must be protected, or what must stay when a chunk ends, does not fit into `budget`.
         """
         self.protect.check(budget)
         if self.prefill == "chunks":
             self._protected(budget, True).check(budget)
 
     def _protected(self, budget: int, between: bool) -> Protect:
-        """What no score can evict; `between` chunks of a prompt, stabilizers among it."""
+        """Return what no score can evict; `between` chunks of a prompt, stabilizers among it."""
         if not between:
             return self.protect
         newest = replace(self.protect, recent=self.stabilizers).newest(budget)
         return replace(self.protect, recent=max(newest, self.protect.newest(budget)))
 
     def check_codec(self, codec: Codec) -> None:
-        """
-        Raises:
-            OptionError: the method needs something that quantized entries cannot give.
+        """Raises:
+        OptionError: the method needs something that quantized entries cannot give.
         """
         reason = self.codec_refusal(codec)
         if reason is not None:
@@ -404,11 +401,11 @@ class Policy:
         return None
 
     def layer_seed(self, layer: int) -> int:
-        """The seed of one layer."""
+        """Return the seed of one layer."""
         return (self.seed * 1_000_003 + layer * 7919 + 1) & 0x7FFFFFFF
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """What the decode kernel does for this policy at each step."""
+        """Return what the decode kernel does for this policy at each step."""
         if self.makes_room:
             return self._room_rule(layer)
         if self.score is None or not self.every_step:
@@ -436,7 +433,8 @@ class Policy:
         )
 
     def newest(self, layer: int, caps: Tensor, budget: int) -> Tensor:
-        """How many newest entries heads (H,) protect while decoding that may hold `caps` (H,), `budget` on average.
+        """Return how many newest entries heads (H,) protect while decoding that may hold `caps` (H,), `budget` on
+        average.
 
         Where room is made by the scores of the last plan, which new entries have none of, half of what sinks leave.
         """
@@ -482,7 +480,7 @@ class Policy:
         return EvictionPlan(keep, caps, merged=self._merged(view, keep, value), standing=standing)
 
     def _merged(self, view: View, keep: Tensor, value: Tensor) -> Merged | None:
-        """What the policy's merge makes of the view; None where nothing leaves."""
+        """Return what the policy's merge makes of the view; None where nothing leaves."""
         if self.merge is None or not bool((view.valid & ~keep).any()):
             return None
         return self.merge.merge(view, keep, value, self.layer_seed(view.layer))
@@ -499,12 +497,14 @@ class Policy:
 
 
 def with_rest(counts: Tensor, budget: int) -> Tensor:
-    """(H,) most entries of heads that hold `counts` (H,): these, and equal parts of what `budget` each leaves."""
+    """Return (H,) most entries of heads that hold `counts` (H,): these, and equal parts of what `budget` each leaves."""
     return counts + (len(counts) * budget - counts.sum()).clamp(min=0) // len(counts)
 
 
 def on_sliding_layer(rule: DecodeRule) -> DecodeRule:
-    """The rule for a layer with a sliding window: what grows elsewhere drops the oldest here, where nothing sees it."""
+    """Return the rule for a layer with a sliding window: what grows elsewhere drops the oldest here, where nothing sees
+    it.
+    """
     if rule.evict is not Evict.NEVER:
         return rule
     return replace(rule, evict=Evict.OLDEST, signal=Signal.NONE, sinks=0)

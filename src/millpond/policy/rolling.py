@@ -15,10 +15,10 @@ WAY_OUT = "use h2o, tova, streaming or window, or overflow='refuse'"
 
 
 def rolling_policy(policy: Policy, method: str, coded: bool) -> Policy:
-    """The policy where gaps between entries close at the end of the model's context.
+    """Return the policy where gaps between entries close at the end of the model's context.
 
     Args:
-        coded: some entries are stored as codes.
+        coded: Some entries are stored as codes.
 
     Returns:
         The same, but that gaps close only there: except for sinks that follow the newest entries at each step, where

@@ -46,7 +46,7 @@ def slot_plan(policy: Policy, layer: int) -> StepMergePlan | None:
 
 
 def _order(score: Score) -> Evict | None:
-    """The order in which a score lets entries go, if it is one that the kernel knows. A class of its own is not."""
+    """Return the order in which a score lets entries go, if it is one that the kernel knows. A class of its own is not."""
     if type(score) in (AccumulatedAttention, LastAttention, Recency, RandomPriority):
         return score.evict
     if type(score) is NewestStay:

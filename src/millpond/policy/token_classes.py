@@ -15,7 +15,7 @@ from millpond.option_ranges import Range, brief
 #: Classes of tokens, by what they are worth to a head that keeps few.
 OTHER, PUNCTUATION, SPECIAL = 0, 1, 2
 #: Token ids that options may name, of more tokens than any vocabulary has, their digits, and how many of them.
-IDS, ID_DIGITS, MOST_IDS = Range(0, 2**22), 7, 4_096
+IDS, ID_DIGITS, MAX_IDS = Range(0, 2**22), 7, 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class TokenClasses:
         return self.special is not None and self.punctuation is not None
 
     def of(self, ids: Tensor) -> Tensor:
-        """The class of each id, int8 of the same shape."""
+        """Return the class of each id, int8 of the same shape."""
         table = self.table(ids.device)
         return table[ids.clamp(0, len(table) - 1)]
 
     def table(self, device: torch.device) -> Tensor:
-        """(c,) int8: the class of each id, the last for all ids beyond."""
+        """Return (c,) int8: the class of each id, the last for all ids beyond."""
         assert self.special is not None, "the classes are known before a cache uses them"
         assert self.punctuation is not None, "the classes are known before a cache uses them"
         return _table(self.special, self.punctuation, device)
@@ -55,9 +55,9 @@ def parse_ids(name: str, text: str) -> frozenset[int] | None:
     """
     if text in ("auto", "none"):
         return None if text == "auto" else frozenset()
-    parts = text.split(";", MOST_IDS)
-    if len(parts) > MOST_IDS:
-        raise OptionError(f"{name} names more than {MOST_IDS:,} token ids")
+    parts = text.split(";", MAX_IDS)
+    if len(parts) > MAX_IDS:
+        raise OptionError(f"{name} names more than {MAX_IDS:,} token ids")
     try:
         ids = frozenset(int(part) for part in parts)
     except ValueError:

@@ -33,20 +33,20 @@ class View:
     Attributes:
         positions: (H, N) int32, ascending along N; -1 where a head has no entry (all of these come last).
         signal: (H, N) float32, the attention that the score needs; None if it needs none.
-        seen: tokens of this sequence so far; the newest has position seen - 1.
-        turn: of them, those of the newest turn, where it is not the first; else 0.
-        layer: index of the layer.
-        sequence: which sequence of the batch that was first read; copies keep the number of their original.
-        budget: entries per head on average that the plan may keep; 0 outside a plan.
+        seen: Tokens of this sequence so far; the newest has position seen - 1.
+        turn: Of them, those of the newest turn, where it is not the first; else 0.
+        layer: Index of the layer.
+        sequence: Which sequence of the batch that was first read; copies keep the number of their original.
+        budget: Entries per head on average that the plan may keep; 0 outside a plan.
         pinned: (H, N) bool, the entries that no score can evict; None outside a plan.
-        read_entries: returns keys and values when a score calls it; None where there are none to see.
-        outputs: returns the maps from values to the layer's output; None where no model is there.
-        tokens: returns the token ids of the entries; None where they are not known.
-        head_attention: returns attention by query head, see `received`; None where no queries are kept.
-        recent_attention: the attention of the last queries, see `window_signal`; None where no queries are kept.
+        read_entries: Returns keys and values when a score calls it; None where there are none to see.
+        outputs: Returns the maps from values to the layer's output; None where no model is there.
+        tokens: Returns the token ids of the entries; None where they are not known.
+        head_attention: Returns attention by query head, see `received`; None where no queries are kept.
+        recent_attention: The attention of the last queries, see `window_signal`; None where no queries are kept.
         log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
-        memory: what the last merge of this sequence left for the next; None for nothing.
-        fair: spans that keep a share of the budget; None for none.
+        memory: What the last merge of this sequence left for the next; None for nothing.
+        fair: Spans that keep a share of the budget; None for none.
     """
 
     positions: Tensor
@@ -102,7 +102,7 @@ class View:
         return self.recent_attention()
 
     def received(self, begin: int, end: int) -> Tensor:
-        """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
+        """Return (H, group, N) float32: the attention that each entry has received from each query head of its KV head.
 
         The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
         at least `begin` and less than `end` positions after the entry count; end=0: all from `begin` on. Of many
@@ -112,7 +112,7 @@ class View:
         return self.head_attention(begin, end)
 
     def stored(self, part: Part) -> Tensor:
-        """(H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""
+        """Return (H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""
         assert self.read_entries is not None, "the cache provides what it stores"
         return self.read_entries(part)
 

@@ -10,8 +10,8 @@ from millpond.kernels.eager.pages import read
 from millpond.kernels.eager.softmax import INF, lse_merge, reduce_group, soft_cap, softmax_with_sink, wide, with_masses
 
 
-def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """What queries q (S, Hq, key_dim) find where there are no entries: out and lse as `attend` returns them."""
+def empty_output(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return what queries q (S, Hq, key_dim) find where there are no entries: out and lse as `attend` returns them."""
     out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
     return out, torch.full(q.shape[:2], -INF, dtype=torch.float32, device=q.device)
 
@@ -27,7 +27,7 @@ def attend(args: AttendArgs) -> AttendOutput:
     logits = with_masses(logits, log_masses)
     p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
     shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
-    out, lse = nothing_found(q, regions.pages.value_dim) if args.found is None else args.found
+    out, lse = empty_output(q, regions.pages.value_dim) if args.partial is None else args.partial
     before, whole = out[chosen].float(), shared_lse.flatten(0, 1).T.float()
     merged, lse[chosen] = lse_merge(before, lse[chosen], shared, whole)
     out[chosen] = merged.to(out.dtype)
@@ -39,7 +39,7 @@ ROWS = 64
 
 
 def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_heads: int) -> Tensor:
-    """(Hkv, Q, n_past + Q) bool: what each query may see."""
+    """Return (Hkv, Q, n_past + Q) bool: what each query may see."""
     n = len(q_pos)
     new = q_pos.expand(n_kv_heads, n)
     past = past_pos.expand(n_kv_heads, -1) if past_pos is not None else new[:, :0]
@@ -50,7 +50,7 @@ def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_he
 
 
 def query_weights(n: int, decay: float, like: Tensor) -> Tensor:
-    """(n,) what the attention of each of n queries still counts for at the last one: decay**(n - 1 - i)."""
+    """Return (n,) what the attention of each of n queries still counts for at the last one: decay**(n - 1 - i)."""
     later = torch.arange(n - 1, -1, -1, dtype=like.dtype, device=like.device)
     return torch.pow(decay, later)
 
@@ -78,7 +78,7 @@ def window_signal(args: WindowSignalArgs) -> Tensor:
 
 
 def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
-    """What the queries from `begin` on give, ROWS of them at most."""
+    """Return what the queries from `begin` on give, ROWS of them at most."""
     own = slice(begin, begin + ROWS)
     q, k, q_pos, k_pos, shape = args.q[:, own], args.k, args.q_pos[own], args.k_pos, args.shape
     n_kv_heads, dtype = len(k), wide(args.q.dtype)
@@ -122,6 +122,6 @@ def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tup
         cosine = unit[:, rows] @ unit.transpose(1, 2)
         alike = (cosine > threshold) & there[:, None] & there[:, rows, None] & (column != column[rows, None])
         last = torch.where(alike, column, -1).topk(min(most, n), -1).values
-        found = cosine.gather(2, last.clamp(min=0))
-        at[:, rows, :n], cosines[:, rows, :n] = last.int(), torch.where(last >= 0, found, 0)
+        gathered = cosine.gather(2, last.clamp(min=0))
+        at[:, rows, :n], cosines[:, rows, :n] = last.int(), torch.where(last >= 0, gathered, 0)
     return at, cosines

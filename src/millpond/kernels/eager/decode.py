@@ -169,16 +169,16 @@ class _Joined:
         return PageRegions(self.pages, self.table, self.lens)
 
     def new_slots(self, q_pos: Tensor, before: Tensor) -> dict[int, int]:
-        """Where the new entry of each region lies, for those that stored it."""
+        """Return where the new entry of each region lies, for those that stored it."""
         heads = len(before) // len(q_pos)
-        found = {}
+        last_slots = {}
         for r in range(len(before)):
             position = int(q_pos[r // heads])
             held = self.pages.positions[0][r, : int(self.lens[r])]
             slots = (held == position).nonzero()[:, 0] if position >= 0 else held[:0]
             if len(slots):
-                found[r] = int(slots[-1])
-        return found
+                last_slots[r] = int(slots[-1])
+        return last_slots
 
     def put_scores(self, scores: Tensor, before: Tensor, new: dict[int, int]) -> None:
         """Write the accumulators back to where the entries came from."""
@@ -203,7 +203,7 @@ class _Joined:
 
 
 def one_by_one(args: DecodeRowsArgs, step: Callable[[DecodeArgs], DecodeOutput]) -> AttendOutput:
-    """A decoding step for each column."""
+    """Return a decoding step for each column."""
     caps = torch.full_like(args.regions.lens, UNBOUNDED)
     recent = torch.zeros_like(caps)
     outs, sums = [], []

@@ -63,7 +63,7 @@ def _put(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
 
 
 def fixed_of(regions: PackedRegions, r: Tensor) -> Fixed | None:
-    """The calibrated scales and zeros (P, 1, key_dim) of the keys of regions r (P,), where there are any."""
+    """Return the calibrated scales and zeros (P, 1, key_dim) of the keys of regions r (P,), where there are any."""
     scales, zeros = regions.key_scales, regions.key_zeros
     if scales is None or zeros is None:
         return None
@@ -85,7 +85,9 @@ def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor)
 
 
 def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
-    """The keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were dropped."""
+    """Return the keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were
+    dropped.
+    """
     if regions.rope is not None:
         return regions.rope.turn(keys, positions)
     if regions.balance is not None:
@@ -143,10 +145,10 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
         ids = regions.table[r, column[part]].long()
         inside = begin[:, None] + slots < regions.lens[r][:, None]
         row, at = r[:, None].expand_as(inside)[inside], (begin[:, None] + slots)[inside]
-        found = _decoded(regions, ids, r)
+        decoded = _decoded(regions, ids, r)
         positions[row, at] = _rows(pages.positions, ids)[inside]
-        keys[row, at] = _whole_keys(regions, row, found[0][inside], positions[row, at], head_dim)
-        values[row, at] = found[1][inside]
+        keys[row, at] = _whole_keys(regions, row, decoded[0][inside], positions[row, at], head_dim)
+        values[row, at] = decoded[1][inside]
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
@@ -165,10 +167,10 @@ def _rows(arenas: list[Tensor], ids: Tensor) -> Tensor:
 
 def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
     """Keys as stored and values (n, slots, dim) float32 of whole pages `ids` (n,) of regions `r` (n,)."""
-    pages, found = regions.pages, []
+    pages, sides = regions.pages, []
     rows = _rows(pages.codes, ids)
     for side, offsets, dim, is_key in codes.sides(pages.layout):
         fixed = fixed_of(regions, r) if is_key else None
         parts = codes.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
-        found.append(codes.decode(parts, side, fixed))
-    return found
+        sides.append(codes.decode(parts, side, fixed))
+    return sides

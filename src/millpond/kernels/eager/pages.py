@@ -20,7 +20,7 @@ def slot_ids(pages: PageArrays, table: Tensor, slots: Tensor) -> Tensor:
 
 
 def gather(arenas: list[Tensor], ids: Tensor) -> Tensor:
-    """Rows of flat slot ids (any shape) out of a list of arenas; result has shape ids.shape + row shape."""
+    """Return rows of flat slot ids (any shape) out of a list of arenas; result has shape ids.shape + row shape."""
     row_shape = arenas[0].shape[2:]
     per_arena = arenas[0].shape[0] * arenas[0].shape[1]
     out = arenas[0].new_empty(*ids.shape, *row_shape)
@@ -93,14 +93,14 @@ _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8
 
 
 def take_rows(source: Tensor, rows: Rows) -> Tensor:
-    """Rows (n,) of source (N, ...), on the CPU, as a copy (n, ...)."""
+    """Return rows (n,) of source (N, ...), on the CPU, as a copy (n, ...)."""
     if not source.is_cpu or not source.is_contiguous():
         return source[torch.from_numpy(rows).long().to(source.device)].cpu()
-    found = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
-    if found.numel():
-        whole, room = _whole(source, found)
+    rows_read = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+    if rows_read.numel():
+        whole, room = _whole(source, rows_read)
         np.take(whole, rows, axis=0, out=room, mode="clip")
-    return found
+    return rows_read
 
 
 def put_rows(target: Tensor, rows: Rows, source: Tensor, places: Rows | None = None) -> None:
@@ -115,7 +115,7 @@ def put_rows(target: Tensor, rows: Rows, source: Tensor, places: Rows | None = N
 
 
 def _whole(*tensors: Tensor) -> list[npt.NDArray[Any]]:
-    """The rows of tensors (N, ...), contiguous and of one size, as numbers as wide as fit them and their places."""
+    """Return the rows of tensors (N, ...), contiguous and of one size, as numbers as wide as fit them and their places."""
     flat = [x.detach().view(len(x), -1).view(torch.uint8) for x in tensors]
     numbers = [flat[0].shape[1], *(x.data_ptr() for x in tensors)]
     kind = next(kind for width, kind in _WIDTHS if not any(number % width for number in numbers))

@@ -11,7 +11,7 @@ INF = float("inf")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor of `dtype` is computed with."""
+    """Return the dtype in which a tensor of `dtype` is computed with."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -36,7 +36,7 @@ def with_masses(logits: Tensor, log_masses: Tensor | None) -> Tensor:
 
 
 def reduce_group(p: Tensor, how: Reduce, dim: int) -> Tensor:
-    """The query heads of a group, on axis `dim`, as one number per entry."""
+    """Return the query heads of a group, on axis `dim`, as one number per entry."""
     if how is Reduce.MAX:
         return p.amax(dim)
     return p.mean(dim) if how is Reduce.MEAN else p.sum(dim)
@@ -46,7 +46,8 @@ def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
     """Attention over a union of two disjoint sets from the attention over each.
 
     Args:
-        out_a, out_b: (..., D). lse_a, lse_b: (...) float32, -inf where a set is empty.
+        out_a, out_b: (..., D).
+        lse_a, lse_b: (...) float32, -inf where a set is empty.
 
     Returns:
         out (..., D), lse (...): out = sum_i out_i exp(lse_i - lse), lse = log(exp(lse_a) + exp(lse_b)).

@@ -128,7 +128,7 @@ def check(device: torch.device, *dtypes: torch.dtype) -> None:
 
 
 def dot_type(left: torch.dtype, right: torch.dtype) -> tl.dtype:
-    """The operand type of a matrix product: the common dtype, float32 where they differ.
+    """Return the operand type of a matrix product: the common dtype, float32 where they differ.
 
     The interpreter of Triton multiplies the bit patterns of bfloat16, so there it is float32 too.
     """
@@ -138,15 +138,15 @@ def dot_type(left: torch.dtype, right: torch.dtype) -> tl.dtype:
 
 
 def block_of(dim: int) -> int:
-    """The power of two, at least 16 (the least a matrix product takes), that holds `dim` numbers."""
+    """Return the power of two, at least 16 (the least a matrix product takes), that holds `dim` numbers."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """The tensor with its last axis contiguous; a copy only if it is not."""
+    """Return the tensor with its last axis contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def page_logs(pages: PageArrays | PackedArrays) -> dict[str, int]:
-    """The shape of pages as shift widths."""
+    """Return the shape of pages as shift widths."""
     return {"LOG_SLOTS": pages.slots.bit_length() - 1, "LOG_PAGES": pages.pages_per_arena.bit_length() - 1}

@@ -66,7 +66,7 @@ class Part(NamedTuple):
 def _parts(
     pages: PageArrays, table: Tensor, lens: Tensor, caps: Tensor, packed: PackedRegions | None
 ) -> tuple[Part, ...]:
-    """The plain part, and the packed one where there is one. Nothing waits for the device."""
+    """Return the plain part, and the packed one where there is one. Nothing waits for the device."""
     n_splits = triton.cdiv(table.shape[1] * pages.slots, TUNING.split)
     where = (pages.bases, pages.bases.shape[1], table, table.stride(0))
     plain = Part(where, pages.n_arenas, lens, caps.contiguous(), page_logs(pages), 0, n_splits)
@@ -289,5 +289,5 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
-    """A step for each column: a GPU reads many rows fast enough in `prefill`."""
+    """Return a step for each column: a GPU reads many rows fast enough in `prefill`."""
     return one_by_one(args, decode)

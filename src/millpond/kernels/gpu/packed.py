@@ -22,7 +22,7 @@ from millpond.kernels.gpu.common import (
     tile_rows,
 )
 from millpond.kernels.packed.layout import LANES as TILE_LANES
-from millpond.kernels.packed.layout import MOST_NAMED, RUN, Format, Offsets, Side
+from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -32,7 +32,7 @@ FP8 = tl.constexpr(int(Format.FP8))
 ROWS = tl.constexpr(int(Format.ROWS))
 FIRST_TABLE = tl.constexpr(int(Format.NUQ2))
 LANES = tl.constexpr(TILE_LANES)
-NAMED = tl.constexpr(MOST_NAMED)
+NAMED = tl.constexpr(MAX_NAMED)
 EXTRA_STEP = tl.constexpr(64)  #: outliers that are written at once
 
 
@@ -55,7 +55,7 @@ def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, 
 
 
 def table_or(table: Tensor, other: Tensor) -> Tensor:
-    """The table on the device of `other`; `other`, which is not read, where there is none."""
+    """Return the table on the device of `other`; `other`, which is not read, where there is none."""
     return table.to(other.device) if table.numel() else other
 
 

@@ -25,7 +25,8 @@ def chain(x: Tensor, share: Tensor, reach: Tensor) -> Tensor:
     What a column gives includes what it was given, as when columns leave in their order.
 
     Args:
-        x: (R, N, D) float. reach: (R, N) int64.
+        x: (R, N, D) float.
+        reach: (R, N) int64.
         share: (R, N), what a column gives to each one in reach; 0: it gives nothing.
 
     Returns:
@@ -72,11 +73,13 @@ class Joined(NamedTuple):
 
 
 def merge(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor, memory: Tensor, seed: int = 0) -> Joined:
-    """What becomes of the columns when those that are not kept leave.
+    """Return what becomes of the columns when those that are not kept leave.
 
     Args:
-        keep: (R, N) bool. value: (R, N), for `Weigh.SCORE` what they leave by, for `Weigh.CHANCE` their attention.
-        memory: (S,) float64: the threshold of each sequence, NaN for none. seed: of draws.
+        keep: (R, N) bool.
+        value: (R, N), for `Weigh.SCORE` what they leave by, for `Weigh.CHANCE` their attention.
+        memory: (S,) float64: the threshold of each sequence, NaN for none.
+        seed: Of draws.
     """
     if rule.weigh is Weigh.CHANCE:
         return _into_next(rule, e, keep, value, memory, seed)
@@ -98,13 +101,13 @@ def merge(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor, memory:
 
 
 def joined_masses(masses: Tensor, links: Links) -> Tensor:
-    """(R, N) float32: the log of each mass, with that of the merged entries."""
+    """Return (R, N) float32: the log of each mass, with that of the merged entries."""
     together = (masses + sums(masses, links)).log()
     return torch.where(links.grows, together, masses.log()).float()
 
 
 def follow(alike: Tensor, before: Tensor, rate: float) -> Tensor:
-    """The thresholds (S,) after likenesses (S, n), -inf for none, given those before; NaN where nothing was met."""
+    """Return the thresholds (S,) after likenesses (S, n), -inf for none, given those before; NaN where nothing was met."""
     met = alike > -math.inf
     now = torch.where(met, alike, 0).sum(1) / met.sum(1)  # NaN for none
     moved = torch.where(before.isnan(), now, rate * now + (1 - rate) * before)
@@ -112,7 +115,7 @@ def follow(alike: Tensor, before: Tensor, rate: float) -> Tensor:
 
 
 def middle(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor) -> Tensor:
-    """(R, N) bool: the entries that leave and still matter."""
+    """Return (R, N) bool: the entries that leave and still matter."""
     there = e.positions >= 0
     worth = value.masked_fill(~there, 0).flip(1)  # so that of equal ones the newest comes first
     ordered, order = worth.sort(dim=1, descending=True, stable=True)
@@ -148,7 +151,7 @@ def _mixed(rule: MergeRule, e: MergeColumns, value: Tensor, alike: Tensor, links
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """(R, N): the norms of rows, in float32 or wider."""
+    """Return (R, N): the norms of rows, in float32 or wider."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype))
     return norms
 
@@ -193,7 +196,7 @@ def _chances(attention: Tensor, against: Tensor) -> Tensor:
 
 
 def _against(rule: MergeRule, e: MergeColumns, attention: Tensor, keep: Tensor, reach: Tensor) -> Tensor:
-    """(R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
+    """Return (R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
     if rule.over is Over.MAX:
         return attention.masked_fill(~keep, 0).amax(1, keepdim=True)
     if rule.over is Over.RECENT:
@@ -248,7 +251,7 @@ def merge_slots(args: MergeArgs) -> None:
 def leaving_value(
     leave: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, n_kv_heads: int, local: Tensor | None
 ) -> Tensor:
-    """(R, n): the value by which entries leave, lowest first. q_pos: (R, 1)."""
+    """Return (R, n): the value by which entries leave, lowest first. q_pos: (R, 1)."""
     if local is None:
         return eviction_value(leave, scores, positions, q_pos, n_kv_heads)
     return blend(scores.masked_fill(positions < 0, 0), local.masked_fill(positions < 0, 0))

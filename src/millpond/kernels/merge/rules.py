@@ -46,18 +46,19 @@ class MergeRule:
     u is the cosine of the keys; for `Weigh.SCORE` the product of those of keys and values, -1 unless both are above 0.
 
     Attributes:
-        weigh: see there.
-        closed: entries at positions below take nothing in, except by CHANCE.
-        threshold: entries are dropped if u < threshold (NORMS), or u <= threshold (SCORE).
-        rate: for EXP and COUNT the threshold of a sequence is the mean of u at its first merge, and moves by this
-            share towards the mean at each later one.
-        cover, most: for SCORE only the best entries that make up `cover` of a head's sum are merged, and no more than
+        weigh: See there.
+        closed: Entries at positions below take nothing in, except by CHANCE.
+        threshold: Entries are dropped if u < threshold (NORMS), or u <= threshold (SCORE).
+        rate: For EXP and COUNT the threshold of a sequence is the mean of u at its first merge, and moves by this share
+            towards the mean at each later one.
+        cover, most: For SCORE only the best entries that make up `cover` of a head's sum are merged, and no more than
             `most` times as many as stay.
-        targets: for CHANCE, how many entries take one in; 0: all that come after it.
-        over: for CHANCE. average: attention there is that per query that saw the entry.
-        draw: p is drawn: 1 where the entry's hash of `Evict.RANDOM` over 2^24 is below p, else 0.
-        bias: for CHANCE: p masses go along with the value, and v_c becomes the mean by mass; needs `masses`.
-        masses: log masses are read and written; else every entry counts once.
+        targets: For CHANCE, how many entries take one in; 0: all that come after it.
+        over: For CHANCE.
+        average: Attention there is that per query that saw the entry.
+        draw: P is drawn: 1 where the entry's hash of `Evict.RANDOM` over 2^24 is below p, else 0.
+        bias: For CHANCE: p masses go along with the value, and v_c becomes the mean by mass; needs `masses`.
+        masses: Log masses are read and written; else every entry counts once.
     """
 
     weigh: Weigh
@@ -106,7 +107,7 @@ class Links(NamedTuple):
 
 
 def sums(x: Tensor, links: Links) -> Tensor:
-    """(H, N) or (H, N, D): for each column the sum of x over the entries merged into it, without its own."""
+    """Return (H, N) or (H, N, D): for each column the sum of x over the entries merged into it, without its own."""
     n_heads, n = links.into.shape
     chosen = links.leaves.flatten().nonzero()[:, 0]
     into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
@@ -119,7 +120,9 @@ def mean(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
     """x, where entries take others in their mean, weighted by `weight`, else unchanged.
 
     Args:
-        x: (H, N, D). weight: (H, N) >= 0. own: (H, N) > 0, the weight of an entry that takes others in.
+        x: (H, N, D).
+        weight: (H, N) >= 0.
+        own: (H, N) > 0, the weight of an entry that takes others in.
 
     Returns:
         (H, N, D) float32 or wider.
@@ -137,7 +140,7 @@ def mean_in_torch(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tenso
 
 
 def cosines(x: Tensor) -> Likeness:
-    """The cosines between rows of x (H, N, D)."""
+    """Return the cosines between rows of x (H, N, D)."""
     unit = F.normalize(x.to(wide(x.dtype)), dim=-1)
 
     def between(a: Tensor, b: Tensor) -> Tensor:
@@ -147,14 +150,14 @@ def cosines(x: Tensor) -> Likeness:
 
 
 def beside(x: Tensor) -> Tensor:
-    """(H, N - 1): the cosines between neighbours of x (H, N, D)."""
+    """Return (H, N - 1): the cosines between neighbours of x (H, N, D)."""
     x = x.to(wide(x.dtype))
     lengths: Tensor = torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
     return (x[:, 1:] * x[:, :-1]).sum(-1) / (lengths[:, 1:] * lengths[:, :-1])
 
 
 def distances(x: Tensor, links: Links) -> Tensor:
-    """(H, N) float64: the squared distance of each merged row of x (H, N, D) to the row it is merged into."""
+    """Return (H, N) float64: the squared distance of each merged row of x (H, N, D) to the row it is merged into."""
     n_heads, n = links.into.shape
     flat, chosen = x.reshape(n_heads * n, -1), links.leaves.flatten().nonzero()[:, 0]
     into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
@@ -164,7 +167,7 @@ def distances(x: Tensor, links: Links) -> Tensor:
 
 
 def in_both(keys: Tensor, values: Tensor) -> Likeness:
-    """The product of the cosines of keys and of values where both are positive, else -1."""
+    """Return the product of the cosines of keys and of values where both are positive, else -1."""
     of_keys, of_values = cosines(keys), cosines(values)
 
     def between(a: Tensor, b: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ def in_both(keys: Tensor, values: Tensor) -> Likeness:
 
 
 def rows(x: Tensor, columns: Tensor) -> Tensor:
-    """(H, n, D): the rows of x (H, N, D) in columns (H, n)."""
+    """Return (H, n, D): the rows of x (H, N, D) in columns (H, n)."""
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
@@ -185,9 +188,10 @@ def nearest(
     """For each source the target that is most like it by its key, or by key and value; ties to the oldest.
 
     Args:
-        keys: (H, N, key_dim). values: (H, N, value_dim); None: only keys count.
+        keys: (H, N, key_dim).
+        values: (H, N, value_dim); None: only keys count.
         sources, targets: (H, N) bool, no column is both.
-        floor: a target that is not more alike is none.
+        floor: A target that is not more alike is none.
 
     Returns:
         columns (H, N) int64 and likeness (H, N) float64; where there is no source, or no target for it, the own column
@@ -195,8 +199,8 @@ def nearest(
     """
     native = native_for(keys.dtype, keys.device)
     if native is not None:
-        found: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
-        return found
+        nearest_entries: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
+        return nearest_entries
     return nearest_in_torch(cosines(keys) if values is None else in_both(keys, values), sources, targets, floor)
 
 
@@ -213,11 +217,11 @@ def nearest_in_torch(
     ragged = not bool(is_target.all())
     for begin in range(0, from_.shape[1], BLOCK):
         some = from_[:, begin : begin + BLOCK]
-        found = alike(some, to)
+        cosines = alike(some, to)
         if ragged:
-            found = found.masked_fill(~is_target[:, None], float("-inf"))
-        place = found.argmax(2)
-        high = found.gather(2, place[..., None])[..., 0]
+            cosines = cosines.masked_fill(~is_target[:, None], float("-inf"))
+        place = cosines.argmax(2)
+        high = cosines.gather(2, place[..., None])[..., 0]
         real = is_source[:, begin : begin + BLOCK] & (high > floor)
         into.scatter_(1, some, torch.where(real, to.gather(1, place), some))
         best.scatter_(1, some, high.double().masked_fill(~real, float("-inf")))
@@ -225,7 +229,9 @@ def nearest_in_torch(
 
 
 def packed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen columns of each head in front: (H, n) int64, and which of them are chosen, n the most of any head."""
+    """Return the chosen columns of each head in front: (H, n) int64, and which of them are chosen, n the most of any
+    head.
+    """
     width = int(chosen.sum(1).max())
     columns = torch.sort(chosen.int(), dim=1, descending=True, stable=True).indices[:, :width]
     return columns, chosen.gather(1, columns)

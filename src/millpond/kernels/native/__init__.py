@@ -95,7 +95,7 @@ def is_available() -> bool:
 
 
 def isa() -> str:
-    """The instruction set of the library in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
+    """Return the instruction set of the library in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
     loaded = library.load()
     return loaded[0] if loaded is not None else "none"
 

@@ -35,7 +35,7 @@ Call = Callable[[bytes], int]
 
 @cache
 def entry_point(name: str) -> Call:
-    """The C function of that name, taking one packed struct."""
+    """Return the C function of that name, taking one packed struct."""
     loaded = library.load()
     if loaded is None:
         raise OptionError("this install has no native kernels; reinstall millpond with a C++ compiler")
@@ -45,13 +45,13 @@ def entry_point(name: str) -> Call:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous rows in a dtype that the kernels read."""
+    """Return the tensor with contiguous rows in a dtype that the kernels read."""
     x = x if x.dtype in DTYPES else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:
-    """An index tensor with contiguous int32 rows."""
+    """Return an index tensor with contiguous int32 rows."""
     if x.dtype is not INT32:
         raise OptionError(f"index tensors of the kernels are int32, not {x.dtype}")
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -63,13 +63,13 @@ def _shared_rows(x: Tensor | None) -> tuple[int, int]:
 
 
 def pool_numbers(pages: PageArrays) -> list[int]:
-    """A pool as the schemas take it, where it lies apart."""
+    """Return a pool as the schemas take it, where it lies apart."""
     dtype = DTYPES[pages.dtype]
     return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
 
 
 def rule_numbers(rule: DecodeRule) -> list[int]:
-    """A rule as the schemas take it, its decay apart."""
+    """Return a rule as the schemas take it, its decay apart."""
     kinds, spacing = [int(rule.signal), int(rule.reduce), int(rule.evict)], rule.spacing
     return [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF, spacing.width, spacing.shift, spacing.stride]
 
@@ -95,11 +95,11 @@ def decode(
     least: Tensor | None = None,
     packed: bytes = b"",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A decoding step.
+    """Return a decoding step.
 
     Args:
-        kept, least: see `StepRegions`.
-        packed: the struct of the regions' packed parts, see native/packed.py; empty where there are none.
+        kept, least: See `StepRegions`.
+        packed: The struct of the regions' packed parts, see native/packed.py; empty where there are none.
     """
     q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
     table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
@@ -158,7 +158,7 @@ def decode_struct(
     kept: Tensor | None = None,
     least: Tensor | None = None,
 ) -> bytes:
-    """The C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
+    """Return the C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
     if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
         raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
     if least is not None and (least.shape[0] != q.shape[0] or not 0 < least.shape[1] <= MOST_LEAST):
@@ -485,7 +485,7 @@ def write(
 def read(
     bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The last result is empty where the pool has no masses."""
+    """Return the last result is empty where the pool has no masses."""
     n, dtype = table.shape[0], TORCH_DTYPES[pool[4]]
     keys = torch.empty((n, width, pool[2]), dtype=dtype)
     values = torch.empty((n, width, pool[3]), dtype=dtype)

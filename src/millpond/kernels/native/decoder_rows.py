@@ -100,7 +100,7 @@ class Linears:
         return q, k, v
 
     def heads_struct(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[bytes, bytes]:
-        """The C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
+        """Return the C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
         n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], thread_count()
         q_row, k_row = self._widths[:2]
         to = q.data_ptr(), k.data_ptr()
@@ -160,7 +160,7 @@ class Behind:
 
     @staticmethod
     def struct(seen: Tensor, x: Tensor, result: Tensor) -> bytes:
-        """The part of the C struct that stands before `same`. All tensors are contiguous; the result may be x."""
+        """Return the part of the C struct that stands before `same`. All tensors are contiguous; the result may be x."""
         return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), thread_count())
 
 
@@ -278,8 +278,8 @@ def gemm(
     but GELU, 0 for none.
 
     Args:
-        norm: weight (k,), bias (k,) or None, eps, and whether it is centred: see `norm`.
-        halves: weight (2 n, k), bias (2 n,): act(first half) * second half.
+        norm: Weight (k,), bias (k,) or None, eps, and whether it is centred: see `norm`.
+        halves: Weight (2 n, k), bias (2 n,): act(first half) * second half.
     """
     x = x.contiguous()
     n = len(weight) // 2 if halves else len(weight)
@@ -365,11 +365,11 @@ class Layers:
         self._call = entry_point("mp_layers")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, regions: Sequence[StepRegions]) -> Tensor:
-        """Rows x (N, width), contiguous, one of each sequence, go through all layers in place.
+        """Return rows x (N, width), contiguous, one of each sequence, go through all layers in place.
 
         Args:
-            cos, sin: (N, <= head_dim), as for `rotate_`. regions: of each layer; lengths and pages change as in
-                `ops.decode`.
+            cos, sin: (N, <= head_dim), as for `rotate_`.
+            regions: Of each layer; lengths and pages change as in `ops.decode`.
 
         Returns:
             (layers, N, n_heads): the log-sum-exp of each layer's attention.

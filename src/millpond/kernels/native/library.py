@@ -40,16 +40,18 @@ def _folders() -> list[Path]:
 
 
 def installed() -> dict[str, Path]:
-    """The libraries that this install brought, by instruction set: of a build from source that of its machine alone."""
+    """Return the libraries that this install brought, by instruction set: of a build from source that of its machine
+    alone.
+    """
     return {name: file for name, file in _files().items() if name != PROBE}
 
 
 def _files() -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder in _folders():
         for file in sorted(folder.glob("millpond_*.so")):
-            found.setdefault(file.stem.removeprefix("millpond_"), file)
-    return found
+            paths.setdefault(file.stem.removeprefix("millpond_"), file)
+    return paths
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
@@ -67,7 +69,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def runnable() -> list[str]:
-    """The installed instruction sets that this CPU can run, best first."""
+    """Return the installed instruction sets that this CPU can run, best first."""
     have, files = installed(), _files()
     if "neon" in have:
         return ["neon"]
@@ -81,7 +83,7 @@ def runnable() -> list[str]:
 
 @cache
 def load() -> tuple[str, ctypes.CDLL] | None:
-    """The chosen instruction set and its library; None if there is none to run.
+    """Return the chosen instruction set and its library; None if there is none to run.
 
     Raises:
         OptionError: MILLPOND_ISA names one that is not installed or that this CPU cannot run.
@@ -129,8 +131,8 @@ def use_huge_pages(tensors: Iterable[Tensor], seconds: float = 5.0) -> int:
     A hint: where the system has none to give, nothing happens. What it takes is the time of a copy.
 
     Args:
-        tensors: read as a whole, contiguous.
-        seconds: after which no more pages are requested.
+        tensors: Read as a whole, contiguous.
+        seconds: After which no more pages are requested.
 
     Returns:
         Bytes in huge pages now.

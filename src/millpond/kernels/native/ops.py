@@ -24,7 +24,7 @@ from millpond.kernels.args import (
     WindowSignalArgs,
 )
 from millpond.kernels.decode_rules import KEEP_ALL
-from millpond.kernels.eager.attention import nothing_found
+from millpond.kernels.eager.attention import empty_output
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point, pool_numbers, rule_numbers
 from millpond.kernels.native.pages import regions_struct
@@ -192,7 +192,7 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
 def attend(args: AttendArgs) -> AttendOutput:
     q, (pages, table, lens) = args.q, args.regions.parts
     members = torch.arange(len(q)) if args.members is None else args.members
-    out, lse = nothing_found(q, pages.value_dim) if args.found is None else args.found
+    out, lse = empty_output(q, pages.value_dim) if args.partial is None else args.partial
     abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), args.scale, args.softcap)
     return AttendOutput(out, lse)
 
@@ -252,8 +252,8 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
 
 def read(regions: PageRegions, width: int) -> PaddedEntries:
     call, pages = torch.ops.millpond.read.default if torch.compiler.is_compiling() else abi.read, regions.pages
-    found = PaddedEntries(*call(pages.bases, regions.table, regions.lens, width, pool_numbers(pages)))
-    return found if pages.masses else found._replace(log_masses=None)
+    padded = PaddedEntries(*call(pages.bases, regions.table, regions.lens, width, pool_numbers(pages)))
+    return padded if pages.masses else padded._replace(log_masses=None)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -68,7 +68,7 @@ def _side(
 
 
 def regions_struct(regions: PackedRegions) -> bytes:
-    """The struct of the regions: made once, and again when their pool has grown."""
+    """Return the struct of the regions: made once, and again when their pool has grown."""
     bases: Tensor | None
     struct: bytes
     bases, struct = regions.known.get("struct", (None, b""))

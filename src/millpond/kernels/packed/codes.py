@@ -12,7 +12,7 @@ from millpond.kernels.packed import groups
 from millpond.kernels.packed.groups import Groups, to_half
 from millpond.kernels.packed.layout import (
     LANES,
-    MOST_NAMED,
+    MAX_NAMED,
     Format,
     Offsets,
     PackedLayout,
@@ -37,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def unpack(words: Tensor, top: Tensor | None, bits: int, depth: int) -> Tensor:
-    """The codes (..., depth, 16) int64 that `pack` put into words."""
+    """Return the codes (..., depth, 16) int64 that `pack` put into words."""
     if top is not None:
         return _unpack(words, 2)[..., :depth, :] | _unpack(top, 1)[..., :depth, :] << 2
     return _unpack(words, bits)[..., :depth, :]
@@ -62,7 +62,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def key_lanes(x: Tensor) -> Tensor:
-    """(..., slots, dim) -> (..., slots / 16, dim, 16): lanes are slots."""
+    """Return (..., slots, dim) -> (..., slots / 16, dim, 16): lanes are slots."""
     return split(x, -2, LANES).transpose(-1, -2)
 
 
@@ -71,7 +71,7 @@ def from_key_lanes(x: Tensor) -> Tensor:
 
 
 def value_lanes(x: Tensor) -> Tensor:
-    """(..., slots, dim) -> (..., dim / 16, slots, 16): lanes are channels."""
+    """Return (..., slots, dim) -> (..., dim / 16, slots, 16): lanes are channels."""
     return split(x, -1, LANES).transpose(-3, -2)
 
 
@@ -80,7 +80,8 @@ def from_value_lanes(x: Tensor) -> Tensor:
 
 
 def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tensor:
-    """(P, slots, dim) bool: all but the `side.n_extra` numbers of each page that lie farthest out, the first of equals.
+    """Return (P, slots, dim) bool: all but the `side.n_extra` numbers of each page that lie farthest out, the first of
+    equals.
 
     How far is measured from the middle of the calibrated range of the channel, in units of it, or else from the mean
     of the number's group, in standard deviations.
@@ -97,13 +98,14 @@ def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tenso
         # by way of float64: torch's root of float32 is not always the nearest number
         spread = (_sum(away.square(), side.by_channel) / n).double().sqrt().float()
         far = (away / spread.clamp(min=tiny)).reshape(x.shape)
-    found = far.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, : side.n_extra]
-    return torch.ones_like(far, dtype=torch.bool).flatten(1).scatter(1, found, False).view_as(far)
+    indices = far.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, : side.n_extra]
+    return torch.ones_like(far, dtype=torch.bool).flatten(1).scatter(1, indices, False).view_as(far)
 
 
 def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
     """Sums of groups in an order that native code repeats: slot after slot, (P, n, 1, dim) of (P, n, slots, dim); or 16
-    channels after 16 and then half onto half, (P, slots, n, 1) of (P, slots, n, channels)."""
+    channels after 16 and then half onto half, (P, slots, n, 1) of (P, slots, n, channels).
+    """
     if by_channel:
         return reduce(torch.add, grouped.unbind(2)).unsqueeze(2)
     lanes = reduce(torch.add, split(grouped, 3, LANES).unbind(3))
@@ -114,19 +116,19 @@ def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
 
 
 def beside(rest: Tensor, inlier: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(where, what) (P, n): the places of the n outliers of each page, ascending, and what their codes lack.
+    """Return (where, what) (P, n): the places of the n outliers of each page, ascending, and what their codes lack.
 
     Raises:
         NumericsError: one lacks more than float16 holds.
     """
     places = (~inlier).flatten(1).nonzero()[:, 1].view(rest.shape[0], n)
     slot, channel = places // rest.shape[2], places % rest.shape[2]
-    return slot * MOST_NAMED + channel, to_half(rest.flatten(1).gather(1, places))
+    return slot * MAX_NAMED + channel, to_half(rest.flatten(1).gather(1, places))
 
 
 def add(x: Tensor, where: Tensor, what: Tensor) -> Tensor:
     """X (P, slots, dim) with the outliers added."""
-    places = where // MOST_NAMED * x.shape[2] + where % MOST_NAMED
+    places = where // MAX_NAMED * x.shape[2] + where % MAX_NAMED
     return x.flatten(1).scatter_add(1, places, what.float()).view_as(x)
 
 
@@ -140,7 +142,7 @@ class Parts:
 
     Attributes:
         codes: (P, slots, dim) int64, or (P, slots, dim) bfloat16 where the format is `Format.ROWS`.
-        scales, zeros: by channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
+        scales, zeros: By channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
         means: (P, dim) float16 of the numbers in each channel, where codes stand for what is less them; or None.
         where, what: (P, n_extra) the outliers: slot * 256 + channel, and the remainder in float16.
     """
@@ -154,7 +156,7 @@ class Parts:
 
 
 def _grouped(x: Tensor, side: Side) -> Tensor:
-    """(P, slots, dim) with the members of a group last."""
+    """Return (P, slots, dim) with the members of a group last."""
     if side.format is Format.FP8:
         return x.flatten(1)[:, None]  # (P, 1, slots * dim)
     if side.by_channel:
@@ -192,8 +194,8 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
         codes = groups.between(y, cuts_of(side).to(y.device)) if side.format.uses_table else _whole(y, side.format.bits)
         parts = Parts(codes)
     else:
-        found = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
-        parts = Parts(_ungrouped(found.codes, side, x.shape[-1]), found.scales, found.zeros)
+        encoded = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
+        parts = Parts(_ungrouped(encoded.codes, side, x.shape[-1]), encoded.scales, encoded.zeros)
     if inlier is not None:
         parts.where, parts.what = beside(x - decode(parts, side, fixed), inlier, side.n_extra)
     parts.means = means
@@ -221,7 +223,7 @@ def _encode_groups(x: Tensor, side: Side, inlier: Tensor | None) -> Groups:
 
 
 def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
-    """The numbers (P, slots, dim) float32 that the codes stand for."""
+    """Return the numbers (P, slots, dim) float32 that the codes stand for."""
     if side.format is Format.ROWS:
         return parts.codes.float()
     if fixed is not None:
@@ -230,8 +232,8 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
         x = codes * scale + zero
     else:
         assert parts.scales is not None
-        found = Groups(_grouped(parts.codes, side), parts.scales, parts.zeros)
-        x = _ungrouped(_decode_groups(found, side), side, parts.codes.shape[-1])
+        grouped = Groups(_grouped(parts.codes, side), parts.scales, parts.zeros)
+        x = _ungrouped(_decode_groups(grouped, side), side, parts.codes.shape[-1])
     if parts.means is not None:
         x = x + parts.means.float()[:, None]
     if parts.where is not None and parts.what is not None:
@@ -239,19 +241,19 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
     return x
 
 
-def _decode_groups(found: Groups, side: Side) -> Tensor:
+def _decode_groups(grouped: Groups, side: Side) -> Tensor:
     if side.format is Format.FP8:
-        return groups.decode_e4m3(found)
+        return groups.decode_e4m3(grouped)
     if side.format.uses_table:
-        return groups.decode_table(found, table_of(side).to(found.codes.device))
-    return groups.decode_affine(found, side.format.bits)
+        return groups.decode_table(grouped, table_of(side).to(grouped.codes.device))
+    return groups.decode_affine(grouped, side.format.bits)
 
 
 # ----------------------------------------------------------------------------------------------- bytes
 
 
 def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
-    """(P, n) uint8: the bytes of one side of P whole pages, in the order of `Offsets`."""
+    """Return (P, n) uint8: the bytes of one side of P whole pages, in the order of `Offsets`."""
     if side.format is Format.ROWS:
         return _bytes(parts.codes)
     lanes = key_lanes(parts.codes) if is_key else value_lanes(parts.codes)
@@ -269,7 +271,7 @@ def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
 
 
 def from_bytes(page: Tensor, side: Side, at: Offsets, slots: int, dim: int, is_key: bool) -> Parts:
-    """What P whole pages (P, page_bytes) uint8 hold on one side."""
+    """Return what P whole pages (P, page_bytes) uint8 hold on one side."""
     n = page.shape[0]
 
     def take(begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -305,7 +307,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
-    """The parts of one page with the slots from `first` on replaced by those of `new` (1, n, dim)."""
+    """Return the parts of one page with the slots from `first` on replaced by those of `new` (1, n, dim)."""
     n = new.codes.shape[1]
     codes = old.codes.clone()
     codes[:, first : first + n] = new.codes
@@ -324,7 +326,7 @@ def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
 
 
 def sides(layout: PackedLayout) -> tuple[tuple[Side, Offsets, int, bool], tuple[Side, Offsets, int, bool]]:
-    """(side, offsets, dim, whether it is the keys) of keys and values."""
+    """Return (side, offsets, dim, whether it is the keys) of keys and values."""
     return (
         (layout.key, layout.key_offsets, layout.key_dim, True),
         (layout.value, layout.value_offsets, layout.value_dim, False),

@@ -13,7 +13,7 @@ from torch import Tensor
 from millpond.errors import NumericsError
 
 #: The largest numbers of float16 and of e4m3.
-MOST_F16, MOST_E4M3 = 65504.0, 448.0
+MAX_F16, MAX_E4M3 = 65504.0, 448.0
 
 
 #: What is said of numbers that no code can hold.
@@ -22,7 +22,7 @@ NOT_FINITE = (
     "look for the layer that makes it, or keep the entries with codec='bf16'"
 )
 TOO_LARGE = (
-    f"a key or value is beyond {MOST_F16:g}, the most that the scale of a group (float16) can hold; "
+    f"a key or value is beyond {MAX_F16:g}, the most that the scale of a group (float16) can hold; "
     "keep the entries with codec='bf16'"
 )
 
@@ -36,20 +36,18 @@ class Groups(NamedTuple):
 
 
 def check_finite(x: Tensor) -> None:
-    """
-    Raises:
-        NumericsError: NaN or infinity among numbers that are to be encoded.
+    """Raises:
+    NumericsError: NaN or infinity among numbers that are to be encoded.
     """
     if not bool(torch.isfinite(x).all()):
         raise NumericsError(NOT_FINITE)
 
 
 def to_half(x: Tensor) -> Tensor:
+    """Raises:
+    NumericsError: a number beyond float16.
     """
-    Raises:
-        NumericsError: a number beyond float16.
-    """
-    if x.numel() and float(x.abs().max()) > MOST_F16:
+    if x.numel() and float(x.abs().max()) > MAX_F16:
         raise NumericsError(TOO_LARGE)
     return x.half()
 
@@ -85,7 +83,7 @@ def encode_affine(x: Tensor, bits: int, symmetric: bool = False, inlier: Tensor 
 
 
 def decode_affine(groups: Groups, bits: int) -> Tensor:
-    """The numbers (..., g) float32 that the codes stand for."""
+    """Return the numbers (..., g) float32 that the codes stand for."""
     scale = groups.scales.float()[..., None]
     if groups.zeros is None:
         return (groups.codes - (1 << (bits - 1))) * scale
@@ -102,7 +100,7 @@ def _range(x: Tensor, inlier: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def between(y: Tensor, cuts: Tensor) -> Tensor:
-    """The code (...) int64 of y: how many of the ascending cuts lie below it."""
+    """Return the code (...) int64 of y: how many of the ascending cuts lie below it."""
     return torch.bucketize(y.contiguous(), cuts)
 
 
@@ -121,7 +119,7 @@ def encode_table(x: Tensor, cuts: Tensor, inlier: Tensor | None = None) -> Group
 
 
 def decode_table(groups: Groups, table: Tensor) -> Tensor:
-    """The numbers (..., g) float32 that the codes stand for."""
+    """Return the numbers (..., g) float32 that the codes stand for."""
     assert groups.zeros is not None
     return table[groups.codes] * groups.scales.float()[..., None] + groups.zeros.float()[..., None]
 
@@ -136,11 +134,11 @@ def encode_e4m3(x: Tensor) -> Groups:
     """
     check_finite(x)
     x = x.float()
-    scale = x.abs().amax(-1) / MOST_E4M3
-    scaled = (x * inverse(scale)[..., None]).clamp(-MOST_E4M3, MOST_E4M3)
+    scale = x.abs().amax(-1) / MAX_E4M3
+    scaled = (x * inverse(scale)[..., None]).clamp(-MAX_E4M3, MAX_E4M3)
     return Groups(scaled.to(torch.float8_e4m3fn).view(torch.uint8).long(), scale, None)
 
 
 def decode_e4m3(groups: Groups) -> Tensor:
-    """The numbers (..., g) float32 that the codes stand for."""
+    """Return the numbers (..., g) float32 that the codes stand for."""
     return groups.codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * groups.scales[..., None]

@@ -15,7 +15,7 @@ from millpond.kernels.pages import Arenas
 #: Lanes of a tile; slots that a kernel works on at once.
 LANES, RUN = 16, 32
 #: Most slots and channels that an outlier can name: 8 bits each.
-MOST_NAMED = 256
+MAX_NAMED = 256
 
 
 class Format(IntEnum):
@@ -50,17 +50,17 @@ class Side:
     """How the keys, or the values, of a page are stored: x = scale * code + zero, or scale * table[code] + zero.
 
     Attributes:
-        format: of the codes.
-        by_channel: keys only: a group is `group` neighbouring slots of one channel. Otherwise it is `group`
+        format: Of the codes.
+        by_channel: Keys only: a group is `group` neighbouring slots of one channel. Otherwise it is `group`
             neighbouring channels of one slot.
-        group: numbers that share a scale and a zero; 0: all channels of a slot.
-        symmetric: no zero is stored: codes stand around 0.
-        fixed: keys only: scales and zeros per channel come from calibration and lie outside the page.
-        less_mean: keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
+        group: Numbers that share a scale and a zero; 0: all channels of a slot.
+        symmetric: No zero is stored: codes stand around 0.
+        fixed: Keys only: scales and zeros per channel come from calibration and lie outside the page.
+        less_mean: Keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
             what the keys are less it, so that channels far from 0 do not widen the range of all.
-        n_extra: outliers per page, 4 bytes each, for the numbers with the largest error.
-        table: of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
-        cuts: of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
+        n_extra: Outliers per page, 4 bytes each, for the numbers with the largest error.
+        table: Of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
+        cuts: Of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
             numbers.
     """
 
@@ -157,18 +157,18 @@ class PackedLayout:
 
 
 def table_of(side: Side) -> Tensor:
-    """The numbers (2^bits,) float32 that codes of a table stand for."""
+    """Return the numbers (2^bits,) float32 that codes of a table stand for."""
     return torch.tensor(side.table, device="cpu")
 
 
 def cuts_of(side: Side) -> Tensor:
-    """What lies between two codes of a table, (2^bits - 1,) float32."""
+    """Return what lies between two codes of a table, (2^bits - 1,) float32."""
     table = table_of(side)
     return torch.tensor(side.cuts, device="cpu") if side.cuts else (table[1:] + table[:-1]) / 2
 
 
 def groups_of(side: Side, dim: int) -> int:
-    """How many groups the channels of one slot fall into, for a side that is not by channel."""
+    """Return how many groups the channels of one slot fall into, for a side that is not by channel."""
     return dim // side.group if side.group else 1
 
 
@@ -179,8 +179,8 @@ def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
         )
     if side.n_extra and not side.format.grouped:
         raise OptionError(f"{what}: {side.format.name} keeps no outliers; only groups have ranges")
-    if side.n_extra and max(slots, dim) > MOST_NAMED:
-        raise OptionError(f"{what}: outliers can be named among {MOST_NAMED} slots and channels, not {slots} x {dim}")
+    if side.n_extra and max(slots, dim) > MAX_NAMED:
+        raise OptionError(f"{what}: outliers can be named among {MAX_NAMED} slots and channels, not {slots} x {dim}")
     if side.format.uses_table and len(side.table) != 1 << side.format.bits:
         raise OptionError(f"{what}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
     if what == "values" and (side.fixed or side.by_channel):
@@ -232,8 +232,8 @@ class PackedArrays(Arenas):
     """Arenas with one row of bytes per page. Position -1 marks a slot whose entry was evicted (a tombstone).
 
     Attributes:
-        layout: where what lies in a page.
-        codes: per arena (pages_per_arena, page_bytes) uint8.
+        layout: Where what lies in a page.
+        codes: Per arena (pages_per_arena, page_bytes) uint8.
     """
 
     pages_per_arena: int

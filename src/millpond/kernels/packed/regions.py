@@ -42,7 +42,7 @@ class Rope:
 
     @classmethod
     def of(cls, turn: Turn, dim: int, positions: int, device: torch.device = HOST) -> Rope:
-        """The tables of a rotation of keys of `dim` channels on a device, for at least `positions` positions."""
+        """Return the tables of a rotation of keys of `dim` channels on a device, for at least `positions` positions."""
         pairs = pairs_of(turn, dim, device)
         a, b = pairs.long().unbind(1)
         first = torch.zeros(1, 1, 1, dim, device=device).index_fill(3, a, 1.0)
@@ -80,7 +80,9 @@ class Rope:
 
 
 def pairs_of(turn: Turn, dim: int, device: torch.device) -> Tensor:
-    """Which channels turn together, (n, 2) int32, found by turning each alone; the first of a pair is the lower one."""
+    """Return which channels turn together, (n, 2) int32, found by turning each alone; the first of a pair is the lower
+    one.
+    """
     alone = torch.eye(dim, device=device)[None, None]
     turned = turn(alone, torch.ones(1, dim, dtype=torch.int64, device=device))[0, 0].float().cpu()
     mixed = turned.fill_diagonal_(0.0).abs()
@@ -104,7 +106,7 @@ class PackedRegions:
     """What R regions of one layer hold in packed pages; twin of `PageRegions`.
 
     Attributes:
-        pages: the memory of the pool.
+        pages: The memory of the pool.
         table: (R, n) int32 page ids.
         lens: (R,) int32 slots in use, tombstones included.
         dead: (R,) int32 tombstones: slots in use whose position is -1. Written by `decode`.
@@ -112,11 +114,11 @@ class PackedRegions:
         balance: (R, key_dim) float32: what a stored key is multiplied with to get the key, and the query with to meet
             it (the inverse of MiKV's balancer), over the kept channels; None: 1.
         key_scales, key_zeros: (Hkv, key_dim) float32, for keys whose scales are `fixed`.
-        rope: keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
+        rope: Keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
             takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
             all positions. Scales of such keys are one per channel: `fixed`, or of the slots of a group.
-        known: what an implementation has found out about these regions, so that it need not at every step. Of an
-            object whose tensors others put in place nothing is known.
+        known: What an implementation has found out about these regions, so that it need not at every step. Of an object
+            whose tensors others put in place nothing is known.
     """
 
     pages: PackedArrays
@@ -131,9 +133,8 @@ class PackedRegions:
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, n_regions: int, key_dim: int) -> None:
-        """
-        Raises:
-            OptionError: these are not the packed part of `n_regions` regions with plain keys of `key_dim` channels.
+        """Raises:
+        OptionError: these are not the packed part of `n_regions` regions with plain keys of `key_dim` channels.
         """
         beside = n_regions, key_dim
         if self.known.get("fits") == beside:
@@ -148,9 +149,8 @@ class PackedRegions:
         self.known["fits"] = beside
 
     def check_stored(self, n_regions: int) -> None:
-        """
-        Raises:
-            OptionError: not as many regions, or not what the layout needs.
+        """Raises:
+        OptionError: not as many regions, or not what the layout needs.
         """
         layout = self.pages.layout
         if self.table.shape[0] != n_regions:

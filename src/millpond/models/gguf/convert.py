@@ -53,23 +53,23 @@ def unread_metadata(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
     """Numbers that the configuration lacks or has otherwise, each as a phrase; empty where it has all of them.
 
     Args:
-        config: what transformers made of the metadata, with what `take_rope` added.
+        config: What transformers made of the metadata, with what `take_rope` added.
     """
     return [*_numbers(header, config), *_rope(header, config)]
 
 
 def _numbers(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
-    found = []
+    differences = []
     for key, names in _SAME.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
         known = [getattr(config, name) for name in names if hasattr(config, name)]
         if isinstance(value, (int, float)) and value and known and not any(_close(value, ours) for ours in known):
-            found.append(f"{key} = {value:.6g} (it takes {known[0]})")
+            differences.append(f"{key} = {value:.6g} (it takes {known[0]})")
     for key, name in _SIZES.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
         if isinstance(value, int) and hasattr(config, name) and getattr(config, name) != value:
-            found.append(f"{key} = {value} (it takes {getattr(config, name)})")
-    return found
+            differences.append(f"{key} = {value} (it takes {getattr(config, name)})")
+    return differences
 
 
 def _rope(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
@@ -80,16 +80,16 @@ def _rope(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     count = header.metadata.get(f"{header.architecture}.rope.dimension_count")
     bases = [kind["rope_theta"] for kind in kinds if "rope_theta" in kind]
-    found = []
+    differences = []
     if isinstance(base, (int, float)) and bases and not any(_close(base, ours) for ours in bases):
-        found.append(f"rope.freq_base = {base:.6g} (it takes {bases[0]:.6g})")
+        differences.append(f"rope.freq_base = {base:.6g} (it takes {bases[0]:.6g})")
     if isinstance(count, int) and count and "rope_theta" in own and count != rotated(config):
-        found.append(f"rope.dimension_count = {count} (it rotates {rotated(config)} numbers of each head)")
+        differences.append(f"rope.dimension_count = {count} (it rotates {rotated(config)} numbers of each head)")
     if scaling != "none" and all(kind.get("rope_type", "default") == "default" for kind in kinds):
         factor = header.metadata.get(f"{header.architecture}.rope.scaling.factor", 0)
         if factor != 1:
-            found.append(f"rope.scaling.type = {scaling} (it takes positions that are not scaled)")
-    return found
+            differences.append(f"rope.scaling.type = {scaling} (it takes positions that are not scaled)")
+    return differences
 
 
 def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
@@ -98,7 +98,8 @@ def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Modul
     Of architectures that transformers maps by rules of their own, only loading tells (`unplaced`).
 
     Args:
-        model: of that configuration; its tensors may be on meta. rope: tensors that `take_rope` read or refused.
+        model: Of that configuration; its tensors may be on meta.
+        rope: Tensors that `take_rope` read or refused.
     """
     legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     with suppress(ImportError, AttributeError):  # older versions have one list only
@@ -121,7 +122,7 @@ def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Modul
 
 
 def unplaced(names: list[str]) -> list[str]:
-    """A phrase about tensors that have no place in a model; none of no names."""
+    """Return a phrase about tensors that have no place in a model; none of no names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [f"the tensors {', '.join(names[:3])}{more}"] if names else []
 
@@ -142,7 +143,7 @@ _CONVERTING = threading.Lock()
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one of a folder without a config.json; None: none.
+    """Return the GGUF file that a path names: itself, or the only one of a folder without a config.json; None: none.
 
     Raises:
         OptionError: a folder with several, none of them chosen.
@@ -159,7 +160,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
-    """The folder with config, safetensors and tokenizer of a GGUF file, converted now if it was not before.
+    """Return the folder with config, safetensors and tokenizer of a GGUF file, converted now if it was not before.
 
     Args:
         dtype: "auto" (the file's own float type, and bf16 for quantized matrices), "f32", "bf16" or "f16"; None: any
@@ -193,12 +194,12 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
 
 
 def converted_before(path: Path, dtype: str | None) -> Path | None:
-    """The folder that the same file was converted to, if times, size and inode say that it is unchanged.
+    """Return the folder that the same file was converted to, if times, size and inode say that it is unchanged.
 
     A file is not read for it: of one of 500 MB its header and checksum take a second.
 
     Args:
-        dtype: as for `converted_folder`.
+        dtype: As for `converted_folder`.
     """
     for folder in sorted((cache_folder() / "gguf").glob(f"{escape(path.stem[:64])}-*/*")):
         current = folder.name in DTYPES and read_note(folder / NOTE).get("tokenizer") == TOKENIZER_VERSION
@@ -235,11 +236,11 @@ def supported_architectures() -> list[str]:
     """llama.cpp's names of the architectures of which the installed transformers makes decoders, sorted."""
     known = import_module("transformers.modeling_gguf_pytorch_utils").GGUF_SUPPORTED_ARCHITECTURES
     # among them are encoders, and types of which the installed version has no model
-    found = {name for name in known if name.replace("-", "_") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    names = {name for name in known if name.replace("-", "_") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     with suppress(ImportError, AttributeError):  # older versions have one list only
-        found |= {*import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS}
+        names |= {*import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS}
     # transformers writes some with underscores that llama.cpp writes with hyphens, or in one word
-    spelled = {form for name in found for form in (name, name.replace("_", "-"), name.replace("_moe", "moe"))}
+    spelled = {form for name in names for form in (name, name.replace("_", "-"), name.replace("_moe", "moe"))}
     return sorted(spelled - {"general", "tokenizer"})
 
 
@@ -335,7 +336,9 @@ def _refuse_unread(path: Path, missed: list[str]) -> None:
 
 
 def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration, without the marks of a quantized one, which cannot be saved; tensors are shared."""
+    """Return the model of a configuration, without the marks of a quantized one, which cannot be saved; tensors are
+    shared.
+    """
     try:
         given, info = _AUTO.from_pretrained(
             str(path.parent),
@@ -368,7 +371,7 @@ def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _dequantized() -> dict[str, Any]:
-    """The argument by which transformers dequantizes all tensors; older versions always do."""
+    """Return the argument by which transformers dequantizes all tensors; older versions always do."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
@@ -390,7 +393,7 @@ def _renew_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _written(folder: Path) -> str:
-    """Bytes of the files of a folder, in words; none where one goes meanwhile."""
+    """Return bytes of the files of a folder, in words; none where one goes meanwhile."""
     try:
         return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
     except OSError:

@@ -25,8 +25,11 @@ class ConvertedFolder:
     """A GGUF file in one of its converted forms.
 
     Attributes:
-        name: of the file. sha256: of the file. dtype: of the weights, such as "bf16". size: bytes of the folder.
-        source: the file; None where it is not there any more.
+        name: Of the file.
+        sha256: Of the file.
+        dtype: Of the weights, such as "bf16".
+        size: Bytes of the folder.
+        source: The file; None where it is not there any more.
     """
 
     folder: Path
@@ -38,7 +41,7 @@ class ConvertedFolder:
 
 
 def converted_folders() -> Iterator[ConvertedFolder]:
-    """All of them in the user's cache, by name."""
+    """Return all of them in the user's cache, by name."""
     for note in sorted(cache_folder().glob(f"gguf/*/*/{NOTE}")):
         given = read_note(note)
         if isinstance(name := given.get("file"), str):
@@ -52,8 +55,8 @@ def converted_folders() -> Iterator[ConvertedFolder]:
 def read_note(path: Path) -> dict[str, Any]:
     """What a note says; nothing where there is none that can be read."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
     return {}
 
 
@@ -68,9 +71,8 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """
-        Raises:
-            OSError: the file cannot be found.
+        """Raises:
+        OSError: the file cannot be found.
         """
         status = path.stat()
         return cls(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
@@ -80,7 +82,8 @@ def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> N
     """Write down in a converted folder where its file is, if that can be written.
 
     Args:
-        identity: of the file before it was read. own: dtype that it is converted to by default.
+        identity: Of the file before it was read.
+        own: Dtype that it is converted to by default.
     """
     settled = time.time_ns() - max(identity.modified, identity.changed) > _TICK
     text = json.dumps({**identity._asdict(), "own": own if settled else None}) + "\n"
@@ -91,7 +94,9 @@ def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> N
 
 
 def own_dtype(folder: Path, path: Path) -> str | None:
-    """The dtype that a file is converted to by default, if a folder was made of it and it is the same; else None."""
+    """Return the dtype that a file is converted to by default, if a folder was made of it and it is the same; else
+    None.
+    """
     note = read_note(folder / SOURCE)
     try:
         same = all(note.get(name) == value for name, value in FileIdentity.of(path)._asdict().items())
@@ -101,7 +106,9 @@ def own_dtype(folder: Path, path: Path) -> str | None:
 
 
 def source_of(folder: Path) -> Path | None:
-    """The GGUF file that a folder was converted from, as it was then; None where there is none, or another one now."""
+    """Return the GGUF file that a folder was converted from, as it was then; None where there is none, or another one
+    now.
+    """
     note = read_note(folder / SOURCE)
     try:
         path, status = Path(note["path"]), Path(note["path"]).stat()

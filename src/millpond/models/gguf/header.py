@@ -18,7 +18,7 @@ from millpond.optional import require
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 #: Most dimensions of a tensor, and most bytes of a name or key.
-MOST_DIMS, LONGEST_NAME = 4, 65_535
+MAX_DIMS, LONGEST_NAME = 4, 65_535
 _STRING, _ARRAY = 8, 9
 #: How `struct` calls the numbers, by their type in the file.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -46,7 +46,7 @@ class GGUFHeader:
     """What a GGUF file says of itself.
 
     Attributes:
-        metadata: numbers and strings; of an array, its length, or its values where `read_header` was given its key.
+        metadata: Numbers and strings; of an array, its length, or its values where `read_header` was given its key.
     """
 
     metadata: dict[str, Any]
@@ -75,10 +75,10 @@ class GGUFHeader:
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GGUFHeader:
-    """The header of a GGUF file.
+    """Return the header of a GGUF file.
 
     Args:
-        arrays: keys of arrays that are read in full, as lists.
+        arrays: Keys of arrays that are read in full, as lists.
 
     Raises:
         DataError: it is no GGUF file, one of another version, cut off, or one whose numbers contradict each other.
@@ -93,7 +93,7 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> GGUFHeader:
 
 
 def read_floats(path: Path, tensor: GGUFTensor) -> list[float]:
-    """The numbers of a tensor of type F32, in the order in which they lie in the file.
+    """Return the numbers of a tensor of type F32, in the order in which they lie in the file.
 
     Raises:
         DataError: it has another type.
@@ -148,10 +148,10 @@ class _Reader:
         return GGUFHeader(metadata, tuple(tensor._replace(begin=begin + tensor.begin) for tensor, _, _ in described))
 
     def _tensor(self, sizes: dict[int, tuple[str, int, int]]) -> tuple[GGUFTensor, int, int]:
-        """A tensor, its offset, and its bytes."""
+        """Return a tensor, its offset, and its bytes."""
         name, n_dims = self._name("a tensor's name"), self._number("I")
-        if not 0 < n_dims <= MOST_DIMS:
-            self._refuse(f"tensor {name!r} has {n_dims} dimensions; at most {MOST_DIMS} are possible")
+        if not 0 < n_dims <= MAX_DIMS:
+            self._refuse(f"tensor {name!r} has {n_dims} dimensions; at most {MAX_DIMS} are possible")
         shape = tuple(self._number("Q") for _ in range(n_dims))
         kind, offset = self._number("I"), self._number("Q")
         if kind not in sizes:
@@ -187,7 +187,7 @@ class _Reader:
         return length
 
     def _count(self, least: int, what: str) -> int:
-        """A number of things that take at least `least` bytes each."""
+        """Return a number of things that take at least `least` bytes each."""
         count: int = self._number("Q")
         if count > (len(self._data) - self._at) // least:
             self._refuse(f"it is too short for {count:,} {what}: the file is cut off")

@@ -65,10 +65,10 @@ class PreTokenizer(NamedTuple):
     """How text is cut into the pieces within which tokens are merged.
 
     Attributes:
-        splits: regular expressions (Oniguruma), each applied to the pieces of those before it; both what it matches
-            and what lies between are pieces.
-        whole: a piece that is a token is taken whole, whatever its merges would make of it.
-        begins: the token of the beginning is added where the file does not say.
+        splits: Regular expressions (Oniguruma), each applied to the pieces of those before it; both what it matches and
+            what lies between are pieces.
+        whole: A piece that is a token is taken whole, whatever its merges would make of it.
+        begins: The token of the beginning is added where the file does not say.
     """
 
     splits: tuple[str, ...]

@@ -37,7 +37,7 @@ def take_rope(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> RopeT
     and the share of each head that is rotated.
 
     Args:
-        config: what transformers made of the metadata; changed in place.
+        config: What transformers made of the metadata; changed in place.
 
     Raises:
         DataError: such a tensor is not of the type F32.
@@ -131,9 +131,9 @@ def _factors(config: PreTrainedConfig, scaled: dict[str, Any]) -> list[float]:
     return [float(ratio) for ratio in ratios]
 
 
-def _close(found: list[float], wanted: list[float]) -> bool:
-    return len(found) == len(wanted) and all(
-        math.isclose(a, b, rel_tol=_ROUNDING) for a, b in zip(found, wanted, strict=True)
+def _close(factors: list[float], expected: list[float]) -> bool:
+    return len(factors) == len(expected) and all(
+        math.isclose(a, b, rel_tol=_ROUNDING) for a, b in zip(factors, expected, strict=True)
     )
 
 

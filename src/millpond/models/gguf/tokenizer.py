@@ -58,7 +58,7 @@ def check_tokenizer(path: Path, header: GGUFHeader) -> None:
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with its special tokens and its chat template.
+    """Return the tokenizer of a GGUF file, with its special tokens and its chat template.
 
     Raises:
         DataError: its lists do not go together.
@@ -169,7 +169,7 @@ class _Builder:
         return merges
 
     def _halves(self) -> Iterator[tuple[str, str]]:
-        """All pairs of tokens that make a token, those of the highest score first."""
+        """Return all pairs of tokens that make a token, those of the highest score first."""
         scores = self._list(_SCORES, float)
         if len(scores) != len(self._tokens):
             self._refuse(f"it has {len(self._tokens):,} tokens and the scores of {len(scores):,}")
@@ -183,7 +183,7 @@ class _Builder:
         """Tokens that are found in a text before it is cut: whole, and the longest first.
 
         Args:
-            named: those that begin or end a text, fill it up, or stand for what is unknown: special, whatever their
+            named: Those that begin or end a text, fill it up, or stand for what is unknown: special, whatever their
                 type.
         """
         called = str(self._given.get("general.name")).lower()
@@ -198,20 +198,20 @@ class _Builder:
             add(
                 [
                     AddedToken(token, normalized=False, special=special, rstrip=strips and token not in kept)
-                    for token, found in added
-                    if found is special
+                    for token, is_special in added
+                    if is_special is special
                 ]
             )
 
     def _named(self, name: str) -> str | None:
-        """The text of a special token; None where the file has none."""
+        """Return the text of a special token; None where the file has none."""
         usual = _USUAL.get(name) if self._kind == _PIECES else None
-        found = self._given.get(f"tokenizer.ggml.{name}_token_id", usual)
-        if found is None:
+        token_id = self._given.get(f"tokenizer.ggml.{name}_token_id", usual)
+        if token_id is None:
             return None
-        if not isinstance(found, int) or not 0 <= found < len(self._tokens):
-            self._refuse(f"its special token {name!r} has the id {found!r}, and it has {len(self._tokens):,} tokens")
-        return self._tokens[found]
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
+            self._refuse(f"its special token {name!r} has the id {token_id!r}, and it has {len(self._tokens):,} tokens")
+        return self._tokens[token_id]
 
     def _adds(self, name: str, usual: bool) -> bool:
         key = f"tokenizer.ggml.add_{name}" + ("" if name == "space_prefix" else "_token")
@@ -221,11 +221,11 @@ class _Builder:
         return self._kind == _PIECES if self._kind != _BYTE_PAIRS else PRE_TOKENIZERS[self._rule].begins
 
     def _list(self, key: str, kind: type) -> list[Any]:
-        found = self._given.get(key)
+        entries = self._given.get(key)
         kinds = (float, int) if kind is float else kind
-        if not isinstance(found, list) or not all(isinstance(value, kinds) for value in found):
+        if not isinstance(entries, list) or not all(isinstance(value, kinds) for value in entries):
             self._refuse(f"{key} is no list of the type {kind.__name__}")
-        return found
+        return entries
 
     def _refuse(self, why: str) -> NoReturn:
         raise DataError(f"{self._path.name}: the tokenizer is damaged ({why}); fetch the file again, or {_WAY_OUT}")

@@ -21,11 +21,14 @@ class Block:
     """A layer, by what it is made of.
 
     Attributes:
-        qkv: into queries, keys and values; a single matrix holds those of each head one after another (GPT-NeoX).
-        out: of attention. up: into the feed-forward: one matrix, or a gate and what it gates. down: out of it.
-        norms_behind: of attention and feed-forward, each with its residual, where norms stand after them (OPT-350m).
-        q_norm, k_norm: of each head, before it turns (Qwen3). q_scale: queries are multiplied with it (OPT).
-        parallel: attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
+        qkv: Into queries, keys and values; a single matrix holds those of each head one after another (GPT-NeoX).
+        out: Of attention.
+        up: Into the feed-forward: one matrix, or a gate and what it gates.
+        down: Out of it.
+        norms_behind: Of attention and feed-forward, each with its residual, where norms stand after them (OPT-350m).
+        q_norm, k_norm: Of each head, before it turns (Qwen3).
+        q_scale: Queries are multiplied with it (OPT).
+        parallel: Attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
     """
 
     index: int
@@ -55,7 +58,7 @@ class Block:
         dense: DecoderOps,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The rows x (N, width) after the layer; with `rows` (n,) only these, though all take part in attention.
+        """Return the rows x (N, width) after the layer; with `rows` (n,) only these, though all take part in attention.
 
         rotary: cos and sin, (N, dim) each; None where positions are not rotated.
         """
@@ -113,13 +116,13 @@ class Block:
         x = dense.added(dense.activated(x, self.up), self.down, x)
         return dense.norm(x, self.norms_behind[1])
 
-    def heads(self, found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, heads, D) of queries, keys and values."""
-        n, dim = found[0].shape[0], self.head_dim
-        if len(found) == 1:
-            q, k, v = torch.split(found[0].view(n, -1, 3 * dim), dim, -1)
+    def heads(self, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (N, heads, D) of queries, keys and values."""
+        n, dim = projected[0].shape[0], self.head_dim
+        if len(projected) == 1:
+            q, k, v = torch.split(projected[0].view(n, -1, 3 * dim), dim, -1)
         else:
-            q, k, v = (part.view(n, -1, dim) for part in found)
+            q, k, v = (part.view(n, -1, dim) for part in projected)
         return q, k, v
 
 

@@ -26,7 +26,7 @@ class EmbeddingSource(Protocol):
     """Embeddings of which only the rows that are looked up are read.
 
     Attributes:
-        dtype: of the rows.
+        dtype: Of the rows.
     """
 
     @property
@@ -35,7 +35,7 @@ class EmbeddingSource(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (N,) as numbers: (N, width)."""
+        """Return rows `ids` (N,) as numbers: (N, width)."""
         ...
 
 
@@ -43,7 +43,7 @@ class HeadSource(Protocol):
     """A head whose matrix comes in tiles of some rows."""
 
     def product(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
-        """(N, vocabulary) of rows x (N, width), each tile multiplied by `multiply`."""
+        """Return (N, vocabulary) of rows x (N, width), each tile multiplied by `multiply`."""
         ...
 
 
@@ -70,7 +70,7 @@ class StreamedBlocks(BlockSource, Protocol):
 
     Attributes:
         head, tokens: (vocabulary, width) in codes, or what reads them; None where they are weights of the model.
-        resident: whether the weights of all layers stay in memory.
+        resident: Whether the weights of all layers stay in memory.
     """
 
     head: QuantizedWeight | HeadSource | None
@@ -83,13 +83,13 @@ class Decoder:
     """A model, by what it is made of.
 
     Attributes:
-        blocks: the layers, first to last; only a tuple of them runs in one call.
+        blocks: The layers, first to last; only a tuple of them runs in one call.
         tokens: (vocabulary, width), embeddings, plain, quantized or read row by row.
         positions: (n, width), learned ones, the first `offset` unused.
         rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
-        project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
-        head: weight (vocabulary, width), in memory or read in tiles, and bias.
-        fixed_order: a row has the same bits, however many others a pass has.
+        project_in, project_out: Between the width of the embeddings and that of the layers (OPT-350m).
+        head: Weight (vocabulary, width), in memory or read in tiles, and bias.
+        fixed_order: A row has the same bits, however many others a pass has.
     """
 
     tokens: Weight | EmbeddingSource
@@ -117,7 +117,7 @@ class Decoder:
         return self.logits(x)
 
     def in_one_call(self, n: int) -> Layers | None:
-        """All layers for n rows, one of each sequence; None where they are not built so, or not run so."""
+        """Return all layers for n rows, one of each sequence; None where they are not built so, or not run so."""
         return self._in_one_call if self.ops(n).few else None
 
     def ops(self, n: int) -> DecoderOps:
@@ -152,7 +152,8 @@ class Decoder:
         """`forward` of the newest token of each sequence, with the logits of all.
 
         Args:
-            layers: those of `in_one_call`. regions: what each of them meets.
+            layers: Those of `in_one_call`.
+            regions: What each of them meets.
 
         Returns:
             (N, vocabulary) logits and (layers, N, n_heads) log-sum-exp of attention.
@@ -164,7 +165,7 @@ class Decoder:
         return self.logits(x), lse
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """(N, width): what the first layer reads."""
+        """Return (N, width): what the first layer reads."""
         tokens = self.tokens
         x = functional.embedding(ids, tokens) if isinstance(tokens, Tensor) else tokens.take(ids)
         if self.project_in is not None:
@@ -179,7 +180,7 @@ class Decoder:
         return cos[0], sin[0]
 
     def logits(self, x: Tensor) -> Tensor:
-        """(n, vocabulary) of rows (n, width) after the last layer."""
+        """Return (n, vocabulary) of rows (n, width) after the last layer."""
         x = x if self.norm is None else self._ops(x).norm(x, self.norm)
         if self.project_out is not None:
             x = self._linear(x, self.project_out)

@@ -37,7 +37,7 @@ class Mapped:
     """The memory of this process that shows files which it has not written to, as it is now; none but on Linux.
 
     Args:
-        weights: those that may move. If none lies in a file, no pages are counted: the kernel walks over all memory.
+        weights: Those that may move. If none lies in a file, no pages are counted: the kernel walks over all memory.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -72,7 +72,7 @@ class Mapped:
 
 
 def _rows(matrix: Tensor) -> int:
-    """Rows that are copied at a time."""
+    """Return rows that are copied at a time."""
     return max(1, _STRIDE // max(1, matrix[:1].nbytes))
 
 
@@ -129,7 +129,9 @@ class Described:
     """A model without its modules.
 
     Attributes:
-        decoder: runs it. watch: whether the modules are still what they were. layers: the modules of the layers.
+        decoder: Runs it.
+        watch: Whether the modules are still what they were.
+        layers: The modules of the layers.
     """
 
     decoder: Decoder
@@ -143,7 +145,8 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, 
     That the decoder computes what the model does is for the caller to try out.
 
     Args:
-        streamed: its layers where their weights come and go; no weight is moved then. move: False: nor else.
+        streamed: Its layers where their weights come and go; no weight is moved then.
+        move: False: nor else.
 
     Raises:
         UnsupportedModelError: the model is not built as Llama, Mistral, Qwen2, Qwen3, OPT or GPT-NeoX; it is unchanged.
@@ -172,7 +175,7 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, 
 
 
 def watch(model: nn.Module, layers: Sequence[nn.Module]) -> Watch:
-    """A watch of the modules of a model with these layers.
+    """Return a watch of the modules of a model with these layers.
 
     The model's own settings and those of its rotary embedding change as it runs.
     """
@@ -186,7 +189,8 @@ def moving(model: nn.Module, decoder: Decoder, layers: Sequence[nn.Module]) -> I
     more than a few rows stay where they are: those which no text names need not be in memory.
 
     Args:
-        decoder: its description. layers: the modules of its layers.
+        decoder: Its description.
+        layers: The modules of its layers.
 
     Yields:
         The decoder with what has moved so far.
@@ -213,12 +217,12 @@ def _moved_layer(layer: nn.Module, block: Block, mapped: Mapped) -> Block:
 
 
 def _several(taken: Projection) -> list[Tensor]:
-    """The weights of a projection of several parts, biases too."""
+    """Return the weights of a projection of several parts, biases too."""
     return [weight for part in taken.parts for weight in part if isinstance(weight, Tensor) and len(taken.parts) > 1]
 
 
 def _ends(base: Any) -> dict[str, Any]:
-    """What stands before and after the layers."""
+    """Return what stands before and after the layers."""
     names = {name for name, _ in base.named_children()} - _SILENT
     if names == _LLAMA:
         return {"tokens": base.embed_tokens.weight, "rotary": base.rotary_emb, "norm": norm_of(base.norm)}
@@ -241,13 +245,12 @@ def _weight(module: nn.Linear | None) -> Tensor | None:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """
-    Raises:
-        UnsupportedModelError: the weights are of several dtypes or devices, are not loaded, or layers share them.
+    """Raises:
+    UnsupportedModelError: the weights are of several dtypes or devices, are not loaded, or layers share them.
     """
     weights = [w for layer in model.modules() if isinstance(layer, nn.Linear) for w in layer._parameters.values()]
-    found = {(w.dtype, w.device) for w in model.parameters()}
-    if len(found) != 1 or next(iter(found))[1].type == "meta":
+    kinds = {(w.dtype, w.device) for w in model.parameters()}
+    if len(kinds) != 1 or next(iter(kinds))[1].type == "meta":
         raise UnsupportedModelError("the weights are of several dtypes or devices, or not loaded")
     if max(Counter(id(w) for w in weights if w is not None).values()) > 1:
         raise UnsupportedModelError("layers share their weights")

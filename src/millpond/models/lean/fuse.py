@@ -18,7 +18,7 @@ from millpond.models.lean.decoder import Decoder
 from millpond.models.lean.layers import Take
 
 #: Matrices of a layer that come to less are allocated one by one, in pages of the usual size.
-LEAST_IN_ONE = 2**22
+MIN_IN_ONE = 2**22
 #: Bytes of a cache line, at which each matrix begins.
 _LINE = 64
 
@@ -27,16 +27,16 @@ class Room:
     """Memory for matrices that are read as a whole: in huge pages from its first use where the system has them.
 
     Args:
-        matrices: that may be moved into it. Those on another device, or that come to little, are allocated one by one.
+        matrices: That may be moved into it. Those on another device, or that come to little, are allocated one by one.
     """
 
     def __init__(self, matrices: Iterable[Tensor]) -> None:
         nbytes = sum(_in_lines(matrix.nbytes) for matrix in matrices if matrix.is_cpu)
-        self._left = nbytes if nbytes >= LEAST_IN_ONE else 0
+        self._left = nbytes if nbytes >= MIN_IN_ONE else 0
         self._memory: Tensor | None = None
 
     def take(self, n: int, like: Tensor) -> Tensor:
-        """(n, ...) uninitialized, with the dtype, the device and the other sizes of `like`."""
+        """Return (n, ...) uninitialized, with the dtype, the device and the other sizes of `like`."""
         shape = (n, *like.shape[1:])
         nbytes = n * like[:1].nbytes
         if like.ndim < 2 or not like.is_cpu or nbytes > self._left:
@@ -60,23 +60,23 @@ def together(
     *,
     room: Room | None = None,
 ) -> Projection:
-    """What some layers do to the same rows, fused: their parameters become views of one tensor.
+    """Return what some layers do to the same rows, fused: their parameters become views of one tensor.
 
     What the parameters hold does not change, and new values written into them are seen. Layers that lie after each
     other already stay where they are.
 
     Args:
-        room: where the fused matrix lies; None: wherever there is memory.
+        room: Where the fused matrix lies; None: wherever there is memory.
 
     Raises:
         UnsupportedModelError: as `fusable`.
     """
-    found = fusable(layers, norm, act)
-    weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
-    biases = [bias for _, bias in found.parts if bias is not None]
+    fused = fusable(layers, norm, act)
+    weights = [weight for weight, _ in fused.parts if isinstance(weight, Tensor)]
+    biases = [bias for _, bias in fused.parts if bias is not None]
     room = Room([]) if room is None else room
     bias = _behind_each_other(biases, room) if biases else None
-    return replace(found, whole=(_behind_each_other(weights, room), bias))
+    return replace(fused, whole=(_behind_each_other(weights, room), bias))
 
 
 def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
@@ -91,24 +91,24 @@ def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedAct
 
 
 def apart(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-    """What some layers do to the same rows, their weights where they are."""
+    """Return what some layers do to the same rows, their weights where they are."""
     parts = tuple((layer.weight, layer.bias) for layer in layers)
     return Projection(parts, parts[0] if len(parts) == 1 else None, norm, act)
 
 
 def in_place(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-    """What some layers do to the same rows, fused only if their weights lie one after another already.
+    """Return what some layers do to the same rows, fused only if their weights lie one after another already.
 
     Raises:
         UnsupportedModelError: as `fusable`.
     """
-    found = fusable(layers, norm, act)
-    weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
-    biases = [bias for _, bias in found.parts if bias is not None]
+    fused = fusable(layers, norm, act)
+    weights = [weight for weight, _ in fused.parts if isinstance(weight, Tensor)]
+    biases = [bias for _, bias in fused.parts if bias is not None]
     weight, bias = as_one(weights), as_one(biases) if biases else None
     if weight is None or (biases and bias is None):
-        return found
-    return replace(found, whole=(weight, bias))
+        return fused
+    return replace(fused, whole=(weight, bias))
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
@@ -152,7 +152,8 @@ def own(
     them does, and whose pages are never huge ones.
 
     Args:
-        room: where matrices lie; None: each in one of its own. copy: copy(old, new) -> new, of a matrix.
+        room: Where matrices lie; None: each in one of its own.
+        copy: copy(old, new) -> new, of a matrix.
     """
     there = {id(weight) for weight in but}
     for module in modules:
@@ -169,7 +170,8 @@ def own(
 
 
 def quantized(decoder: Decoder, bits: int) -> Decoder:
-    """The same decoder, the matrices of its layers and its head in codes; embeddings too where the head shares them.
+    """Return the same decoder, the matrices of its layers and its head in codes; embeddings too where the head shares
+    them.
 
     Norms, biases, learned positions and what stands between embeddings and layers stay as they are.
 
@@ -199,7 +201,7 @@ def release(model: nn.Module, but: Decoder) -> None:
 
 
 def code_bytes(decoder: Decoder) -> int:
-    """Bytes of its matrices in codes."""
+    """Return bytes of its matrices in codes."""
     return sum(weight.nbytes for _, weight in _matrices(decoder) if isinstance(weight, QuantizedWeight))
 
 
@@ -241,18 +243,18 @@ def _projection(projection: Projection, bits: int) -> Projection:
 
 
 def take_codes(codes: Mapping[int, QuantizedWeight]) -> Take:
-    """How linear layers are taken whose matrices are codes already.
+    """Return how linear layers are taken whose matrices are codes already.
 
     Args:
-        codes: of each layer, by the id of its weight, which has only a shape.
+        codes: Of each layer, by the id of its weight, which has only a shape.
     """
 
     def take(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-        found = fusable(layers, norm, act)
+        fused = fusable(layers, norm, act)
         weights = [codes[id(layer.weight)] for layer in layers]
         parts = tuple((weight, layer.bias) for weight, layer in zip(weights, layers, strict=True))
         whole = _in_one(weights)
-        return replace(found, parts=parts, whole=None if whole is None else (whole, _joined(found)))
+        return replace(fused, parts=parts, whole=None if whole is None else (whole, _joined(fused)))
 
     return take
 
@@ -266,7 +268,7 @@ def _in_one(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def _in_codes(projection: Projection, whole: QuantizedWeight, bias: Tensor | None) -> Projection:
-    """The projection with the matrices of its parts in codes, one after another in `whole`."""
+    """Return the projection with the matrices of its parts in codes, one after another in `whole`."""
     parts, begin = [], 0
     for weight, own in projection.parts:
         parts.append((whole.rows(begin, begin + len(weight)), own))
@@ -275,7 +277,7 @@ def _in_codes(projection: Projection, whole: QuantizedWeight, bias: Tensor | Non
 
 
 def _joined(projection: Projection) -> Tensor | None:
-    """The biases one after another; None where there is none."""
+    """Return the biases one after another; None where there is none."""
     biases = [bias for _, bias in projection.parts if bias is not None]
     if not biases:
         return None

@@ -39,7 +39,7 @@ _SILENT = ("act", "act_fn", "activation_fn", "post_attention_dropout", "post_mlp
 
 
 def block_of(layer: Any, take: Take) -> Block:
-    """The layer's parts. That it computes what they do is for the caller to try out.
+    """Return the layer's parts. That it computes what they do is for the caller to try out.
 
     Raises:
         UnsupportedModelError: it is not built as a layer of Llama, Qwen3, GPT-NeoX or OPT.
@@ -116,7 +116,7 @@ def _opt(layer: Any, take: Take) -> Block:
 
 
 def norm_of(module: Any) -> Norm:
-    """The weights of a norm.
+    """Return the weights of a norm.
 
     Raises:
         UnsupportedModelError: it is neither RMSNorm with a weight nor LayerNorm with one.
@@ -132,9 +132,9 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()} - set(_SILENT)
 
 
-def _expect(module: nn.Module, found: set[str], known: set[str]) -> None:
-    if found != known or module._parameters:
-        raise UnsupportedModelError(f"{type(module).__name__} has parts of its own: {', '.join(sorted(found))}")
+def _expect(module: nn.Module, names: set[str], expected: set[str]) -> None:
+    if names != expected or module._parameters:
+        raise UnsupportedModelError(f"{type(module).__name__} has parts of its own: {', '.join(sorted(names))}")
 
 
 def _linears(*modules: Any) -> list[nn.Linear]:

@@ -30,7 +30,7 @@ def mark_the_same(forward: Callable[..., Any]) -> None:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward assigned to this one module; None where it computes what its class does."""
+    """Return the forward assigned to this one module; None where it computes what its class does."""
     return _foreign(vars(module).get("forward"))
 
 
@@ -48,8 +48,8 @@ class Watch:
     Numbers written into a weight are not noticed: who reads it where it lies sees them.
 
     Args:
-        modules: those that the pass does not call. Those of them whose settings count are `settings`; left out, all.
-        around: a module that holds them and is called; it may be another one no more, nor hold others. It is held
+        modules: Those that the pass does not call. Those of them whose settings count are `settings`; left out, all.
+        around: A module that holds them and is called; it may be another one no more, nor hold others. It is held
             weakly.
     """
 
@@ -94,7 +94,7 @@ class Watch:
         )
 
     def _who(self) -> list[Any]:
-        """All that is known by what it is."""
+        """Return all that is known by what it is."""
         parameters, modules = list(map(_PARAMETERS, self._holders)), list(map(_MODULES, self._parents))
         modules.append(self._inside)
         return [
@@ -109,7 +109,7 @@ class Watch:
         ]
 
     def _where(self) -> list[Any]:
-        """Where the weights lie, and how to read them there."""
+        """Return where the weights lie, and how to read them there."""
         return [read(weight) for read in _MEMORY for weight in self._weights]
 
     def _forwards_are_the_same(self) -> bool:
@@ -132,7 +132,7 @@ _MEMORY: tuple[Callable[[Tensor], Any], ...] = (
 
 
 def _settings_of(counted: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]) -> tuple[list[Any], list[str]]:
-    """Where the settings of modules stand and their names; the functions that the forwards of `kinds` call, too."""
+    """Return where the settings of modules stand and their names; the functions that the forwards of `kinds` call, too."""
     owners: list[Any] = []
     names: list[str] = []
     for module in counted:

@@ -25,14 +25,16 @@ _MOST = 2**31 - 1
 #: Parameters for which there must be a byte of weights: 8 of one bit each, and tied ones counted twice.
 _PER_BYTE = 16
 #: Parameters that no file needs to hold, such as those of a task's head; and numbers in buffers, such as masks.
-_UNSAVED, _MOST_BUFFERS = 1 << 26, 1 << 28
+_UNSAVED, _MAX_BUFFERS = 1 << 26, 1 << 28
 
 
 def check_config(config: Any, where: str, *, trust_remote_code: bool = False) -> None:
     """Refuse a configuration of which a class would make more than any machine holds, or fetch code of strangers.
 
     Args:
-        config: as JSON. where: its file, for errors. trust_remote_code: such code may run.
+        config: As JSON.
+        where: Its file, for errors.
+        trust_remote_code: Such code may run.
 
     Raises:
         DataError: a number beyond what any model has. OptionError: it names a kernel of the hub.
@@ -59,7 +61,8 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
     """Refuse a configuration that describes far more parameters than the files of weights can hold.
 
     Args:
-        n_bytes: of all files of weights. where: the file of the configuration, for errors.
+        n_bytes: Of all files of weights.
+        where: The file of the configuration, for errors.
 
     Raises:
         DataError: more parameters, or larger buffers. Also errors of transformers, of a configuration without a class.
@@ -74,7 +77,7 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
             "they are not of one model"
         )
     buffered = sum(buffer.numel() for buffer in model.buffers())
-    if buffered > n_bytes + _MOST_BUFFERS:
+    if buffered > n_bytes + _MAX_BUFFERS:
         raise DataError(f"{where} describes buffers of {buffered:,} numbers; no model needs more than its weights have")
 
 

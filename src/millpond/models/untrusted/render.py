@@ -12,7 +12,7 @@ from typing import Any
 from millpond.errors import OptionError
 
 #: Seconds of processor time for one chat: the longest take a tenth of one.
-MOST_SECONDS = 5.0
+MAX_SECONDS = 5.0
 
 
 class _TimeIsUp(Exception):
@@ -20,21 +20,21 @@ class _TimeIsUp(Exception):
 
 
 def write_chat(tokenizer: Any, messages: Sequence[Any], /, **how: Any) -> str:
-    """What the chat template makes of messages.
+    """Return what the chat template makes of messages.
 
     Args:
-        how: arguments of `apply_chat_template`, and what the template is given besides.
+        how: Arguments of `apply_chat_template`, and what the template is given besides.
 
     Raises:
-        OptionError: the template has not ended after `MOST_SECONDS`. Also what it raises of messages that it refuses.
+        OptionError: the template has not ended after `MAX_SECONDS`. Also what it raises of messages that it refuses.
     """
     try:
-        with _limited(MOST_SECONDS):
+        with _limited(MAX_SECONDS):
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
     except _TimeIsUp:
         raise OptionError(
             f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'} has not ended after "
-            f"{MOST_SECONDS:g} s; it is damaged or hostile: send the text itself, or take another template"
+            f"{MAX_SECONDS:g} s; it is damaged or hostile: send the text itself, or take another template"
         ) from None
 
 
@@ -85,7 +85,7 @@ def _take() -> None:
 
 
 def _clock_of(thread: int) -> Any:
-    """The processor time of a thread; where the platform tells none, the clock on the wall."""
+    """Return the processor time of a thread; where the platform tells none, the clock on the wall."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     number = time.pthread_getcpuclockid(thread)
@@ -94,5 +94,6 @@ def _clock_of(thread: int) -> Any:
 
 def _raise_in(thread: int, error: type[Exception]) -> None:
     """Raise in another thread. Never to be called with nothing, which takes one back that has not arrived: CPython then
-    waits for it for ever, each thread looks for it at each turn of a loop, and one that is profiled stands still."""
+    waits for it for ever, each thread looks for it at each turn of a loop, and one that is profiled stands still.
+    """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))

@@ -11,7 +11,7 @@ from typing import Any
 from millpond.errors import DataError
 
 #: Seconds of the clock after which the process is ended, should it wait for something.
-_MOST_WAIT = 60.0
+_MAX_WAIT = 60.0
 _SCRIPT = Path(__file__).with_name("template_child.py")
 
 
@@ -19,7 +19,7 @@ def check_templates(tokenizer: Any, folder: str) -> None:
     """Refuse a tokenizer one of whose chat templates does not end, or fills the memory.
 
     Args:
-        folder: that it came from, for errors.
+        folder: That it came from, for errors.
 
     Raises:
         DataError: one of them does, or is none.
@@ -34,7 +34,7 @@ def check_templates(tokenizer: Any, folder: str) -> None:
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    """The file of a folder that holds the template of that name."""
+    """Return the file of a folder that holds the template of that name."""
     own = [folder / "additional_chat_templates" / f"{name}.jinja", folder / "chat_template.jinja"]
     return next((file for file in own if file.is_file()), folder / "tokenizer_config.json")
 
@@ -45,10 +45,10 @@ def _wrong_with(template: str) -> str | None:
     command = [sys.executable, "-I", str(_SCRIPT)]
     try:
         tried = subprocess.run(
-            command, input=template.encode("utf-8", "replace"), capture_output=True, timeout=_MOST_WAIT, check=False
+            command, input=template.encode("utf-8", "replace"), capture_output=True, timeout=_MAX_WAIT, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"wrote no chat in {_MOST_WAIT:g} s"
+        return f"wrote no chat in {_MAX_WAIT:g} s"
     if tried.returncode == 0:
         return None
     told = tried.stdout.decode("utf-8", "replace").strip()

@@ -73,7 +73,7 @@ def _environment() -> Any:
 
 
 def _fault(source: str) -> str | None:
-    """What is wrong with a template; None: nothing that a chat would suffer from."""
+    """Return what is wrong with a template; None: nothing that a chat would suffer from."""
     import jinja2
 
     made = _environment()

@@ -13,13 +13,13 @@ STANDS_FOR = {"developer": "system"}
 
 
 def write_whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
-    """What the chat template makes of messages, every one of which is in it.
+    """Return what the chat template makes of messages, every one of which is in it.
 
     A template that knows no `developer` reads it as `system`. Templates leave out what they do not know without a
     word; that is refused here.
 
     Args:
-        how: arguments of `apply_chat_template`, and what the template is given besides.
+        how: Arguments of `apply_chat_template`, and what the template is given besides.
 
     Raises:
         OptionError: the template leaves out a message; its number and role are in the message. Also as `write_chat`.

@@ -32,7 +32,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 #: A header that claims to be longer is damaged.
-_MOST_HEADER = 100 << 20
+_MAX_HEADER = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,10 @@ class TensorPlace:
     """Where a tensor lies.
 
     Attributes:
-        path: of its file. offset: of its first byte there. nbytes: of it. dtype, shape: of its numbers.
+        path: Of its file.
+        offset: Of its first byte there.
+        nbytes: Of it.
+        dtype, shape: Of its numbers.
     """
 
     name: str
@@ -83,7 +86,7 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
     try:
         size, first = file.size, _beginning(file, 8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if length > min(size - 8, _MOST_HEADER):
+        if length > min(size - 8, _MAX_HEADER):
             raise DataError(f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off")
         header = json.loads(_beginning(file, 8 + length)[8:])
     except OSError as error:
@@ -97,15 +100,15 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
     if not isinstance(header, dict):
         raise DataError(f"the header of {path} is no table of tensors; the file is damaged")
     begin = 8 + length
-    found = {name: _place(path, name, entry, begin) for name, entry in header.items() if name != "__metadata__"}
-    end = max((place.offset + place.nbytes for place in found.values()), default=begin)
+    places = {name: _place(path, name, entry, begin) for name, entry in header.items() if name != "__metadata__"}
+    end = max((place.offset + place.nbytes for place in places.values()), default=begin)
     if end != size:
         raise DataError(f"{path} has {size:,} bytes, and its header describes {end:,}; it is damaged or cut off")
-    return found
+    return places
 
 
 def _beginning(file: DirectFile, nbytes: int) -> bytes:
-    """The first bytes of a file, past the page cache."""
+    """Return the first bytes of a file, past the page cache."""
     numbers: Any = aligned_buffer(nbytes).numpy()
     room = memoryview(numbers)
     return bytes(room[: min(nbytes, file.read_into(0, room))])
@@ -126,16 +129,15 @@ def _place(path: Path, name: str, entry: Any, begin: int) -> TensorPlace:
 
 def _weight_map(path: Path) -> Mapping[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no index of shards ({type(error).__name__}: {error})") from error
 
 
 def check_shards(index: Path, files: Iterable[Any]) -> None:
-    """
-    Raises:
-        DataError: an index names a shard that lies elsewhere.
+    """Raises:
+    DataError: an index names a shard that lies elsewhere.
     """
     for file in dict.fromkeys(map(str, files)):
         if Path(file).name != file:
@@ -162,7 +164,9 @@ class Codes:
     """Matrices that read the same rows, in codes, one after another.
 
     Attributes:
-        names: of the parameters. rows: of each of them. whole: all of them.
+        names: Of the parameters.
+        rows: Of each of them.
+        whole: All of them.
     """
 
     names: tuple[str, ...]
@@ -170,7 +174,7 @@ class Codes:
     whole: QuantizedWeight
 
     def apart(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Each of the matrices, with its name."""
+        """Return each of the matrices, with its name."""
         begin = 0
         for name, n in zip(self.names, self.rows, strict=True):
             yield name, self.whole.rows(begin, begin + n)
@@ -182,8 +186,10 @@ class FileRun:
     """Bytes of a file that are read at once.
 
     Attributes:
-        offset, nbytes: in the file, multiples of 4 KiB. needed: bytes up to the last one of a tensor. place: in the
-            buffer. checksum: CRC-32 of the `needed` bytes; None where it is not known.
+        offset, nbytes: In the file, multiples of 4 KiB.
+        needed: Bytes up to the last one of a tensor.
+        place: In the buffer.
+        checksum: CRC-32 of the `needed` bytes; None where it is not known.
     """
 
     path: Path
@@ -199,7 +205,9 @@ class Layout:
     """Where some tensors lie in a buffer.
 
     Attributes:
-        runs: what is read. places: of each tensor, by the name of a parameter. nbytes: of the buffer.
+        runs: What is read.
+        places: Of each tensor, by the name of a parameter.
+        nbytes: Of the buffer.
     """
 
     runs: tuple[FileRun, ...]
@@ -208,9 +216,8 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorPlace], gap: int = _GAP) -> Layout:
-        """
-        Args:
-            gap: bytes between two tensors that are read rather than skipped.
+        """Args:
+            gap: Bytes between two tensors that are read rather than skipped.
 
         Raises:
             DataError: a tensor begins inside of a number, so that its memory cannot be used as it was read.
@@ -239,7 +246,7 @@ class Layout:
         return ()
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
-        """The tensors as views of a buffer (n,) uint8, by name."""
+        """Return the tensors as views of a buffer (n,) uint8, by name."""
         return {
             name: nn.Parameter(
                 data[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape), requires_grad=False

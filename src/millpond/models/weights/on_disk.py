@@ -29,8 +29,9 @@ class MatrixOnDisk:
     """A matrix (n_rows, width) in a file, as numbers or as codes and their scales, row after row.
 
     Attributes:
-        spans: offset in the file and bytes of a row: of the numbers, or of codes and of scales. dtype: of its numbers,
-            or of the rows that codes meet. bits: of a code; None: as numbers.
+        spans: Offset in the file and bytes of a row: of the numbers, or of codes and of scales.
+        dtype: Of its numbers, or of the rows that codes meet.
+        bits: Of a code; None: as numbers.
     """
 
     path: Path
@@ -48,7 +49,7 @@ class MatrixOnDisk:
         return QuantizedWeight(parts[0].view(dtype).view(shape), parts[1].view(torch.float16).view(scales), self.dtype)
 
     def rows(self, begin: int, end: int) -> RowRange:
-        """Where the rows from `begin` to before `end` lie."""
+        """Return where the rows from `begin` to before `end` lie."""
         assert 0 <= begin < end <= self.n_rows, "rows of the matrix"
         runs, places, place = list[FileRun](), list[tuple[int, int]](), 0
         for offset, row_bytes in self.spans:
@@ -61,7 +62,9 @@ class MatrixOnDisk:
         return RowRange(self, begin, end, tuple(runs), tuple(places), place)
 
     def tiles(self, nbytes: int) -> tuple[RowRange, ...]:
-        """All rows in ranges of about the same size, each at most `nbytes` where it is read, but of at least a row."""
+        """Return all rows in ranges of about the same size, each at most `nbytes` where it is read, but of at least a
+        row.
+        """
         most = max(1, (nbytes - ALIGNMENT * len(self.spans)) // sum(row_bytes for _, row_bytes in self.spans))
         while most > 1 and self.room_bytes(most) > nbytes:
             most -= 1
@@ -89,7 +92,9 @@ class RowRange:
     """Some rows of a matrix: what is read, and where they lie then.
 
     Attributes:
-        runs: of the file. places: in a buffer: first byte and bytes of each span. nbytes: of the buffer.
+        runs: Of the file.
+        places: In a buffer: first byte and bytes of each span.
+        nbytes: Of the buffer.
     """
 
     matrix: MatrixOnDisk
@@ -100,11 +105,11 @@ class RowRange:
     nbytes: int
 
     def parts(self, data: Tensor) -> list[Tensor]:
-        """Bytes (m,) uint8 of each span, as views of a buffer (n,) uint8."""
+        """Return bytes (m,) uint8 of each span, as views of a buffer (n,) uint8."""
         return [data[place : place + n] for place, n in self.places]
 
     def weight(self, data: Tensor) -> Weight:
-        """The rows, as a view of a buffer (n,) uint8."""
+        """Return the rows, as a view of a buffer (n,) uint8."""
         return self.matrix.weight(self.parts(data), self.end - self.begin)
 
 
@@ -113,9 +118,9 @@ class EndsOnDisk:
     """Where what lies outside the layers is read.
 
     Attributes:
-        rest: layout of what stays in memory: all but embeddings and head. tokens, head: embeddings and the last matrix,
-            one matrix where they are tied. whole: the part of a packed file, with its checksum; None where there is
-            none.
+        rest: Layout of what stays in memory: all but embeddings and head.
+        tokens, head: Embeddings and the last matrix, one matrix where they are tied.
+        whole: The part of a packed file, with its checksum; None where there is none.
     """
 
     rest: Layout
@@ -125,9 +130,8 @@ class EndsOnDisk:
 
     @classmethod
     def of(cls, skeleton: Skeleton, ends: Layout | CodedLayout) -> EndsOnDisk:
-        """
-        Args:
-            ends: layout of all that lies outside the layers; packed ones need no file yet.
+        """Args:
+        ends: Layout of all that lies outside the layers; packed ones need no file yet.
         """
         tokens, head = skeleton.tokens_name, skeleton.head_name
         if isinstance(ends, CodedLayout):
@@ -174,15 +178,15 @@ class EndsOnDisk:
         if whole is None:
             return 0
         numbers: Any = room.numpy()
-        view, found = memoryview(numbers), 0
+        view, crc = memoryview(numbers), 0
         for begin in range(0, whole.nbytes, len(view)):
             n = min(len(view), whole.nbytes - begin)
             needed = max(0, min(n, whole.needed - begin))
             transfer(file.read_into, file, whole.offset + begin, view[:n], needed, "read")
-            found = crc32(room[:needed], found)
-        if found != whole.checksum:
+            crc = crc32(room[:needed], crc)
+        if crc != whole.checksum:
             raise DataError(
-                f"{whole.path} at offset {whole.offset:,}: {whole.needed:,} bytes have the checksum {found:08x} "
+                f"{whole.path} at offset {whole.offset:,}: {whole.needed:,} bytes have the checksum {crc:08x} "
                 f"instead of {whole.checksum:08x}; the file was damaged: remove it, so that it is made again"
             )
         return whole.nbytes
@@ -209,7 +213,8 @@ class TokenRows(_Matrix):
     """Embeddings in a file, of which each look-up reads the rows that it needs.
 
     Args:
-        file: with the matrix. count: called with the bytes of each read.
+        file: With the matrix.
+        count: Called with the bytes of each read.
     """
 
     def __init__(self, matrix: MatrixOnDisk, file: Any, count: Callable[[int], None]) -> None:
@@ -223,23 +228,23 @@ class TokenRows(_Matrix):
         return self._matrix.n_rows
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (N,) as numbers: (N, width); each different one is read once.
+        """Return rows `ids` (N,) as numbers: (N, width); each different one is read once.
 
         Raises:
             DataError: a row could not be read.
         """
         rows, where = torch.unique(ids, return_inverse=True)
         sizes = [row_bytes for _, row_bytes in self._matrix.spans]
-        found = [torch.empty(len(rows), n, dtype=torch.uint8) for n in sizes]
+        buffers = [torch.empty(len(rows), n, dtype=torch.uint8) for n in sizes]
         for at, row in enumerate(rows.tolist()):
-            for held, read in zip(found, self._read(row), strict=True):
+            for held, read in zip(buffers, self._read(row), strict=True):
                 held[at] = read
-        weight = self._matrix.weight([held.view(-1) for held in found], len(rows))
+        weight = self._matrix.weight([held.view(-1) for held in buffers], len(rows))
         numbers = weight.widen() if isinstance(weight, QuantizedWeight) else weight
         return numbers.to(ids.device)[where]
 
     def _read(self, row: int) -> list[Tensor]:
-        """The bytes of a row, until the next one is read."""
+        """Return the bytes of a row, until the next one is read."""
         place = self._matrix.rows(row, row + 1)
         for run in place.runs:
             room = self._view[run.place : run.place + run.nbytes]
@@ -252,7 +257,8 @@ class TiledHead(_Matrix):
     """A head whose matrix passes through memory in tiles of some rows, each a part of the logits.
 
     Args:
-        matrix: all of it. tiles: reads them in their order, each until the next: first row, and the rows.
+        matrix: All of it.
+        tiles: Reads them in their order, each until the next: first row, and the rows.
     """
 
     def __init__(self, matrix: MatrixOnDisk, tiles: Callable[[], Iterable[tuple[RowRange, Weight]]]) -> None:
@@ -260,17 +266,17 @@ class TiledHead(_Matrix):
         self._tiles = tiles
 
     def product(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
-        """(N, n) of rows x (N, width); without rows nothing is read.
+        """Return (N, n) of rows x (N, width); without rows nothing is read.
 
         Raises:
             DataError: a tile could not be read.
         """
-        found = x.new_empty(len(x), self._matrix.n_rows)
+        out = x.new_empty(len(x), self._matrix.n_rows)
         if len(x):
             for tile, weight in self._tiles():
                 some = slice(tile.begin, tile.end)
-                found[:, some] = multiply(x, weight, None if bias is None else bias[some])
-        return found
+                out[:, some] = multiply(x, weight, None if bias is None else bias[some])
+        return out
 
 
 def _plain(place: TensorPlace) -> MatrixOnDisk:
@@ -279,8 +285,8 @@ def _plain(place: TensorPlace) -> MatrixOnDisk:
 
 
 def _coded(ends: CodedLayout, path: Path) -> dict[str, MatrixOnDisk]:
-    """The matrices in codes, by name; each stands alone."""
-    found = {}
+    """Return the matrices in codes, by name; each stands alone."""
+    matrices = {}
     for matrix in ends.matrices:
         (name,), (n,) = matrix.names, matrix.rows
         (codes, _), scales = QuantizedWeight.parts_of(1, matrix.width, matrix.bits)
@@ -288,5 +294,5 @@ def _coded(ends: CodedLayout, path: Path) -> dict[str, MatrixOnDisk]:
             (ends.offset + matrix.codes, codes[1] * codes[2]),
             (ends.offset + matrix.scales, 2 * scales[1] * scales[2]),
         )
-        found[name] = MatrixOnDisk(path, n, matrix.width, spans, matrix.dtype, matrix.bits)
-    return found
+        matrices[name] = MatrixOnDisk(path, n, matrix.width, spans, matrix.dtype, matrix.bits)
+    return matrices

@@ -59,7 +59,8 @@ class MemoryPacker:
     """Fills parts of a model in memory, without a file of packed weights.
 
     Args:
-        sizes: of all parts. report: shown how far it is.
+        sizes: Of all parts.
+        report: Shown how far it is.
     """
 
     def __init__(self, sizes: WeightSizes, report: Report | None = None) -> None:
@@ -81,21 +82,21 @@ class MemoryPacker:
 
 
 def coded_parts(sizes: WeightSizes) -> list[CodedLayout]:
-    """The ends and each layer."""
-    found = [sizes.ends, *sizes.layers]
-    assert all(isinstance(part, CodedLayout) for part in found), "sizes of codes"
-    return found  # type: ignore[return-value]
+    """Return the ends and each layer."""
+    layouts = [sizes.ends, *sizes.layers]
+    assert all(isinstance(part, CodedLayout) for part in layouts), "sizes of codes"
+    return layouts  # type: ignore[return-value]
 
 
 def source_bytes(part: CodedLayout) -> int:
-    """Bytes of files that a part is made of."""
+    """Return bytes of files that a part is made of."""
     return sum(place.nbytes for place in part.sources.values())
 
 
 #: Changes when the meaning of a byte does.
 FORMAT = 2
 _MAGIC, _FIXED = b"MPWEIGHT", struct.Struct("<8sQI")
-_MOST_HEADER = 16 << 20
+_MAX_HEADER = 16 << 20
 #: Bytes of a tensor's first and last page by which a checkpoint is known.
 _SAMPLE = 4096
 
@@ -103,11 +104,14 @@ _SAMPLE = 4096
 def packed_sizes(
     folder: Path, name: str, skeleton: Skeleton, weights: str, report: Report | None = None
 ) -> WeightSizes:
-    """The layouts of the packed weights of a model in their file, which is made if there is none of this checkpoint.
+    """Return the layouts of the packed weights of a model in their file, which is made if there is none of this
+    checkpoint.
 
     Args:
-        folder: where the file is, or comes to be. name: of the model, for the file's name.
-        weights: "int8" or "int4". report: shown how far it is.
+        folder: Where the file is, or comes to be.
+        name: Of the model, for the file's name.
+        weights: "int8" or "int4".
+        report: Shown how far it is.
 
     Raises:
         OptionError: the folder is not there, cannot be written or has too little room, or a number is not finite or
@@ -131,13 +135,13 @@ def packed_sizes(
 
 
 def source_mark(skeleton: Skeleton) -> str:
-    """A hash by which a checkpoint is known: names, shapes and places of all tensors, with the first and the last page
-    of each.
+    """Return a hash by which a checkpoint is known: names, shapes and places of all tensors, with the first and the
+    last page of each.
 
     Raises:
         DataError: a file cannot be read.
     """
-    found = hashlib.sha256(type(skeleton.model).__name__.encode())
+    digest = hashlib.sha256(type(skeleton.model).__name__.encode())
     room: Any = aligned_buffer(_SAMPLE).numpy()
     files: dict[Path, DirectFile] = {}
     try:
@@ -147,28 +151,28 @@ def source_mark(skeleton: Skeleton) -> str:
                     files[place.path] = DirectFile(place.path)
                 file = files[place.path]
                 marks = [name, str(place.dtype), list(place.shape), place.path.name, place.offset, file.size]
-                found.update(json.dumps(marks).encode())
+                digest.update(json.dumps(marks).encode())
                 for offset in (place.offset, place.offset + max(place.nbytes - 1, 0)):
                     n = file.read_into(aligned_down(offset), memoryview(room))
-                    found.update(memoryview(room)[:n])
+                    digest.update(memoryview(room)[:n])
     except OSError as error:
         raise DataError(f"{place.path} cannot be read: {error.strerror or error}") from error
     finally:
         for file in files.values():
             file.close()
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------- header
 
 
 def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Sequence[int]) -> bytes:
-    """The header, as long for all checksums; places are counted from the first part on."""
+    """Return the header, as long for all checksums; places are counted from the first part on."""
     extents, at = [], 0
     for part, checksum in zip(parts, checksums, strict=True):
         extents.append([at, part.needed, f"{checksum:08x}"])
         at += part.nbytes
-    found = {
+    header = {
         "format": FORMAT,
         "weights": weights,
         "source": mark,
@@ -176,11 +180,11 @@ def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Se
         "extents": extents,
         "matrices": [part.described() for part in parts],
     }
-    return json.dumps(found).encode()
+    return json.dumps(header).encode()
 
 
 def _begin(header: bytes) -> int:
-    """Where the first part lies."""
+    """Return where the first part lies."""
     return aligned_up(_FIXED.size + len(header))
 
 
@@ -189,7 +193,7 @@ def _read_header(path: Path, expected: bytes) -> list[int] | None:
     try:
         with path.open("rb") as file:
             magic, length, checksum = _FIXED.unpack(file.read(_FIXED.size))
-            text = file.read(min(length, _MOST_HEADER))
+            text = file.read(min(length, _MAX_HEADER))
         if magic != _MAGIC or len(text) != length or zlib.crc32(text) != checksum:
             return None
         header = json.loads(text)
@@ -263,7 +267,7 @@ def _appearing(path: Path) -> Iterator[int]:
 
 
 def _nameless(folder: Path) -> int | None:
-    """A file without a name; None where there is no such thing."""
+    """Return a file without a name; None where there is no such thing."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644)
     except (AttributeError, OSError):
@@ -271,7 +275,7 @@ def _nameless(folder: Path) -> int | None:
 
 
 def _named(handle: int, path: Path) -> str:
-    """A name next to `path` for a file without one, for the moment in which it replaces another."""
+    """Return a name next to `path` for a file without one, for the moment in which it replaces another."""
     name = f".{path.name}-{os.getpid()}-{handle}"
     folder = os.open(path.parent, os.O_RDONLY)
     try:

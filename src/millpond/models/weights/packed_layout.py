@@ -29,8 +29,12 @@ class PackedMatrix:
     """Matrices that read the same rows, one after another.
 
     Attributes:
-        names: of the parameters. rows: of each of them. width: numbers of a row. bits: of a code. dtype: of the rows
-            that they meet. codes, scales: where they begin in the part.
+        names: Of the parameters.
+        rows: Of each of them.
+        width: Numbers of a row.
+        bits: Of a code.
+        dtype: Of the rows that they meet.
+        codes, scales: Where they begin in the part.
     """
 
     names: tuple[str, ...]
@@ -42,7 +46,7 @@ class PackedMatrix:
     scales: int
 
     def of(self, data: Tensor) -> Codes:
-        """The matrices as views of a part (n,) uint8."""
+        """Return the matrices as views of a part (n,) uint8."""
         (shape, dtype), scales = QuantizedWeight.parts_of(sum(self.rows), self.width, self.bits)
         whole = QuantizedWeight(
             _view(data, self.codes, shape, dtype), _view(data, self.scales, scales, torch.float16), self.dtype
@@ -55,10 +59,12 @@ class CodedLayout:
     """A part of a packed file, read at once: matrices in codes, and what stays as it was saved.
 
     Attributes:
-        matrices: in codes. plain: the other tensors, each with its place in the part. needed: bytes up to the last.
-        sources: where the numbers or the codes of each tensor are read. blocks: of a GGUF file, of the matrices that
-            come from there.
-        path, offset, checksum: of the part in a file; None, 0 and None while there is none.
+        matrices: In codes.
+        plain: The other tensors, each with its place in the part.
+        needed: Bytes up to the last.
+        sources: Where the numbers or the codes of each tensor are read.
+        blocks: Of a GGUF file, of the matrices that come from there.
+        path, offset, checksum: Of the part in a file; None, 0 and None while there is none.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -79,10 +85,12 @@ class CodedLayout:
         dtype: torch.dtype,
         of_file: Mapping[str, GGUFBlocks],
     ) -> CodedLayout:
-        """
-        Args:
-            tensors: by name. groups: names of the matrices that read the same rows. bits: of a code, where a GGUF file
-                does not say. dtype: of rows, and of what is not in codes. of_file: what tensors of files come from.
+        """Args:
+            tensors: By name.
+            groups: Names of the matrices that read the same rows.
+            bits: Of a code, where a GGUF file does not say.
+            dtype: Of rows, and of what is not in codes.
+            of_file: What tensors of files come from.
 
         Raises:
             UnsupportedModelError: a matrix has rows of no whole groups.
@@ -113,8 +121,8 @@ class CodedLayout:
                 end = -(-end // held.dtype.itemsize) * held.dtype.itemsize
                 plain[name] = held, end
                 end += held.nbytes
-        blocks = {name: found for name, found in blocks.items() if name in packed}
-        raw = {name: found.raw for name, found in blocks.items() if found.raw is not None}
+        blocks = {name: block for name, block in blocks.items() if name in packed}
+        raw = {name: block.raw for name, block in blocks.items() if block.raw is not None}
         return cls(tuple(matrices), plain, end, {**tensors, **raw}, blocks)
 
     @property
@@ -129,25 +137,27 @@ class CodedLayout:
         return (FileRun(self.path, self.offset, self.nbytes, self.needed, 0, self.checksum),)
 
     def described(self) -> dict[str, str]:
-        """What each matrix in codes is: "4 bits", "4 bits of Q4_1" where a GGUF file has them, "8 bits from Q6_K"."""
-        found = {}
+        """Return what each matrix in codes is: "4 bits", "4 bits of Q4_1" where a GGUF file has them, "8 bits from
+        Q6_K".
+        """
+        formats = {}
         for matrix in self.matrices:
             for name in matrix.names:
                 blocks, bits = self.blocks.get(name), f"{matrix.bits} bits"
                 how = "" if blocks is None else f" {'from' if blocks.raw is None else 'of'} {blocks.kind}"
-                found[name] = bits + how
-        return found
+                formats[name] = bits + how
+        return formats
 
     def within(self, path: Path, offset: int, checksum: int) -> CodedLayout:
-        """The part where it lies in a file."""
+        """Return the part where it lies in a file."""
         return replace(self, path=path, offset=offset, checksum=checksum)
 
     def codes(self, data: Tensor) -> Sequence[Codes]:
-        """The matrices as views of a buffer (n,) uint8."""
+        """Return the matrices as views of a buffer (n,) uint8."""
         return [matrix.of(data) for matrix in self.matrices]
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
-        """The other tensors as views of a buffer (n,) uint8, by name."""
+        """Return the other tensors as views of a buffer (n,) uint8, by name."""
         return {
             name: nn.Parameter(_view(data, place, tensor.shape, tensor.dtype), requires_grad=False)
             for name, (tensor, place) in self.plain.items()
@@ -155,7 +165,7 @@ class CodedLayout:
 
 
 def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
-    """What lies outside the layers, with the head in codes, and with it the embeddings where it shares them.
+    """Return what lies outside the layers, with the head in codes, and with it the embeddings where it shares them.
 
     Embeddings of their own are looked up and not multiplied: they stay as they are, unless a GGUF file has codes.
     """
@@ -168,7 +178,7 @@ def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
 
 
 def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
-    """A layer with its matrices in codes; those that read the same rows stand one after another, and so do their
+    """Return a layer with its matrices in codes; those that read the same rows stand one after another, and so do their
     biases.
     """
     layer, tensors = skeleton.layers[index], skeleton.by_layer[index]
@@ -182,7 +192,7 @@ def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
 
 
 def _held(tensor: TensorPlace, dtype: torch.dtype) -> TensorPlace:
-    """A tensor as it is held in memory: floats in `dtype`."""
+    """Return a tensor as it is held in memory: floats in `dtype`."""
     if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
         return tensor
     return replace(tensor, dtype=dtype, nbytes=prod(tensor.shape) * dtype.itemsize)

@@ -32,7 +32,7 @@ class PartLayout(Protocol):
         ...
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
-        """All that is not in codes, as views of a buffer (n,) uint8, by name."""
+        """Return all that is not in codes, as views of a buffer (n,) uint8, by name."""
         ...
 
 
@@ -43,7 +43,8 @@ class WeightSizes:
         weights: "int8" or "int4" for matrices in codes; None: as they were saved.
 
     Attributes:
-        ends: layout of what lies outside the layers. layers: that of each layer.
+        ends: Layout of what lies outside the layers.
+        layers: That of each layer.
 
     Raises:
         UnsupportedModelError: a matrix that cannot be quantized.

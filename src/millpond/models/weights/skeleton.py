@@ -30,10 +30,13 @@ class Skeleton:
     """A model whose parameters hold nothing.
 
     Attributes:
-        folder: where its files are.
-        model: all parameters on "meta". layers: its layers. dtype: of its weights, as they were saved or as wanted.
-        ends: tensors outside the layers, by the name of the model's parameter. by_layer: those of each layer, by name
-            in the layer. tied: the head is the embedding.
+        folder: Where its files are.
+        model: All parameters on "meta".
+        layers: Its layers.
+        dtype: Of its weights, as they were saved or as wanted.
+        ends: Tensors outside the layers, by the name of the model's parameter.
+        by_layer: Those of each layer, by name in the layer.
+        tied: The head is the embedding.
     """
 
     folder: Path
@@ -75,7 +78,7 @@ class Skeleton:
         """Read configuration and headers; nothing else is read, and no weight allocated.
 
         Args:
-            dtype: that the model computes in; None: the one in which all weights were saved.
+            dtype: That the model computes in; None: the one in which all weights were saved.
 
         Raises:
             OptionError: no folder with a model in safetensors files. DataError: a damaged file, or one that does not
@@ -110,24 +113,22 @@ class Skeleton:
 
 
 def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
+    """Raises:
+    UnsupportedModelError: the weights are of several dtypes.
     """
-    Raises:
-        UnsupportedModelError: the weights are of several dtypes.
-    """
-    found = {place.dtype for place in tensors.values() if place.dtype.is_floating_point}
-    if len(found) != 1:
-        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
+    dtypes = {place.dtype for place in tensors.values() if place.dtype.is_floating_point}
+    if len(dtypes) != 1:
+        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
         raise UnsupportedModelError(
             f"the weights in {folder} are of several dtypes, or none ({shown}); save the model in one with "
             "save_pretrained, or name one with dtype= where weights= packs them in memory"
         )
-    return found.pop()
+    return dtypes.pop()
 
 
 def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """
-    Raises:
-        UnsupportedModelError: no causal language model, or one with buffers that cannot be made without its weights.
+    """Raises:
+    UnsupportedModelError: no causal language model, or one with buffers that cannot be made without its weights.
     """
     families: Any = AutoModelForCausalLM
     try:

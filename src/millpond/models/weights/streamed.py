@@ -39,7 +39,7 @@ def computing_with(matrices: Iterable[tuple[Any, EndMatrix]]) -> Iterator[None]:
     """Linear layers and embeddings compute with the numbers that these matrices stand for, by torch.
 
     Args:
-        matrices: modules, each with its matrix.
+        matrices: Modules, each with its matrix.
     """
     changed: list[Any] = []
     try:
@@ -64,13 +64,13 @@ def _embedding(module: nn.Embedding, matrix: QuantizedWeight | EmbeddingSource, 
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The outcome of a linear layer by torch; of codes in float32, some rows of the matrix at a time."""
+    """Return the outcome of a linear layer by torch; of codes in float32, some rows of the matrix at a time."""
     if isinstance(weight, Tensor):
         return functional.linear(x, weight, bias)
     step, wide = max(1, BLOCK // weight.shape[1]), x.float()
     matrices = (weight.rows(begin, begin + step).widen(torch.float32) for begin in range(0, len(weight), step))
-    found = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
-    return (found if bias is None else found + bias).to(x.dtype)
+    outputs = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
+    return (outputs if bias is None else outputs + bias).to(x.dtype)
 
 
 #: When packed parts are compared with their checksums.
@@ -83,24 +83,27 @@ class StreamedLayers:
     """The layers of a model as blocks, in their order, each only while its weights are in memory.
 
     Args:
-        kept: layers that stay in the host's memory. n_slots: layers in memory at a time of those that come.
-        ledger: what all buffers are taken of, from the tier "host", and of a device from "device".
-        device: where layers are computed; None: where the host's memory is. With a device the slots are there, layers
+        kept: Layers that stay in the host's memory.
+        n_slots: Layers in memory at a time of those that come.
+        ledger: What all buffers are taken of, from the tier "host", and of a device from "device".
+        device: Where layers are computed; None: where the host's memory is. With a device the slots are there, layers
             that are kept are copied to them, and those `on_device` stay there, with what lies outside the layers.
-        backend: who reads; None: one thread. overlap: read the layers ahead while one is computed.
-        open_file: opens a file of weights. verify: compare packed parts with their checksums when they are read for the
-            "first" time, or "always".
-        ends_on_disk: the head is read in tiles after the layers of a sweep, and of embeddings the rows that are looked
+        backend: Who reads; None: one thread.
+        overlap: Read the layers ahead while one is computed.
+        open_file: Opens a file of weights.
+        verify: Compare packed parts with their checksums when they are read for the "first" time, or "always".
+        ends_on_disk: The head is read in tiles after the layers of a sweep, and of embeddings the rows that are looked
             up; else both stay in memory.
-        pack: fills the buffer of what stays in memory, where that is in no file: the ends and all layers.
+        pack: Fills the buffer of what stays in memory, where that is in no file: the ends and all layers.
 
     Attributes:
-        model: its parameters outside the layers are in memory, those of the layers on "meta".
-        bytes_read: of files, since it was made. row_bytes_read: those of them for embeddings that were looked up.
-        nbytes: of weights in memory, with the slots.
-        head, tokens: the last matrix and the embeddings in codes or read from a file; None where they are parameters of
+        model: Its parameters outside the layers are in memory, those of the layers on "meta".
+        bytes_read: Of files, since it was made.
+        row_bytes_read: Those of them for embeddings that were looked up.
+        nbytes: Of weights in memory, with the slots.
+        head, tokens: The last matrix and the embeddings in codes or read from a file; None where they are parameters of
             the model.
-        resident: whether all layers stay in memory.
+        resident: Whether all layers stay in memory.
 
     Raises:
         BudgetError: the ledger has too few bytes. DataError: a file cannot be read. OptionError: no such `verify`.
@@ -186,7 +189,7 @@ class StreamedLayers:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[Block]:
-        """Each block in turn; its weights are in memory until the iterator is advanced."""
+        """Return each block in turn; its weights are in memory until the iterator is advanced."""
         for index in range(len(self)):
             with self._here(index) as layer:
                 yield layer.block
@@ -253,7 +256,7 @@ class StreamedLayers:
             yield self._block(index, slot)
 
     def _head_tiles(self) -> Iterator[tuple[RowRange, Weight]]:
-        """Each tile of the head in turn; its rows are in memory until the iterator is advanced."""
+        """Return each tile of the head in turn; its rows are in memory until the iterator is advanced."""
         for index, tile in enumerate(self._tiles, len(self)):
             self._release(self._in_use)
             with self._read(index) as slot:
@@ -271,14 +274,14 @@ class StreamedLayers:
             self._read_ahead(index)
 
     def _block(self, index: int, slot: Slot) -> _Layer:
-        """A layer whose weights lie in a slot."""
+        """Return a layer whose weights lie in a slot."""
         key = index, id(slot)
         if key not in self._blocks:
             self._blocks[key] = _layer_in(self._modules[index], self._layouts[index], slot.data)
         return self._blocks[key]
 
     def _wait_for(self, index: int) -> Slot:
-        """The slot with a layer's weights. A read ahead that failed, maybe long ago, is made again.
+        """Return the slot with a layer's weights. A read ahead that failed, maybe long ago, is made again.
 
         Raises:
             DataError: they could not be read.
@@ -333,7 +336,7 @@ class StreamedLayers:
         self._set_parameters(layout, data)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         weights = dict(model.named_parameters(remove_duplicate=False))
-        for name, codes in (one for found in layout.codes(data) for one in found.apart()):
+        for name, codes in (entry for matrix in layout.codes(data) for entry in matrix.apart()):
             shape_only = _shape_only(codes)
             if skeleton.tied or head.weight is weights[name]:
                 self.head, head.weight = codes, shape_only
@@ -370,7 +373,7 @@ class StreamedLayers:
             self.model.get_submodule(owner)._parameters[field] = parameter
 
     def _read_now(self, layout: PartLayout, loader: Loader | None = None) -> Slot:
-        """What stays, read to where layers are computed, or by another loader."""
+        """Return what stays, read to where layers are computed, or by another loader."""
         slot = Slot(self._near(layout.nbytes) if loader is None else aligned_buffer(layout.nbytes))
         if self._pack is not None:
             self._pack(layout, slot.data)
@@ -403,9 +406,8 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
 
 
 def check_verify(verify: str) -> None:
-    """
-    Raises:
-        OptionError: no such `verify`.
+    """Raises:
+    OptionError: no such `verify`.
     """
     if verify not in get_args(Verify):
         raise unknown("verify", str(verify), get_args(Verify))

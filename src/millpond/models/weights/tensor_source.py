@@ -63,8 +63,8 @@ class TensorSource:
             raise DataError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
         if n < begin - first + row:
             raise DataError(f"{tensor.path} ends inside of {tensor.name!r}; the file is damaged or cut off")
-        found: Tensor = data[begin - first : begin - first + row].clone().view(tensor.dtype)
-        return found
+        row_tensor: Tensor = data[begin - first : begin - first + row].clone().view(tensor.dtype)
+        return row_tensor
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:

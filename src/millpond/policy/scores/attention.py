@@ -34,7 +34,7 @@ class Score(Protocol):
         ...
 
     def score(self, view: View, seed: int) -> Tensor:
-        """(H, N) float32; the value where there is no entry does not matter."""
+        """Return (H, N) float32; the value where there is no entry does not matter."""
         ...
 
 
@@ -178,7 +178,7 @@ class WrappedScore:
 
 
 def decay_of(score: object) -> float:
-    """The factor on all gathered attention at each new token: that of the innermost score; 1 where none forgets."""
+    """Return the factor on all gathered attention at each new token: that of the innermost score; 1 where none forgets."""
     while isinstance(score, WrappedScore):
         score = score.base
     return score.decay if isinstance(score, AccumulatedAttention) else 1.0

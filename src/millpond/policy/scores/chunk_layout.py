@@ -37,11 +37,11 @@ class ChunkLayout:
         return cls((begin[:, :-1, None] + lane).clamp(max=positions.shape[1] - 1), lane < counts[..., None])
 
     def only(self, chosen: Tensor) -> ChunkLayout:
-        """The same chunks without the entries that are not chosen (H, N)."""
+        """Return the same chunks without the entries that are not chosen (H, N)."""
         return ChunkLayout(self.columns, self.present & self.take(chosen))
 
     def take(self, part: Tensor) -> Tensor:
-        """A part of entries (H, N) or (H, N, dim) as (H, n, width) or (H, n, width, dim)."""
+        """Return a part of entries (H, N) or (H, N, dim) as (H, n, width) or (H, n, width, dim)."""
         return columns_of(part, self.columns.flatten(1)).view(*self.columns.shape, *part.shape[2:])
 
     def put(self, value: Tensor, into: Tensor) -> Tensor:
@@ -51,6 +51,6 @@ class ChunkLayout:
         return torch.nn.functional.pad(into, (0, 1)).scatter_(1, columns, value.flatten(1))[:, :spare]
 
     def ranks(self, value: Tensor) -> Tensor:
-        """(H, n, width): how many of its own chunk are better by value (H, n, width), ties to the newest."""
+        """Return (H, n, width): how many of its own chunk are better by value (H, n, width), ties to the newest."""
         present = self.present.flatten(0, 1)
         return rank_by_value(value.flatten(0, 1), present, torch.zeros_like(present)).view(value.shape)

@@ -21,7 +21,9 @@ class QueryMoments:
     """Sums over the queries of one sequence in one layer, added up in float64, so that any chunks give the same.
 
     Attributes:
-        count: how many queries. total: (Hq, D), their sum. outer: (Hq, D, D), the sum of q q^T.
+        count: How many queries.
+        total: (Hq, D), their sum.
+        outer: (Hq, D, D), the sum of q q^T.
     """
 
     count: int
@@ -30,7 +32,7 @@ class QueryMoments:
 
     @classmethod
     def of(cls, queries: Tensor) -> QueryMoments:
-        """The moments of some hundred queries (Hq, n, D), whose products are summed in float32 or wider."""
+        """Return the moments of some hundred queries (Hq, n, D), whose products are summed in float32 or wider."""
         q = queries.to(torch.promote_types(queries.dtype, torch.float32))
         return cls(q.shape[1], q.sum(1).double(), (q.transpose(1, 2) @ q).double())
 
@@ -53,9 +55,9 @@ class QueryView(View):
     """A view of a layer whose score needs the moments of its queries.
 
     Attributes:
-        moments: of the queries so far, those at the sinks left out.
-        rotate: rotates queries as the layer does; None where it does not.
-        scale: of the layer's logits q k.
+        moments: Of the queries so far, those at the sinks left out.
+        rotate: Rotates queries as the layer does; None where it does not.
+        scale: Of the layer's logits q k.
     """
 
     moments: QueryMoments | None = None
@@ -64,14 +66,14 @@ class QueryView(View):
 
 
 def moments_of(view: View) -> tuple[QueryView, QueryMoments]:
-    """The view with the moments that it shows."""
+    """Return the view with the moments that it shows."""
     assert isinstance(view, QueryView), "the cache provides the moments that a score declares"
     assert view.moments is not None, "a plan comes after a pass, which has queries"
     return view, view.moments
 
 
 def mean_rotation(rotate: Rotate | None, dim: int, first: int, n: int, device: torch.device) -> Tensor:
-    """(D, D) float64: the mean of the rotation matrices R_t over positions first <= t < first + n."""
+    """Return (D, D) float64: the mean of the rotation matrices R_t over positions first <= t < first + n."""
     eye = torch.eye(dim, dtype=torch.float64, device=device)
     if rotate is None:
         return eye

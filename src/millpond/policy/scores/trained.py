@@ -22,7 +22,7 @@ class Gated:
     """p_j = the probability that entry j was given when it was written, from its token and the text before it.
 
     Attributes:
-        gates: the networks; None until a model says which are its own.
+        gates: The networks; None until a model says which are its own.
     """
 
     gates: Gates | None = None
@@ -45,8 +45,8 @@ class Retained:
     """s_j = the score that entry j was given when it was written, by a network over its own query, key and value.
 
     Attributes:
-        heads: the networks; None until a model says which are its own.
-        expecting: scores are the labels that the networks expect, so that heads compare; else each head's quantiles.
+        heads: The networks; None until a model says which are its own.
+        expecting: Scores are the labels that the networks expect, so that heads compare; else each head's quantiles.
     """
 
     heads: RetainingHeads | None = None
@@ -62,7 +62,7 @@ class Retained:
 
 
 def retained(score: object) -> Retained | None:
-    """The score by retaining heads that `score` is or builds on; None for any other."""
+    """Return the score by retaining heads that `score` is or builds on; None for any other."""
     while isinstance(score, WrappedScore):
         score = score.base
     return score if isinstance(score, Retained) else None

@@ -19,7 +19,7 @@ from millpond.policy.trained.networks import ATTENTION, QUANTILE_STEPS, Gates, L
 
 FORMAT = "millpond heads 1"
 #: Bytes of a header at most.
-MOST_HEADER_BYTES = 1 << 24
+MAX_HEADER_BYTES = 1 << 24
 #: Numbers of a file are of these types; weights in half the bytes.
 _BYTES = {"F32": 4, "BF16": 2}
 
@@ -31,7 +31,7 @@ class NetworkKind(NamedTuple):
     """A kind of networks: the value of `kind` in their files, what errors call them, and the names of their parts.
 
     Attributes:
-        exact: parts that are stored in float32.
+        exact: Parts that are stored in float32.
     """
 
     name: str
@@ -81,7 +81,7 @@ def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> N
 
 
 def _in_order(content: bytes) -> bytes:
-    """A safetensors file whose header is in alphabetical order, so that equal heads make equal files."""
+    """Return a safetensors file whose header is in alphabetical order, so that equal heads make equal files."""
     length = int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -89,7 +89,7 @@ def _in_order(content: bytes) -> bytes:
 
 
 def heads_of(content: bytes, name: str) -> RetainingHeads:
-    """The retaining heads in the bytes of a file called `name`.
+    """Return the retaining heads in the bytes of a file called `name`.
 
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
@@ -99,7 +99,7 @@ def heads_of(content: bytes, name: str) -> RetainingHeads:
 
 
 def gates_of(content: bytes, name: str) -> Gates:
-    """The gates in the bytes of a file called `name`.
+    """Return the gates in the bytes of a file called `name`.
 
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
@@ -116,7 +116,7 @@ def gates_of(content: bytes, name: str) -> Gates:
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
-    """What the header of a file of any kind says: format, kind, model, name, layers and facts.
+    """Return what the header of a file of any kind says: format, kind, model, name, layers and facts.
 
     Raises:
         DataError: it cannot be read, or has no header of such a file.
@@ -125,7 +125,7 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
     try:
         with open(name, "rb") as file:
             start = file.read(8)
-            length = min(int.from_bytes(start, "little"), MOST_HEADER_BYTES)
+            length = min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)
             header = file.read(length)
     except OSError as error:
         raise DataError(f"{name!r} cannot be read: {error}") from None
@@ -133,7 +133,7 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
 
 
 def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], dict[str, Any]]:
-    """The parts of each layer in the order of the kind, and what the file says of itself."""
+    """Return the parts of each layer in the order of the kind, and what the file says of itself."""
     about = _checked_header(content, name, kind)
     try:
         tensors = load(content)
@@ -154,9 +154,9 @@ def _broken(name: str, kind: NetworkKind, error: Exception) -> DataError:
 
 
 def _header(content: bytes, name: str) -> dict[str, Any]:
-    """The header of a safetensors file, whose tensors may be missing."""
+    """Return the header of a safetensors file, whose tensors may be missing."""
     length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(MOST_HEADER_BYTES, len(content) - 8):
+    if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
         raise DataError(f"{name!r} is torn or no safetensors file: it ends inside its header; copy it again")
     try:
         header = json.loads(content[8 : 8 + length])
@@ -168,7 +168,7 @@ def _header(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -> dict[str, str]:
-    """The metadata of a header, of this format and kind; None: of any kind."""
+    """Return the metadata of a header, of this format and kind; None: of any kind."""
     about = header.get("__metadata__")
     about = about if isinstance(about, dict) else {}
     wanted = kind or RETAIN
@@ -188,7 +188,7 @@ def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -
 
 
 def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, str]:
-    """The metadata of a whole file, whose shapes fit one another and whose bytes are all there."""
+    """Return the metadata of a whole file, whose shapes fit one another and whose bytes are all there."""
     header = _header(content, name)
     about = _about(header, name, kind)
     try:
@@ -215,7 +215,7 @@ def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, s
 
 
 def _fitting(kind: NetworkKind, shapes: Shapes) -> Shapes:
-    """The shapes that the parts of one layer must have, given those of the first ones."""
+    """Return the shapes that the parts of one layer must have, given those of the first ones."""
     width, inputs = shapes["w1"]
     n_heads = shapes["b2"][0]
     rest: Shapes = {"w1": [width, inputs], "b1": [width], "w2": [n_heads, width], "b2": [n_heads]}

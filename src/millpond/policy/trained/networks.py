@@ -26,13 +26,12 @@ class LayerNetwork(Protocol):
     PARTS: ClassVar[tuple[str, ...]]
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Self:
-        """The same on a device: what is multiplied with features in `dtype`, the rest in float32."""
+        """Return the same on a device: what is multiplied with features in `dtype`, the rest in float32."""
         ...
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
-        """
-        Raises:
-            CacheMismatchError: `layer` gives other numbers of a token than it takes, or has other KV heads.
+        """Raises:
+        CacheMismatchError: `layer` gives other numbers of a token than it takes, or has other KV heads.
         """
         ...
 
@@ -45,9 +44,11 @@ class TrainedNetworks(Generic[L]):
     """The networks of a model that score its entries.
 
     Attributes:
-        layers: one per attention layer. model: the mark of the model. name: its class, for people.
-        facts: how they were trained: data, steps, seed ...
-        digest: of all numbers; equal where the scores are.
+        layers: One per attention layer.
+        model: The mark of the model.
+        name: Its class, for people.
+        facts: How they were trained: data, steps, seed ...
+        digest: Of all numbers; equal where the scores are.
     """
 
     layers: Sequence[L]
@@ -65,7 +66,7 @@ class TrainedNetworks(Generic[L]):
         object.__setattr__(self, "digest", digest.hexdigest())
 
     def at(self, layer: int, features: Tensor, n_kv_heads: int) -> L:
-        """The network of a layer where its features (..., inputs) are.
+        """Return the network of a layer where its features (..., inputs) are.
 
         Its large products are in bfloat16 where features are, on a CPU that has instructions for it; else in float32.
 
@@ -81,13 +82,14 @@ class TrainedNetworks(Generic[L]):
         place = layer, features.device, torch.bfloat16 if small else torch.float32
         if place not in self._placed:
             self._placed[place] = self.layers[layer].to(*place[1:])
-        found = self._placed[place]
-        found.check(layer, features.shape[-1], n_kv_heads)
-        return found
+        network = self._placed[place]
+        network.check(layer, features.shape[-1], n_kv_heads)
+        return network
 
 
 def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, n, inputs): query, key and value of each token, all heads side by side; bfloat16 as they are, else float32.
+    """Return (B, n, inputs): query, key and value of each token, all heads side by side; bfloat16 as they are, else
+    float32.
 
     Shapes: q (B, query heads, n, key_dim), k (B, KV heads, n, key_dim), v (B, KV heads, n, value_dim).
     """
@@ -97,8 +99,8 @@ def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def rounded(score: Tensor) -> Tensor:
     """`score` in SCORE_DIGITS binary digits behind the point."""
-    found: Tensor = (score * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
-    return found
+    rounded: Tensor = (score * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
+    return rounded
 
 
 #: Newest positions that stay whatever the gate says, and first ones: in training and by default.
@@ -125,9 +127,13 @@ class LayerGate:
     gate's heads, which share their keys and values. Where the gate is not causal, the j of a prompt are all its tokens.
 
     Attributes:
-        wq: (heads * width, inputs). wk, wv: (width, inputs). w1: (hidden, inputs + heads * width). b1: (hidden,).
-        w2: (KV heads, hidden). b2: (KV heads,).
-        causal: a token looks at those before it alone, also while its prompt is read.
+        wq: (heads * width, inputs).
+        wk, wv: (width, inputs).
+        w1: (hidden, inputs + heads * width).
+        b1: (hidden,).
+        w2: (KV heads, hidden).
+        b2: (KV heads,).
+        causal: A token looks at those before it alone, also while its prompt is read.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "w1", "b1", "w2", "b2")
@@ -153,15 +159,16 @@ class LayerGate:
         return GateInput(queries, linear(x, self.wk), linear(x, self.wv))
 
     def logits(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """(KV heads, n): how surely each KV head keeps the tokens; arguments as of `hidden`."""
+        """Return (KV heads, n): how surely each KV head keeps the tokens; arguments as of `hidden`."""
         return F.linear(self.hidden(features, queries, keys, values), self.w2, self.b2).T
 
     def hidden(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """(n, hidden) in the dtype of `w2`: SiLU(W1 [x; u] + b1) of tokens.
+        """Return (n, hidden) in the dtype of `w2`: SiLU(W1 [x; u] + b1) of tokens.
 
         Args:
-            features: (n, inputs), of the newest n of N tokens. queries: (heads, n, width), theirs. keys, values:
-                (N, width), of all tokens so far. Tokens that nothing stands before (n = N) are a prompt.
+            features: (n, inputs), of the newest n of N tokens.
+            queries: (heads, n, width), theirs.
+            keys, values: (N, width), of all tokens so far. Tokens that nothing stands before (n = N) are a prompt.
         """
         (n_heads, n, _), total = queries.shape, len(keys)
         k, v = (part.to(queries.dtype).expand(n_heads, -1, -1) for part in (keys, values))
@@ -202,7 +209,7 @@ class Gates(TrainedNetworks[LayerGate]):
 
 
 def kept_probability(logits: Tensor) -> Tensor:
-    """The p of logits of any shape, in `SCORE_DIGITS` digits: the score that is stored with an entry."""
+    """Return the p of logits of any shape, in `SCORE_DIGITS` digits: the score that is stored with an entry."""
     return rounded(logits.float().sigmoid())
 
 
@@ -224,7 +231,10 @@ class LayerHeads:
     """The network of one layer: s = W2 SiLU(W1 [q; k; v] + b1) + b2.
 
     Attributes:
-        w1: (width, inputs). b1: (width,). w2: (KV heads, width). b2: (KV heads,).
+        w1: (width, inputs).
+        b1: (width,).
+        w2: (KV heads, width).
+        b2: (KV heads,).
         quantiles: (KV heads, QUANTILE_STEPS + 1) float32, ascending: of the raw scores on texts of training.
     """
 
@@ -237,11 +247,12 @@ class LayerHeads:
     quantiles: Tensor
 
     def raw(self, features: Tensor) -> Tensor:
-        """(n, KV heads) in the dtype of `w2`: raw scores of features (n, inputs), see `features_of`."""
+        """Return (n, KV heads) in the dtype of `w2`: raw scores of features (n, inputs), see `features_of`."""
         return F.linear(F.silu(linear(features.to(self.w1), self.w1, self.b1).to(self.w2)), self.w2, self.b2)
 
     def scores(self, features: Tensor) -> Tensor:
-        """(KV heads, n) float32: where each raw score lies among those of its head, 0 to 1 on texts as in training.
+        """Return (KV heads, n) float32: where each raw score lies among those of its head, 0 to 1 on texts as in
+        training.
 
         Raw scores of different heads do not compare; these do. Values outside the quantiles go on below 0 and above 1.
         """
@@ -270,11 +281,12 @@ class RetainingHeads(TrainedNetworks[LayerHeads]):
     __slots__ = ()
 
     def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, KV heads, n) float32: the scores of new tokens.
+        """Return (B, KV heads, n) float32: the scores of new tokens.
 
         Args:
-            q: (B, query heads, n, key_dim). k: (B, KV heads, n, key_dim). v: (B, KV heads, n, value_dim); queries and
-                keys before RoPE.
+            q: (B, query heads, n, key_dim).
+            k: (B, KV heads, n, key_dim).
+            v: (B, KV heads, n, value_dim); queries and keys before RoPE.
 
         Raises:
             CacheMismatchError: the heads are of a model of another shape.
@@ -285,7 +297,7 @@ class RetainingHeads(TrainedNetworks[LayerHeads]):
         return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
 
     def expecting(self) -> RetainingHeads:
-        """The same networks, whose scores are the labels that they expect, one unit for all heads and layers.
+        """Return the same networks, whose scores are the labels that they expect, one unit for all heads and layers.
 
         A score is then (label + 12) / 12, so that heads compare by the attention that is expected for an entry.
 
@@ -311,7 +323,8 @@ def default_width(hidden: int) -> int:
 
 
 def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
-    """(H, n): where raw scores (H, n) lie among quantiles (H, steps + 1), linear between them, in SCORE_DIGITS digits.
+    """Return (H, n): where raw scores (H, n) lie among quantiles (H, steps + 1), linear between them, in SCORE_DIGITS
+    digits.
 
     Outside of them a score goes on in units of their whole range.
     """
@@ -325,7 +338,7 @@ def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
 
 
 def quantiles_of(raw: Tensor) -> Tensor:
-    """(H, QUANTILE_STEPS + 1) float32, ascending: the quantiles of raw scores (H, n)."""
+    """Return (H, QUANTILE_STEPS + 1) float32, ascending: the quantiles of raw scores (H, n)."""
     ordered = raw.float().sort(1).values
     places = torch.linspace(0, raw.shape[1] - 1, QUANTILE_STEPS + 1, device=raw.device).round().long()
     return ordered[:, places].contiguous()

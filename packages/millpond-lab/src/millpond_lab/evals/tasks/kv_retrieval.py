@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any
 
 from millpond.errors import OptionError
-from millpond.option_ranges import MOST_POSITIONS, Range
+from millpond.option_ranges import MAX_POSITIONS, Range
 from millpond_lab.evals.data.data_files import DataRow, read_rows
 from millpond_lab.evals.data.file_task import FileTask
 from millpond_lab.evals.data.token_budget import TokenBudget
@@ -21,7 +21,7 @@ _INTRO = "Read the value of one key out of the JSON object below.\n\nJSON data:\
 def kv_retrieval(
     path: Annotated[str, "a file with ordered_kv_records (a list of [key, value]), key and value; may end in .gz"] = "",
     gold: Annotated[
-        int, "where the wanted pair stands, from 0; -1: where the file has it", Range(-1, MOST_POSITIONS)
+        int, "where the wanted pair stands, from 0; -1: where the file has it", Range(-1, MAX_POSITIONS)
     ] = -1,
 ) -> Task:
     """Read one value out of a long JSON object of random keys."""
