@@ -7,7 +7,7 @@ import torch
 
 from millpond.errors import OptionError
 from millpond.kernels import native, reference
-from millpond.kernels.decode_rules import MAX_MIN_ENTRIES, Evict, in_full_spans
+from millpond.kernels.decode_rules import MOST_LEAST, Evict, in_full_spans
 from millpond.kernels.native import library
 from tests.kernels.test_kept_spans import full_call
 
@@ -54,7 +54,7 @@ def test_others_have_the_same_bits() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [(2, 1, 3), (3, MAX_MIN_ENTRIES + 1, 3)])
+@pytest.mark.parametrize("shape", [(2, 1, 3), (3, MOST_LEAST + 1, 3)])
 def test_spans_of_another_batch_and_too_many_are_refused(shape: tuple[int, int, int]) -> None:
     call = full_call(Evict.ACC)
     call.least = torch.zeros(shape, dtype=torch.int32)

@@ -83,16 +83,16 @@ def _sized(word: str, text: str) -> SizedFormat:
     if not colon:
         raise OptionError(f"codec={text!r}: tier {word!r} has no size, and only the last one needs none; {WAY_OUT}")
     number = size.removesuffix("%").strip()
-    whole, point, part = number.partition(".")
-    if not (whole.isdecimal() and number.isascii() and len(whole) <= 10) or (point and not part.isdecimal()):
+    integer, point, part = number.partition(".")
+    if not (integer.isdecimal() and number.isascii() and len(integer) <= 10) or (point and not part.isdecimal()):
         raise OptionError(f"codec={text[:80]!r}: {size[:20]!r} is no number of entries, as '128', or share, as '20%'")
     if size.endswith("%"):
         if len(part) > 2 or not 0 < round(float(number) * 100) < WHOLE:
             raise OptionError(f"codec={text!r}: a share is above 0 % and below 100 %, to two digits, not {size!r}")
         return SizedFormat(name, share=round(float(number) * 100))
-    if point or not 0 < int(whole) <= MAX_ENTRIES:
+    if point or not 0 < int(integer) <= MAX_ENTRIES:
         raise OptionError(f"codec={text!r}: a tier holds 1 to {MAX_ENTRIES} entries, a whole number, not {size!r}")
-    return SizedFormat(name, entries=int(whole))
+    return SizedFormat(name, entries=int(integer))
 
 
 def _size(tier: SizedFormat) -> str:
@@ -108,14 +108,14 @@ def _format(name: str, text: str) -> Codec:
         raise OptionError(
             f"codec={text!r}: {name!r} names {len(names)} formats; give one, or one for keys and one more"
         )
-    for one in names:
-        if one not in PRESETS:
-            raise unknown("codec", one, [PLAIN, *PRESETS])
+    for part in names:
+        if part not in PRESETS:
+            raise unknown("codec", part, [PLAIN, *PRESETS])
     codec = codec_named(names[0] if len(names) == 1 else (names[0], names[1]))
-    for what in REFUSED:
-        if getattr(codec, what):
+    for feature in REFUSED:
+        if getattr(codec, feature):
             raise OptionError(
-                f"codec={text!r}: {name!r} is {what}, which a tier by age cannot be; use int8, int4 or kivi2"
+                f"codec={text!r}: {name!r} is {feature}, which a tier by age cannot be; use int8, int4 or kivi2"
             )
     if is_plain(codec):
         raise OptionError(f"codec={text!r}: {name!r} stores numbers as they are; as the first tier write '{PLAIN}'")
@@ -126,8 +126,7 @@ def _check_order(ages: list[Codec], text: str) -> None:
     """Check that each age has fewer bits than those before it.
 
     Raises:
-
-    OptionError: a tier whose entries have as many bits as those before it, or more.
+        OptionError: a tier whose entries have as many bits as those before it, or more.
     """
     bits = [tier.bits_per_element(DIM, DIM) for tier in ages]
     for (before, more), (then, fewer) in pairwise(zip(ages, bits, strict=True)):

@@ -52,15 +52,15 @@ class LayerCodecs:
 
     def of(self, layer: int) -> Format:
         """Return the format of a layer that `check_layers` has counted."""
-        for one in self.ranges:
-            if one.first <= layer <= one.last:
-                return one.stored
+        for layer_range in self.ranges:
+            if layer_range.first <= layer <= layer_range.last:
+                return layer_range.stored
         return self.rest[0]
 
     @property
     def formats(self) -> list[Format]:
         """Every format, in the order of the name."""
-        return [*(one.stored for one in self.ranges), *self.rest]
+        return [*(layer_range.stored for layer_range in self.ranges), *self.rest]
 
     def map(self, change: Callable[[Format], Format]) -> LayerCodecs:
         """Return the same layers with each format changed."""
@@ -71,17 +71,16 @@ class LayerCodecs:
         """Check that every layer of the model has a format, and no range ends beyond them.
 
         Raises:
-
-        OptionError: a range beyond the model's layers, or a layer without a format.
+            OptionError: a range beyond the model's layers, or a layer without a format.
         """
-        for one in self.ranges:
-            if one.last >= n_layers:
+        for layer_range in self.ranges:
+            if layer_range.last >= n_layers:
                 raise OptionError(
-                    f"codec {self.name!r} names layer {one.last}: the model has layers 0 to {n_layers - 1}"
+                    f"codec {self.name!r} names layer {layer_range.last}: the model has layers 0 to {n_layers - 1}"
                 )
         if self.rest:
             return
-        named = {layer for one in self.ranges for layer in range(one.first, one.last + 1)}
+        named = {layer for layer_range in self.ranges for layer in range(layer_range.first, layer_range.last + 1)}
         missing = [layer for layer in range(n_layers) if layer not in named]
         if missing:
             raise OptionError(
@@ -133,7 +132,7 @@ def parse_layers(text: str, one_format: Callable[[str], Format]) -> LayerCodecs 
             rest.append(stored)
         else:
             ranges.append(LayerRange(*_layers(layers, text), stored))
-    ranges.sort(key=lambda one: one.first)
+    ranges.sort(key=lambda layer_range: layer_range.first)
     for before, then in itertools.pairwise(ranges):
         if then.first <= before.last:
             raise OptionError(f"codec={text!r} gives layer {then.first} two formats; its ranges must not overlap")
@@ -176,4 +175,4 @@ def formats_of(stored: LayerCodecs | Format) -> list[Format]:
 
 def codecs_of(stored: LayerCodecs | Format) -> list[Codec]:
     """Return those of `formats_of` that are codecs, not plain dtypes."""
-    return [one for one in formats_of(stored) if isinstance(one, Codec)]
+    return [number_format for number_format in formats_of(stored) if isinstance(number_format, Codec)]

@@ -36,6 +36,10 @@ class LayerCalibration:
     """Ranges and tables of one layer.
 
     Attributes:
+        key_scale: (Hkv, D) float32, half the range of each channel before RoPE.
+        key_zero: (Hkv, D) float32, the middle of the range of each channel before RoPE.
+        keys: Tables of keys, by bits.
+        values: Tables of values, by bits.
     """
 
     key_scale: Tensor
@@ -109,11 +113,11 @@ class Calibration:
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             tensors |= {f"{index}.key_scale": layer.key_scale, f"{index}.key_zero": layer.key_zero}
-            for what, by_bits in (("key", layer.keys), ("value", layer.values)):
+            for side, by_bits in (("key", layer.keys), ("value", layer.values)):
                 for bits, numbers in by_bits.items():
-                    tensors[f"{index}.{what}_table.{bits}"] = torch.tensor(numbers.table)
+                    tensors[f"{index}.{side}_table.{bits}"] = torch.tensor(numbers.table)
                     if numbers.cuts:
-                        tensors[f"{index}.{what}_cuts.{bits}"] = torch.tensor(numbers.cuts)
+                        tensors[f"{index}.{side}_cuts.{bits}"] = torch.tensor(numbers.cuts)
         about = {
             "format": FORMAT,
             "model": self.model,
@@ -156,8 +160,8 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 
 def _layer(tensors: Mapping[str, Tensor], index: int, bits: list[int]) -> LayerCalibration:
-    def numbers(what: str, b: int) -> Numbers:
-        table, cuts = tensors[f"{index}.{what}_table.{b}"], tensors.get(f"{index}.{what}_cuts.{b}", torch.zeros(0))
+    def numbers(side: str, b: int) -> Numbers:
+        table, cuts = tensors[f"{index}.{side}_table.{b}"], tensors.get(f"{index}.{side}_cuts.{b}", torch.zeros(0))
         if table.shape != (1 << b,) or cuts.shape not in [(0,), ((1 << b) - 1,)]:
             raise ValueError(f"layer {index}: a table of {b} bits has shape {tuple(table.shape)}")
         return Numbers(tuple(table.tolist()), tuple(cuts.tolist()))
@@ -165,5 +169,5 @@ def _layer(tensors: Mapping[str, Tensor], index: int, bits: list[int]) -> LayerC
     scale, zero = (tensors[f"{index}.{name}"].float().contiguous() for name in ("key_scale", "key_zero"))
     if scale.ndim != 2 or scale.shape != zero.shape or not bool(torch.isfinite(torch.stack([scale, zero])).all()):
         raise ValueError(f"layer {index}: ranges of shape {tuple(scale.shape)} and {tuple(zero.shape)}, or not finite")
-    keys, values = ({b: numbers(what, b) for b in bits} for what in ("key", "value"))
+    keys, values = ({b: numbers(side, b) for b in bits} for side in ("key", "value"))
     return LayerCalibration(scale, zero, keys, values)

@@ -43,10 +43,10 @@ def kept_channels(scores: Tensor, ratio: float, *, pairs: bool = False) -> Tenso
     if not 0 <= ratio < 1:
         raise OptionError(f"ratio={ratio} of pruned key channels must be at least 0 and below 1")
     dim = scores.shape[1]
-    kept = min(dim, -(-(dim - int(dim * ratio)) // MULTIPLE) * MULTIPLE)
+    n_kept = min(dim, -(-(dim - int(dim * ratio)) // MULTIPLE) * MULTIPLE)
     if not pairs:
-        return scores.topk(kept, 1).indices.sort(1).values.int()
-    best = scores.reshape(-1, 2, dim // 2).sum(1).topk(kept // 2, 1).indices.sort(1).values
+        return scores.topk(n_kept, 1).indices.sort(1).values.int()
+    best = scores.reshape(-1, 2, dim // 2).sum(1).topk(n_kept // 2, 1).indices.sort(1).values
     return torch.cat([best, best + dim // 2], 1).int()
 
 
@@ -55,7 +55,7 @@ LEAST, MOST = 1e-2, 1e2
 
 
 def query_balance(q: Tensor, k: Tensor, *, tie_pairs: bool = False) -> Tensor:
-    """Return 1 / b per KV head and channel: the factor of queries, whose inverse keys are stored with.
+    """Return 1 / b per KV head and channel: queries are multiplied by it, keys divided.
 
     Args:
         q: (Hq, Q, D) after RoPE, query heads grouped by KV head.

@@ -22,10 +22,10 @@ MAX_SAMPLES, MAX_QUANTILES = 2**22, 2**23
 
 
 def kmeans(samples: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """Return the k ascending centres of least weighted squared error, (k,) float64; deterministic.
+    """Return the k ascending centres of least weighted squared error, (k,) float64.
 
-    Exact by dynamic programming over sorted points, up to MAX_POINTS of them; beyond, exact over bins of equal count
-    and refined on all samples by Lloyd's algorithm.
+    The result is deterministic. It is exact by dynamic programming over sorted points, up to MAX_POINTS of them;
+    beyond, exact over bins of equal count and refined on all samples by Lloyd's algorithm.
 
     Args:
         samples: (n,) numbers.
@@ -98,7 +98,7 @@ def _lloyd(x: Tensor, w: Tensor, centres: Tensor) -> Tensor:
 
 
 def as_table(centres: Tensor) -> tuple[float, ...]:
-    """Return centres as bfloat16 holds them, ascending, within [-1, 1]: the form of `Side.table`."""
+    """Return centres as bfloat16, ascending, within [-1, 1]: the form of `Side.table`."""
     return tuple(centres.clamp(-1.0, 1.0).bfloat16().float().sort().values.tolist())
 
 
@@ -150,7 +150,10 @@ def normalised_values(
 
 
 def _inside(y: Tensor, inside: Tensor, fisher: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the numbers `inside` with weights above 0, and these; evenly spread ones of very many."""
+    """Return the numbers `inside` with weights above 0, and these.
+
+    Of very many, evenly spread ones are returned.
+    """
     weights = torch.ones_like(y) if fisher is None else fisher.float()
     weights = weights if scale is None else weights * scale.square()
     inside = inside & (weights > 0)

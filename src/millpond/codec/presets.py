@@ -56,7 +56,7 @@ def _rotated(bits: int) -> Codec:
 
 
 def _less_mean(codec: Codec) -> Codec:
-    """Return the codec with keys less the mean of their page, and plain first and newest entries.
+    """Return the codec with keys less their page's mean, and plain first and newest entries.
 
     Key projections with biases make channels that are large in every key: with one range for all channels of a key
     these leave no codes to the others. The first entry, to which much attention goes, is unlike the rest, and would

@@ -49,10 +49,11 @@ def hadamard(dim: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Return x (..., dim) times the Hadamard matrix, in x's dtype; rotating twice gives x back.
+    """Return x (..., dim) times the Hadamard matrix, in x's dtype.
 
-    On a CPU a row has the same bits, and so the same codes, whatever else is rotated with it: sums of numbers of 8 or
-    11 bits are exact in float64, and a product of matrices in float32 promises no such thing.
+    Rotating twice gives x back. On a CPU a row has the same bits, and so the same codes, whatever else is rotated with
+    it: sums of numbers of 8 or 11 bits are exact in float64, and a product of matrices in float32 promises no such
+    thing.
     """
     if x.device.type in ACCELERATORS:
         product: Tensor = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
@@ -66,7 +67,7 @@ def rotate(x: Tensor) -> Tensor:
 
 @cache
 def _signs(dim: int) -> Tensor:
-    """Return the Hadamard matrix (dim, dim) float64 of ones and minus ones, and zeros between blocks."""
+    """Return the Hadamard matrix (dim, dim) float64 of 1 and -1, and 0 between blocks."""
     return hadamard(dim).sign().double()
 
 

@@ -49,10 +49,11 @@ class Codec:
 
     Attributes:
         name: Name as a user writes it.
+        key: Storage of keys; tables are filled in per layer.
+        value: Storage of values, likewise.
         slots: Entries of the smallest page that holds whole groups.
         residual: Newest entries that stay in plain pages; they are quantized in runs of `layout.grain`. For a format by
             age, the newest entries that stay in the formats before it.
-        share: The same, in hundredths of a percent of the entries that a head holds, in addition to `residual`.
         sinks: First entries of the text that stay in plain pages.
         pre_rope: Keys are stored before RoPE.
         rotated: Queries, keys and values pass a Hadamard rotation, see `rotate`.
@@ -60,9 +61,12 @@ class Codec:
         prune: Share of key channels dropped after the prompt, see `channels`.
         tiered: Entries that a method would evict are demoted to this format instead (MiKV).
         calibrated: Whether a calibration file of the same model is needed.
+        key_outliers: Share of the keys of a page that are stored as outliers.
+        value_outliers: Share of the values of a page that are stored as outliers.
         calibration: Calibration, if `calibrated` and one is given.
         key_scales: Scales of keys of a model with large biases, for sides that are `less_mean`; None for 1.
         paper: Source of the format.
+        share: The same, in hundredths of a percent of the entries that a head holds, in addition to `residual`.
         ages: Formats that entries pass through as they grow old, the first of which has the sides of this codec; () if
             there is only one. See `by_age`.
     """
@@ -92,9 +96,9 @@ class Codec:
         """Formats of packed pages, that of the newest codes first."""
         return self.ages or (self,)
 
-    def newest(self, held: int) -> int:
+    def newest(self, n_entries: int) -> int:
         """Return how many of the newest of `held` entries stay in the formats before this one."""
-        return self.residual + held * self.share // WHOLE
+        return self.residual + n_entries * self.share // WHOLE
 
     def layout(
         self, key_dim: int, value_dim: int, slots: int | None = None, tables: Tables | None = None
@@ -128,8 +132,7 @@ class Codec:
         """Check that the groups divide the dimensions of keys and values.
 
         Raises:
-
-        OptionError: a head_dim that the groups do not divide.
+            OptionError: a head_dim that the groups do not divide.
         """
         for tier in self.tiers:
             tier.layout(key_dim, value_dim, tables=tier._any_tables())
@@ -183,10 +186,10 @@ def joined(key: Codec, value: Codec) -> Codec:
     Raises:
         OptionError: formats that ask the cache for different things.
     """
-    for what in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
-        if getattr(key, what) != getattr(value, what):
+    for feature in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
+        if getattr(key, feature) != getattr(value, feature):
             raise OptionError(
-                f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {what}"
+                f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {feature}"
             )
     return replace(
         key,

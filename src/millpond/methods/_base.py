@@ -59,7 +59,7 @@ def base_spec(owner: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def merge_steps(owner: str, every: int, merges: bool) -> int:
-    """`every` entries gather before they are merged while decoding, if the method `merges` then.
+    """Return `every`, the entries that gather between two merges while decoding.
 
     Raises:
         OptionError: more than 1 for a method that does not merge while decoding.

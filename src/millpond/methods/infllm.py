@@ -20,7 +20,7 @@ TOGETHER = 512
 
 @dataclass(frozen=True, slots=True)
 class AlwaysAttended(Protect):
-    """What a query sees whatever is looked up: the sinks, the newest entries, and those that fill no block yet.
+    """Entries that every query sees: sinks, the newest, and those that fill no block yet.
 
     Attributes:
         recent: The newest positions: a count or a share of the budget, never none or all of it.
@@ -53,8 +53,10 @@ class AlwaysAttended(Protect):
         return rest + self.recent
 
     def check(self, budget: int) -> None:
-        """Raises:
-        BudgetError: no block could be looked up.
+        """Check that sinks, newest entries and one block fit into `budget`.
+
+        Raises:
+            BudgetError: no block could be looked up.
         """
         if budget < self.minimum():
             raise BudgetError(
@@ -65,10 +67,10 @@ class AlwaysAttended(Protect):
 
 @dataclass(frozen=True, slots=True)
 class BlockRetrievalPolicy(Policy):
-    """Nothing leaves; the budget says how much of what is stored a query attends to.
+    """Policy that stores everything; its budget is how much of it a query attends to.
 
     Attributes:
-        protect: What is always attended.
+        protect: Entries that are always attended.
         representatives: Entries of a block whose mean key stands for it.
         together: Queries of a prompt that look up one set of blocks.
         far: Where a looked-up entry stands: all at one distance, after the local ones, or where the text put them.

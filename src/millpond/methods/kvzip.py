@@ -25,7 +25,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """s_j = max_i max_h A_hij over the queries i that repeat the prompt, and the query heads h of the group."""
+    """s_j = max_i max_h A_hij over queries i that repeat the prompt, h of the group."""
 
     queries: Queries = "none"
     window: int = 0
@@ -39,10 +39,10 @@ class Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class ReconstructionPolicy(Policy):
-    """After each prompt or turn the model repeats it over its cache; then a plan decides by the attention of that pass.
+    """Policy whose plans use the attention of the model repeating each prompt or turn.
 
     Attributes:
-        ask: What asks for the repetition, for the tokenizer to spell.
+        ask: Text that asks for the repetition.
         ids: The same as token ids; None: not known yet.
         chunk: Tokens that are repeated in one pass.
     """
@@ -99,7 +99,7 @@ def kvzip(
     parts = [] if ask == "none" else ask.split(";")
     are_ids = all(part.isdecimal() for part in parts)
     ids = tuple(int(part) if len(part) <= ID_DIGITS else -1 for part in parts) if are_ids else None
-    if ids and not all(IDS.holds(one) for one in ids):
+    if ids and not all(IDS.holds(token_id) for token_id in ids):
         raise OptionError(f"kvzip: ask={brief(ask)}: token ids must be {IDS}")
     return ReconstructionPolicy(
         score=Rebuilt(),

@@ -22,7 +22,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class LagRelative:
-    """Chunks of `lag` positions after the sinks, each scored by the range of the next one that still has entries.
+    """Scores of chunks of `lag` positions by the range of the next chunk that has entries.
 
     u_jd = (x_jd - min_d) / (max_d - min_d) with the range of channel d in the next chunk; the spread of entry j is the
     softmax over its chunk of std_d(u_jd), averaged over keys and values. Each chunk evicts its lowest first, all
@@ -68,10 +68,10 @@ def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
     else:
         none = ~present[..., None]
         low, high = rows.masked_fill(none, float("inf")).amin(2), rows.masked_fill(none, float("-inf")).amax(2)
-    behind = next_filled(present.any(-1))[..., None]
-    place = behind.clamp(max=len(low[0]) - 1).expand_as(low)
+    next_present = next_filled(present.any(-1))[..., None]
+    place = next_present.clamp(max=len(low[0]) - 1).expand_as(low)
     low, high = low.gather(1, place), high.gather(1, place)
-    has_range = (high > low) & (behind < len(low[0]))
+    has_range = (high > low) & (next_present < len(low[0]))
     away = rows - torch.where(has_range, low, 0)[:, :, None]
     scaled = away.div_(torch.where(has_range, high - low, float("inf"))[:, :, None])
     varied = scaled.sub_(scaled.mean(-1, keepdim=True))
@@ -80,7 +80,7 @@ def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
 
 
 def next_filled(filled: Tensor) -> Tensor:
-    """Return (H, n): for each chunk the first later one that is filled (H, n); n where none is."""
+    """Return (H, n): for each chunk the first later one that is filled (H, n), or n."""
     n = filled.shape[1]
     number = torch.arange(n, device=filled.device).expand_as(filled)
     later = torch.where(filled, number, n).roll(-1, 1)

@@ -23,8 +23,10 @@ Recompute = Literal["auto"] | float
 
 
 def check_recompute(recompute: object) -> None:
-    """Raises:
-    OptionError: neither "auto" nor a number from 0 to 1.
+    """Check that `recompute` is "auto" or a number from 0 to 1.
+
+    Raises:
+        OptionError: neither "auto" nor a number from 0 to 1.
     """
     number = isinstance(recompute, int | float) and not isinstance(recompute, bool) and 0 <= recompute <= 1
     if recompute != "auto" and not number:
@@ -34,39 +36,40 @@ def check_recompute(recompute: object) -> None:
 
 
 def check_pick(pick: object) -> None:
-    """Raises:
-    OptionError: no such pick.
+    """Check that `pick` names a way to choose tokens.
+
+    Raises:
+        OptionError: no such pick.
     """
     if pick not in get_args(Pick):
         raise unknown("pick", str(pick), get_args(Pick))
 
 
-def contextual_impact(received: Sequence[float], sizes: Sequence[int], own: float, size: int) -> float:
-    """CCI = 1 / (1 + exp(-a / b)), from 0.5 (inclusive) to 1 (equations 9 to 11).
+def contextual_impact(received: Sequence[float], sizes: Sequence[int], own_mass: float, size: int) -> float:
+    """Return CCI = 1 / (1 + exp(-a / b)), from 0.5 (inclusive) to 1 (equations 9 to 11).
 
     Args:
         received: Per earlier part, the attention that the chunk's tokens give it, summed over tokens and averaged over
             layers and heads.
         sizes: Tokens of these parts.
-        own: The same for the chunk itself.
-        size: Its tokens.
+        own_mass: Attention that the chunk's tokens give the chunk itself.
+        size: Tokens of the chunk.
     """
     a = sum(mass / (size * n) for mass, n in zip(received, sizes, strict=True))
-    b = own / size**2
+    b = own_mass / size**2
     return 1 / (1 + math.exp(-min(a / b, 50.0))) if b > 0 else 1.0
 
 
 def prefix_overlap(old: Sequence[str], received: Sequence[float], new: Sequence[str]) -> float:
-    """Return how much of a chunk's old context the new one has: beta' = beta (1 - gamma), from 0 to 1 (equations 6 to
-    8).
+    """Return how much of a chunk's old context the new one has (equations 6 to 8).
 
-    beta is the share of the attention to earlier parts that went to those of the new context too, and gamma the share
-    of pairs of these that stand in another order.
+    It is beta' = beta (1 - gamma), from 0 to 1. beta is the share of the attention to earlier parts that went to those
+    of the new context too, and gamma the share of pairs of these that are in another order.
 
     Args:
         old: Keys of the parts that the chunk was computed after, each once.
-        received: As of `contextual_impact`.
-        new: Keys of the parts that it stands after now.
+        received: Attention as in `contextual_impact`.
+        new: Keys of the parts that it comes after now.
 
     Departs from the paper: without an old context the ratio is 0 / 0. It counts as 0 where there is a new one, so that
     a chunk that was computed alone is not taken as it is, and as 1 where there is none.
@@ -83,7 +86,10 @@ def prefix_overlap(old: Sequence[str], received: Sequence[float], new: Sequence[
 
 
 def recompute_share(impact: float, overlap: float, alpha: float) -> float:
-    """CFO = clamp(alpha * CCI * (1 - beta'), 0, 1): the share of a chunk's tokens to compute again (equation 12)."""
+    """Return the share of a chunk's tokens to compute again (equation 12).
+
+    CFO = clamp(alpha * CCI * (1 - beta'), 0, 1).
+    """
     return min(max(alpha * impact * (1 - overlap), 0.0), 1.0)
 
 
@@ -91,9 +97,12 @@ def pick_tokens(pick: Pick, scores: Tensor | None, n: int, share: float, seed: i
     """Return the tokens to compute again: ceil(share * n) numbers below n, int64, ascending.
 
     Args:
-        scores: (n,) the highest are picked: attention to earlier parts, or deviations of keys. None: there are none,
-            and the first tokens are taken, which a seam concerns most.
-        seed: Of "random".
+        pick: Way to choose them.
+        scores: (n,) scores of which the highest are picked: attention to earlier parts, or deviations of keys. None:
+            the first tokens are taken, which a seam affects most.
+        n: Tokens of the chunk.
+        share: Share of them to compute again.
+        seed: Seed of the pick "random".
     """
     count = min(n, math.ceil(share * n - 1e-9))
     if pick == "random":

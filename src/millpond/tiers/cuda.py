@@ -18,7 +18,7 @@ _PROBE_BYTES, _PROBES = 64 << 20, 4
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second: `link` from the host's pinned memory to the device, `memory` read on the device."""
+    """Bytes per second: of the link from pinned memory, and of reads on the device."""
 
     link: float
     memory: float

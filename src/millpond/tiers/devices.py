@@ -68,7 +68,7 @@ class Device(Protocol):
 
 
 class SimulatedDevice:
-    """Stand-in for an accelerator: data must be copied to its memory before it is computed with.
+    """Stand-in for an accelerator, to whose memory data must be copied before use.
 
     It shows that copies, their order and the reuse of slots are right; it says nothing about the speed of a device.
 

@@ -75,7 +75,7 @@ class WritableFile(ReadableFile, Protocol):
 
 
 class DirectFile:
-    """File read with O_DIRECT, or through the page cache, emptied after, if O_DIRECT is not supported.
+    """File read with O_DIRECT if supported, else through the page cache, which is emptied.
 
     Offsets, lengths and addresses of reads are multiples of `ALIGNMENT`; the last read of a file is shorter.
 
@@ -126,7 +126,7 @@ class DirectFile:
         return os.open(self.path, flags)
 
     def _go_on_buffered(self, error: OSError) -> None:
-        """Continue through the page cache if the system refuses a direct access; raise other errors.
+        """Continue through the page cache if direct access is refused; raise other errors.
 
         Some file systems open files with O_DIRECT and refuse the reads.
         """

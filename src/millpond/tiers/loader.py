@@ -26,10 +26,12 @@ class Extent:
     """Run of bytes of a file, and where it goes in a slot.
 
     Attributes:
+        file: File to read.
+        offset: First byte in the file, a multiple of `ALIGNMENT`.
+        nbytes: Bytes to read, a multiple of `ALIGNMENT`.
         needed: Bytes of these that must exist; the rest may be past the end of the file.
         place: First byte in the slot.
         checksum: CRC-32 of the `needed` bytes; None if they are not checked.
-        file: File to read.
     """
 
     file: ReadableFile
@@ -117,16 +119,16 @@ class Ticket:
         )
 
     def _request(self, extent: Extent, begin: int, end: int) -> None:
-        room = self.slot.view[extent.place + begin : extent.place + end]
+        buffer = self.slot.view[extent.place + begin : extent.place + end]
         needed = min(end, extent.needed) - begin
-        transfer(extent.file.read_into, extent.file, extent.offset + begin, room, needed, "read")
+        transfer(extent.file.read_into, extent.file, extent.offset + begin, buffer, needed, "read")
 
 
 class Errand:
     """One task of a backend to be waited for: a read that is passed on, or a write.
 
     Attributes:
-        error: Why the task failed; None while it is under way, or if it did not fail.
+        error: Error of the task; None while it is under way, or if it did not fail.
     """
 
     def __init__(self, task: Callable[[], None]) -> None:
@@ -225,14 +227,17 @@ class Loader:
         """
 
         def task() -> None:
-            room = slot.view[: extent.nbytes]
-            transfer(extent.file.read_into, extent.file, extent.offset, room, extent.needed, "read")
+            buffer = slot.view[: extent.nbytes]
+            transfer(extent.file.read_into, extent.file, extent.offset, buffer, extent.needed, "read")
             take(slot.data[: extent.needed])
 
         return self._errand(slot, task)
 
     def write(self, slot: Slot, file: WritableFile, offset: int, nbytes: int) -> Errand:
-        """Write the first `nbytes` of a slot to a file; nobody else may write to the slot meanwhile."""
+        """Write the first `nbytes` of a slot to a file.
+
+        Nobody else may write to the slot meanwhile.
+        """
 
         def task() -> None:
             transfer(file.write_from, file, offset, slot.view[:nbytes], nbytes, "written")
