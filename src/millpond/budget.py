@@ -23,12 +23,12 @@ _WAY_OUT = 'write "20%" (of each prompt), 512 (tokens per KV head) or "64MiB" (t
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Entries to keep per KV head (tokens), as a share of each sequence's own prompt, or as bytes of the whole cache.
+    """Entries to keep per KV head (tokens), as a share of each prompt, or bytes of the whole cache.
 
     Attributes:
         kind: "tokens", "ratio" or "bytes".
         amount: Tokens >= 1, a share in (0, 1], or bytes >= 1.
-        at_least: Of a share, the tokens that are kept of a prompt however short it is.
+        at_least: Least tokens of a prompt that are kept under a share, however short the prompt is.
 
     Example:
         >>> Budget.parse("20%")
@@ -43,10 +43,10 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str | int | float | Budget) -> Budget:
-        """Return a budget from what a user writes: "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a
-        ratio.
+        """Return the budget that a user writes.
 
-        Numbers may be numpy's or torch's. "20%, at least 512" is a ratio of long prompts and 512 tokens of short ones.
+        "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a ratio. Numbers may be numpy's or torch's.
+        "20%, at least 512" is a ratio of long prompts and 512 tokens of short ones.
 
         Raises:
             BudgetError: the text is not a budget, or its amount is out of range.
@@ -57,12 +57,12 @@ class Budget:
             raise BudgetError(
                 f"budget 'auto' is read from a table of 'millpond fit', which nothing reads here; {_WAY_OUT}"
             )
-        given = number(text)
-        if isinstance(given, int) and not isinstance(given, bool):
-            return cls._checked("tokens", given, given)
-        if isinstance(given, float):
-            return cls._checked("ratio", given, given)
-        match = _PATTERN.match(given) if isinstance(given, str) and len(given) <= _LONGEST else None
+        user_text = number(text)
+        if isinstance(user_text, int) and not isinstance(user_text, bool):
+            return cls._checked("tokens", user_text, user_text)
+        if isinstance(user_text, float):
+            return cls._checked("ratio", user_text, user_text)
+        match = _PATTERN.match(user_text) if isinstance(user_text, str) and len(user_text) <= _LONGEST else None
         if not match:
             raise BudgetError(f"budget {brief(text)} is not a budget; {_WAY_OUT}")
         amount, unit = float(match[1]), match[2].lower()
@@ -90,10 +90,10 @@ class Budget:
         return cls(kind, amount, at_least)
 
     def entries(self, seen: int) -> int:
-        """Return entries per KV head for a sequence of `seen` tokens: a ratio rounds to the nearest whole entry, at
-        least 1 and `at_least`.
+        """Return entries per KV head for a sequence of `seen` tokens.
 
-        Bytes have no such meaning; the cache turns them into tokens first.
+        A ratio rounds to the nearest whole entry, at least 1 and `at_least`. Bytes have no such meaning; the cache
+        turns them into tokens first.
         """
         if self.kind == "ratio":
             return max(1, self.at_least, math.floor(self.amount * seen + 0.5))
@@ -101,9 +101,9 @@ class Budget:
             return int(self.amount)
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
-    def floored(self, least: int) -> Budget:
-        """Return the same, but a share that names no least number of tokens keeps at least `least` of a prompt."""
-        return replace(self, at_least=least) if self.kind == "ratio" and not self.at_least else self
+    def floored(self, min_entries: int) -> Budget:
+        """Return the budget with at least `min_entries` of a prompt, if it is a share that names none."""
+        return replace(self, at_least=min_entries) if self.kind == "ratio" and not self.at_least else self
 
     def __str__(self) -> str:
         if self.kind == "ratio":
@@ -123,9 +123,9 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         BudgetError: not an amount of bytes.
     """
-    given = number(text)
-    if isinstance(given, int) and not isinstance(given, bool):
-        return int(Budget._checked("bytes", given, given).amount)
+    user_text = number(text)
+    if isinstance(user_text, int) and not isinstance(user_text, bool):
+        return int(Budget._checked("bytes", user_text, user_text).amount)
     budget = Budget.parse(text)
     if budget.kind != "bytes":
         raise BudgetError(f'{text!r} is not an amount of bytes; write a number with a unit, such as "64MiB"')

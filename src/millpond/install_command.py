@@ -1,4 +1,4 @@
-"""The commands that install millpond with an extra, and build it again: they work where this package came from."""
+"""Commands that install millpond with an extra, and build it again; they work where this package came from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ PACKAGES = {"models": "packages/millpond-models", "lab": "packages/millpond-lab"
 
 
 def install_command(extra: str) -> str:
-    """Return what installs an extra into the environment of this process; of a checkout it names the checkout.
+    """Return the command that installs an extra into the environment of this process.
+
+    For a checkout it names the checkout.
 
     Example:
         >>> install_command("server").startswith("pip install ")
@@ -28,14 +30,17 @@ def install_command(extra: str) -> str:
 
 
 def shown_command(extras: str) -> str:
-    """Return the same for a reader of the documentation, in the root of a checkout. extras: separated by commas."""
+    """Return the command for a reader of the documentation, in the root of a checkout.
+
+    extras: separated by commas.
+    """
     if PUBLISHED:
         return f"pip install 'millpond[{extras}]'"
     return f"pip install ./{PACKAGES[extras]}" if extras in PACKAGES else f"pip install '.[{extras}]'"
 
 
 def build_command() -> str:
-    """Return what builds the native kernels again."""
+    """Return the command that builds the native kernels again."""
     checkout = _checkout()
     if checkout is not None:
         return f"pip install --no-deps -e '{checkout}'"
@@ -45,6 +50,6 @@ def build_command() -> str:
 
 
 def _checkout() -> Path | None:
-    """Return the checkout whose sources run; None where they were copied into an environment."""
+    """Return the checkout whose sources run, or None if they were copied into an environment."""
     root = Path(__file__).parents[2]
     return root if (root / "pyproject.toml").is_file() and (root / "CMakeLists.txt").is_file() else None

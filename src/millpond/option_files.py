@@ -1,7 +1,7 @@
 """Options that name files: how they are marked, who may name which, and how they are read.
 
-In one's own process an option names any file by its path. What comes over a network names files that were listed
-before, and nothing else: inside `only_listed` a path is refused before anything is opened.
+In one's own process an option names any file by its path. Options that come over a network name only files that were
+listed before: inside `only_listed` a path is refused before anything is opened.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ _listed: ContextVar[Mapping[str, OptionFile] | None] = ContextVar("listed", defa
 
 
 class OptionFile(str):
-    """The path of a file that was read already.
+    """Path of a file that was read already.
 
     Attributes:
-        name: What it is called in errors.
-        content: Its bytes.
+        name: Name in errors.
+        content: Bytes of the file.
     """
 
     name: str
     content: bytes
 
     def __new__(cls, path: str | os.PathLike[str], name: str | None = None) -> OptionFile:
-        """Read it.
+        """Read the file.
 
         Raises:
             OptionError: it cannot be read; see `read_file`.
         """
-        made = super().__new__(cls, os.fspath(path))
-        made.name = os.fspath(path) if name is None else name
-        made.content = read_file(os.fspath(path))
-        return made
+        path_text = super().__new__(cls, os.fspath(path))
+        path_text.name = os.fspath(path) if name is None else name
+        path_text.content = read_file(os.fspath(path))
+        return path_text
 
     def __repr__(self) -> str:
         return repr(self.name)
 
 
 class OwnText(str):
-    """The value of an option of the one who runs the engine that names files inside: "duo_attention/heads=heads.json".
+    """Option of the operator's own that names files inside: "duo_attention/heads=heads.json".
 
     Attributes:
-        files: Those that it names, read already, by their paths. They are listed for this text, and for no other.
+        files: Files that it names, already read, by their paths. They are listed for this text, and for no other.
     """
 
     files: Mapping[str, OptionFile]
 
     def __new__(cls, text: str, files: Mapping[str, OptionFile]) -> OwnText:
-        made = super().__new__(cls, text)
-        made.files = files
-        return made
+        path_text = super().__new__(cls, text)
+        path_text.files = files
+        return path_text
 
 
 class ReadWhenNamed(dict[str, OptionFile]):
@@ -75,7 +75,7 @@ class ReadWhenNamed(dict[str, OptionFile]):
 
 
 def listed_files(paths: Mapping[str, str | os.PathLike[str]]) -> dict[str, OptionFile]:
-    """Files by the names under which options may name them, read once.
+    """Read files under the names by which options may name them.
 
     Raises:
         OptionError: one of them cannot be read; see `read_file`.
@@ -85,7 +85,7 @@ def listed_files(paths: Mapping[str, str | os.PathLike[str]]) -> dict[str, Optio
 
 @contextmanager
 def only_listed(files: Mapping[str, OptionFile] | None) -> Iterator[None]:
-    """Inside it options name these files by their names, and no others; None changes nothing."""
+    """Let options name only these files, by their names, in the block; None changes nothing."""
     token = _listed.set(_listed.get() if files is None else files)
     try:
         yield
@@ -95,13 +95,13 @@ def only_listed(files: Mapping[str, OptionFile] | None) -> Iterator[None]:
 
 @contextmanager
 def named_in(text: str) -> Iterator[None]:
-    """Inside it what `text` says is read: where it is the operator's own, it names its files."""
+    """Read the files that `text` names, if it is the operator's own, in the block."""
     with only_listed(text.files if isinstance(text, OwnText) else None):
         yield
 
 
 def allowed(value: str, option: str) -> str:
-    """`value` of an option that names a file, if it may be named here; "" names none.
+    """Return `value` of an option that names a file, if it may be named; "" names none.
 
     Raises:
         OptionError: only listed files may be named, and it is none. The message is the same for every path.
@@ -110,10 +110,10 @@ def allowed(value: str, option: str) -> str:
     if files is None or isinstance(value, OptionFile) or not value:
         return value
     if value not in files:
-        known = f"listed are {', '.join(sorted(files))}" if files else "it listed none"
+        listed = f"listed are {', '.join(sorted(files))}" if files else "it listed none"
         raise OptionError(
             f"{option} names a file: a request may name those that the server's operator listed "
-            f"(--option-file NAME=PATH), by their names; {known}"
+            f"(--option-file NAME=PATH), by their names; {listed}"
         )
     return files[value]
 
@@ -144,7 +144,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def shown(value: object) -> object:
-    """Return an option's value as others may see it: of files their last names."""
+    """Return an option's value as others may see it: only the last names of files."""
     if isinstance(value, OptionFile):
         return Path(value).name
     if isinstance(value, OwnText):

@@ -19,10 +19,10 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`.
+    """Numbers from `low` to `high`.
 
     Attributes:
-        above: `low` itself is not one of them.
+        above: Whether `low` itself is excluded.
 
     Example:
         >>> Range(0, 1, above=True).holds(0), str(Range(0, 1, above=True))
@@ -34,7 +34,7 @@ class Range:
     above: bool = False
 
     def holds(self, value: int | float) -> bool:
-        """Whether it is one of them; NaN never is."""
+        """Whether a number is in the range; NaN never is."""
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
@@ -91,9 +91,9 @@ def check_parts(name: str, value: int, usual: int, n_tokens: int) -> None:
     Example:
         >>> check_parts("chunk", 64, 256, 8_000)
     """
-    least = min(usual, -(-n_tokens // MAX_PARTS))
-    if value < least:
+    minimum = min(usual, -(-n_tokens // MAX_PARTS))
+    if value < minimum:
         raise OptionError(
             f"{name}={value} would read a prompt of {n_tokens:,} tokens in {-(-n_tokens // value):,} parts; "
-            f"give at least {least}"
+            f"give at least {minimum}"
         )

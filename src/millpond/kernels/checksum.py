@@ -19,7 +19,7 @@ def crc32(data: Tensor, before: int = 0) -> int:
 
     Args:
         data: (n,) uint8 on the CPU, contiguous.
-        before: Checksum of what comes before; 0: nothing does.
+        before: Checksum of the bytes before; 0 for none.
 
     Example:
         >>> import torch

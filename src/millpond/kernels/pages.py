@@ -66,16 +66,19 @@ class Arenas(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, summed from the buffers themselves."""
-        return self.derived("nbytes", lambda: sum(t.numel() * t.element_size() for one in self.arrays for t in one))
+        return self.derived(
+            "nbytes",
+            lambda: sum(t.numel() * t.element_size() for arrays_of_part in self.arrays for t in arrays_of_part),
+        )
 
     def derived(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` makes of the arenas; it is kept until there are others."""
-        known = self._derived
-        if known is None:
-            known = self._derived = {}
-        if name not in known:
-            known[name] = make()
-        cached: T = known[name]
+        cached_values = self._derived
+        if cached_values is None:
+            cached_values = self._derived = {}
+        if name not in cached_values:
+            cached_values[name] = make()
+        cached: T = cached_values[name]
         return cached
 
     def add_arena(self, n_pages: int | None = None) -> None:
@@ -98,9 +101,9 @@ class Arenas(ABC):
         """Let an arena have its first `n_pages` pages, at another address; 0: its memory is given back."""
         for arenas in self.arrays:
             before = arenas[number]
-            kept = min(len(before), n_pages)
+            n_kept = min(len(before), n_pages)
             arenas[number] = before.new_empty(n_pages, *before.shape[1:])
-            arenas[number][:kept] = before[:kept]
+            arenas[number][:n_kept] = before[:n_kept]
         self.refresh()
 
     def refresh(self) -> None:
@@ -114,18 +117,18 @@ class Arenas(ABC):
             self.bases = bases
             return
         if self.bases.device.type == "cpu" or self.bases.shape[1] < self.n_arenas:
-            room = max(_MIN_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
-            self.bases = torch.zeros(len(rows), room, dtype=torch.int64, device=self.device)
+            capacity = max(_MIN_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
+            self.bases = torch.zeros(len(rows), capacity, dtype=torch.int64, device=self.device)
         self.bases[:, : self.n_arenas].copy_(bases)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
         for arenas in self.arrays:
             rows = arenas[0].new_empty(len(source), *arenas[0].shape[1:])
-            for own, other in self._places(source):
-                rows[other] = arenas[own][source[other] % self.pages_per_arena]
-            for own, other in self._places(target):
-                arenas[own][target[other] % self.pages_per_arena] = rows[other]
+            for into, origin in self._places(source):
+                rows[origin] = arenas[into][source[origin] % self.pages_per_arena]
+            for into, origin in self._places(target):
+                arenas[into][target[origin] % self.pages_per_arena] = rows[origin]
 
     def _places(self, ids: Tensor) -> list[tuple[int, Tensor]]:
         """For each arena, which of the pages `ids` lie in it."""

@@ -121,15 +121,15 @@ def _quantize(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 8:
         steps = (grouped.abs().amax(-1) / 127).half()
         scales = steps[:, None]
-        least = torch.zeros_like(steps)
+        lowest = torch.zeros_like(steps)
     else:
-        least, most = grouped.amin(-1).half(), grouped.amax(-1).half()  # torch's aminmax takes five times as long
-        steps = ((most.float() - least.float()) / 15).half()
-        scales = torch.stack([steps, least], 1)
+        lowest, highest = grouped.amin(-1).half(), grouped.amax(-1).half()  # torch's aminmax takes five times as long
+        steps = ((highest.float() - lowest.float()) / 15).half()
+        scales = torch.stack([steps, lowest], 1)
     if not bool(scales.isfinite().all()):
         raise OptionError("a matrix holds numbers not finite, or beyond float16 (65504): leave it in its dtype")
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)[..., None]
-    numbers = (grouped - least.float()[..., None]).mul_(inverse).round_()
+    numbers = (grouped - lowest.float()[..., None]).mul_(inverse).round_()
     if bits == 8:
         return numbers.clamp_(-127, 127).to(torch.int8), scales
     codes = numbers.clamp_(0, 15).to(torch.uint8)

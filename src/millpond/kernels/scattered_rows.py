@@ -76,20 +76,20 @@ def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: int, shape: AttentionShape) -> Tensor:
     """`attend_scattered` of the queries begin..end, where the n-th entry is at position n."""
-    rows, own = q[:, begin:end], q_pos[begin:end]
-    first, last, n = int(own[0]), int(own[-1]), end - begin
-    past = torch.arange(first, dtype=own.dtype, device=own.device)[None] if first else None
+    rows, positions = q[:, begin:end], q_pos[begin:end]
+    first, last, n = int(positions[0]), int(positions[-1]), end - begin
+    past = torch.arange(first, dtype=positions.dtype, device=positions.device)[None] if first else None
     if last - first + 1 == n:
-        return ops.prefill(PrefillArgs(rows, k[:, : last + 1], v[:, : last + 1], own, shape, past)).out
-    index = own.long()
+        return ops.prefill(PrefillArgs(rows, k[:, : last + 1], v[:, : last + 1], positions, shape, past)).out
+    index = positions.long()
     keys, values = (torch.cat([t[:, :first], t[:, index]], 1) for t in (k, v))
-    out, lse, _ = ops.prefill(PrefillArgs(rows, keys, values, own, shape, past))
-    between = torch.ones(last - first, dtype=torch.bool, device=own.device)
+    out, lse, _ = ops.prefill(PrefillArgs(rows, keys, values, positions, shape, past))
+    between = torch.ones(last - first, dtype=torch.bool, device=positions.device)
     between[index[:-1] - first] = False
     gaps = torch.nonzero(between).flatten() + first
     without_sink = replace(shape, sink_logits=None)  # which the first part has counted
-    parts = _probabilities(rows, k[:, gaps], own, gaps[None].to(own.dtype), without_sink)
-    columns = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), other.flatten(0, 1)) for p, other in parts]
+    parts = _probabilities(rows, k[:, gaps], positions, gaps[None].to(positions.dtype), without_sink)
+    columns = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), part_lse.flatten(0, 1)) for p, part_lse in parts]
     more, more_lse = (torch.cat(part, 1) for part in zip(*columns, strict=True))
     return lse_merge(out, lse, more, more_lse)[0]
 

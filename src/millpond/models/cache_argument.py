@@ -1,4 +1,4 @@
-"""The argument by which models of transformers take their cache: `cache` since 5.24, `past_key_values` before."""
+"""Keyword argument by which models of transformers take their cache: `cache` since 5.24, `past_key_values` before."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that hands a cache to a model or to `generate`."""
+    """Return the keyword argument that passes a cache to a model or to `generate`."""
     return {CACHE_ARGUMENT: cache}
 
 
 def cache_among(arguments: dict[str, Any]) -> Any:
-    """Return the cache among keyword arguments, under either name; None where there is none."""
+    """Return the cache among keyword arguments, under either name, or None."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def with_cache(arguments: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """Return the keyword arguments with this cache under the name that the installed transformers uses, and no other."""
+    """Return the keyword arguments with this cache instead of any other.
+
+    It is under the name that the installed transformers uses.
+    """
     return {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS} | cache_argument(cache)
 
 

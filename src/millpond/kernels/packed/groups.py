@@ -76,9 +76,9 @@ def encode_affine(x: Tensor, bits: int, symmetric: bool = False, inlier: Tensor 
         scale = to_half(torch.maximum(high, -low) / (half - 1))
         codes = torch.round(x * inverse(scale.float())[..., None]).clamp(1 - half, half - 1) + half
         return Groups(codes.long(), scale, None)
-    most = (1 << bits) - 1
-    zero, scale = to_half(low), to_half((high - low) / most)
-    codes = torch.round((x - zero.float()[..., None]) * inverse(scale.float())[..., None]).clamp(0, most)
+    max_code = (1 << bits) - 1
+    zero, scale = to_half(low), to_half((high - low) / max_code)
+    codes = torch.round((x - zero.float()[..., None]) * inverse(scale.float())[..., None]).clamp(0, max_code)
     return Groups(codes.long(), scale, zero)
 
 

@@ -117,8 +117,8 @@ class PackedLayout:
     def __post_init__(self) -> None:
         if self.slots < RUN or self.slots & (self.slots - 1):
             raise OptionError(f"page_slots={self.slots}: pages of codes need a power of two of at least {RUN}")
-        for what, side, dim in (("keys", self.key, self.key_dim), ("values", self.value, self.value_dim)):
-            _check_side(what, side, dim, self.slots)
+        for noun, side, dim in (("keys", self.key, self.key_dim), ("values", self.value, self.value_dim)):
+            _check_side(noun, side, dim, self.slots)
 
     @cached_property
     def key_offsets(self) -> Offsets:
@@ -172,33 +172,33 @@ def groups_of(side: Side, dim: int) -> int:
     return dim // side.group if side.group else 1
 
 
-def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
+def _check_side(noun: str, side: Side, dim: int, slots: int) -> None:
     if dim % LANES or dim < LANES:
         raise OptionError(
-            f"head_dim={dim}: codes need a multiple of {LANES} channels for {what}; use codec='bf16' for this model"
+            f"head_dim={dim}: codes need a multiple of {LANES} channels for {noun}; use codec='bf16' for this model"
         )
     if side.n_extra and not side.format.grouped:
-        raise OptionError(f"{what}: {side.format.name} keeps no outliers; only groups have ranges")
+        raise OptionError(f"{noun}: {side.format.name} keeps no outliers; only groups have ranges")
     if side.n_extra and max(slots, dim) > MAX_NAMED:
-        raise OptionError(f"{what}: outliers can be named among {MAX_NAMED} slots and channels, not {slots} x {dim}")
+        raise OptionError(f"{noun}: outliers can be named among {MAX_NAMED} slots and channels, not {slots} x {dim}")
     if side.format.uses_table and len(side.table) != 1 << side.format.bits:
-        raise OptionError(f"{what}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
-    if what == "values" and (side.fixed or side.by_channel):
+        raise OptionError(f"{noun}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
+    if noun == "values" and (side.fixed or side.by_channel):
         raise OptionError("values are grouped along the channels of a slot; only keys can be by channel")
-    if side.less_mean and (what == "values" or side.per_channel or not side.format.grouped):
-        raise OptionError(f"{what}: only keys with scales per slot are stored less the mean of their page")
+    if side.less_mean and (noun == "values" or side.per_channel or not side.format.grouped):
+        raise OptionError(f"{noun}: only keys with scales per slot are stored less the mean of their page")
     if not side.format.grouped or side.fixed:
         return
     if side.by_channel:
         if side.group < RUN or slots % side.group:
             raise OptionError(
-                f"{what}: a group of {side.group} slots must divide the page of {slots} slots and hold at least {RUN}"
+                f"{noun}: a group of {side.group} slots must divide the page of {slots} slots and hold at least {RUN}"
             )
-    elif side.group and (dim % side.group or side.group % LANES or (what == "keys" and side.group % RUN)):
-        smallest = RUN if what == "keys" else LANES
+    elif side.group and (dim % side.group or side.group % LANES or (noun == "keys" and side.group % RUN)):
+        smallest = RUN if noun == "keys" else LANES
         fits = [g for g in range(smallest, dim + 1, smallest) if dim % g == 0] or [dim]
         raise OptionError(
-            f"head_dim={dim} does not fall into groups of {side.group} for {what}; "
+            f"head_dim={dim} does not fall into groups of {side.group} for {noun}; "
             f"groups that fit: {', '.join(map(str, fits))}, or 0 for the whole head"
         )
 

@@ -136,8 +136,8 @@ class PackedRegions:
         """Raises:
         OptionError: these are not the packed part of `n_regions` regions with plain keys of `key_dim` channels.
         """
-        beside = n_regions, key_dim
-        if self.known.get("fits") == beside:
+        expected = n_regions, key_dim
+        if self.known.get("fits") == expected:
             return
         self.check_stored(n_regions)
         layout = self.pages.layout
@@ -146,7 +146,7 @@ class PackedRegions:
                 f"packed keys of {layout.key_dim} channels for plain ones of {key_dim}; name the kept ones in "
                 "`channels`"
             )
-        self.known["fits"] = beside
+        self.known["fits"] = expected
 
     def check_stored(self, n_regions: int) -> None:
         """Raises:
@@ -157,8 +157,8 @@ class PackedRegions:
             raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones")
         if self.rope is not None and not (layout.key.per_channel and self.channels is None and self.balance is None):
             raise OptionError("keys are stored before RoPE with scales per channel only, in all channels, unbalanced")
-        for given in (self.key_scales, self.key_zeros):
-            if layout.key.fixed != (given is not None):
+        for tensor in (self.key_scales, self.key_zeros):
+            if layout.key.fixed != (tensor is not None):
                 need = "needs" if layout.key.fixed else "takes no"
                 raise OptionError(f"this layout {need} calibrated key_scales and key_zeros in PackedRegions")
 

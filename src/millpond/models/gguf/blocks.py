@@ -1,4 +1,4 @@
-"""Matrices of a GGUF file whose blocks are groups of ours: their codes are taken over as they are."""
+"""Matrices of a GGUF file whose blocks are groups of ours, so that their codes are used unchanged."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _COMPARED = (0.0, 0.31, 0.5, 0.77, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class GGUFBlocks:
-    """The matrix of a GGUF file that a tensor of the converted folder was made of.
+    """Matrix of a GGUF file that a tensor of the converted folder was made from.
 
     Attributes:
         kind: Type of its blocks, such as "Q6_K".
-        raw: Where it lies, (n, bytes of a row) uint8; None where it is not taken over.
-        heads: That rows belong to whose halves it has pair by pair; 0: rows are in the model's order.
+        raw: Place of its bytes, (n, bytes of a row) uint8; None if its codes are not used.
+        heads: Heads whose rows are stored with their halves pair by pair; 0 if rows are in the model's order.
     """
 
     kind: str
@@ -42,7 +42,9 @@ class GGUFBlocks:
     heads: int = 0
 
     def codes(self, raw: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-        """Return the matrix, for rows of `dtype`, of its bytes (n, bytes of a row) uint8; no number changes.
+        """Return the matrix from its bytes (n, bytes of a row) uint8, for rows of `dtype`.
+
+        No number changes.
 
         Raises:
             DataError: a scale is not finite, so that the file is damaged, or its least number is beyond float16.
@@ -60,14 +62,15 @@ class GGUFBlocks:
 
 
 def blocks_of(folder: Path, tensors: Mapping[str, TensorPlace], config: Any) -> dict[str, GGUFBlocks]:
-    """Return what the matrices of a folder were converted from, by their names; empty where it is not converted.
+    """Return the GGUF matrices of a converted folder by name, or nothing for other folders.
 
-    Blocks are taken over where some of their rows are those of the folder, in the order of the model or in that in
-    which llama.cpp keeps the rows of heads that turn.
+    Blocks are used if some of their rows equal those of the folder, in the order of the model or in that in which
+    llama.cpp stores the rows of heads that rotate.
 
     Args:
-        tensors: Of the folder, by name.
-        config: Of the model.
+        folder: Folder of the model.
+        tensors: Tensors of the folder, by name.
+        config: Configuration of the model.
 
     Raises:
         DataError: one of the files cannot be read.
@@ -103,7 +106,7 @@ def _pairs(header: GGUFHeader, tensors: Mapping[str, TensorPlace]) -> Iterator[t
 
 
 def _of_kind(header: GGUFHeader, path: Path, tensor: GGUFTensor) -> GGUFBlocks | None:
-    """Return a matrix by the type of its blocks; None of one that has plain numbers."""
+    """Return a matrix by the type of its blocks, or None if it has plain numbers."""
     if tensor.type in TAKEN:
         bits, nbytes = TAKEN[tensor.type]
         row = tensor.shape[0] // GROUP * nbytes
@@ -117,35 +120,41 @@ def _of_kind(header: GGUFHeader, path: Path, tensor: GGUFTensor) -> GGUFBlocks |
 
 
 def _in_order(blocks: GGUFBlocks, place: TensorPlace, heads: list[int], source: TensorSource) -> GGUFBlocks:
-    """Blocks with the order of their rows, found by comparing some; not taken over where none fits."""
+    """Return blocks with the order of their rows, determined by comparing some.
+
+    Blocks whose rows fit in no order are not used.
+    """
     assert blocks.raw is not None, "of blocks that are taken over"
     n = place.shape[0]
     rows = sorted({min(n - 1, int(share * (n - 1)) + 1) for share in _COMPARED} | {0})
-    there = torch.stack([source.row(place, row) for row in rows]).float()
+    stored_rows = torch.stack([source.row(place, row) for row in rows]).float()
     for count in dict.fromkeys([0, *(count for count in heads if count and n % (2 * count) == 0)]):
         order = _order(n, count) if count else torch.arange(n)
         raw = torch.stack([source.row(blocks.raw, int(order[row])) for row in rows])
         numbers = _codes(raw, blocks.kind, place.dtype).widen(torch.float32)
-        close = (numbers - there).abs() <= 2 * torch.finfo(place.dtype).eps * there.abs().amax(1, keepdim=True)
+        close = (numbers - stored_rows).abs() <= 2 * torch.finfo(place.dtype).eps * stored_rows.abs().amax(
+            1, keepdim=True
+        )
         if bool(close.all()):
             return GGUFBlocks(blocks.kind, blocks.bits, blocks.raw, count)
     return GGUFBlocks(blocks.kind, blocks.bits)
 
 
 def _codes(raw: Tensor, kind: str, dtype: torch.dtype) -> QuantizedWeight:
-    """Codes and scales of blocks (n, bytes of a row) uint8."""
+    """Return codes and scales of blocks (n, bytes of a row) uint8."""
     _, nbytes = TAKEN[kind]
     blocks = raw.view(len(raw), -1, nbytes)
     first = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
     if kind == "Q8_0":
         return QuantizedWeight(blocks[..., 2:].contiguous().view(torch.int8), first[:, None].contiguous(), dtype)
-    least = -8 * first if kind == "Q4_0" else blocks[..., 2:4].contiguous().view(torch.float16)[..., 0]
-    scales = torch.stack([first, least], 1)
+    minimum = -8 * first if kind == "Q4_0" else blocks[..., 2:4].contiguous().view(torch.float16)[..., 0]
+    scales = torch.stack([first, minimum], 1)
     return QuantizedWeight(blocks[..., nbytes - GROUP // 2 :].contiguous(), scales, dtype)
 
 
 def _order(n: int, heads: int) -> Tensor:
-    """Return which row of the file each of n rows is: there a row of the first half of a head is followed by its
-    partner.
+    """Return which row of the file each of n rows is.
+
+    There a row of the first half of a head is followed by its partner.
     """
     return torch.arange(n).view(heads, -1, 2).transpose(1, 2).reshape(-1)

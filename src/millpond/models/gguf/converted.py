@@ -1,4 +1,4 @@
-"""Notes in the folders that GGUF files were converted to, and a list of these folders. No tensor is read here."""
+"""Notes in the folders that GGUF files were converted to, and a list of these folders, without reading tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TICK = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ConvertedFolder:
-    """A GGUF file in one of its converted forms.
+    """Folder that a GGUF file was converted to.
 
     Attributes:
-        name: Of the file.
-        sha256: Of the file.
-        dtype: Of the weights, such as "bf16".
+        name: Name of the file.
+        sha256: SHA-256 of the file.
+        dtype: Dtype of the weights, such as "bf16".
         size: Bytes of the folder.
-        source: The file; None where it is not there any more.
+        source: The file; None if it is missing.
     """
 
     folder: Path
@@ -41,19 +41,19 @@ class ConvertedFolder:
 
 
 def converted_folders() -> Iterator[ConvertedFolder]:
-    """Return all of them in the user's cache, by name."""
+    """Return all converted folders in the user's cache, by name."""
     for note in sorted(cache_folder().glob(f"gguf/*/*/{NOTE}")):
-        given = read_note(note)
-        if isinstance(name := given.get("file"), str):
+        note_content = read_note(note)
+        if isinstance(name := note_content.get("file"), str):
             folder = note.parent
             size = sum(file.stat().st_size for file in folder.iterdir())
             yield ConvertedFolder(
-                folder, name, str(given.get("sha256")), str(given.get("dtype")), size, source_of(folder)
+                folder, name, str(note_content.get("sha256")), str(note_content.get("dtype")), size, source_of(folder)
             )
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """What a note says; nothing where there is none that can be read."""
+    """Return the content of a note, or nothing if it cannot be read."""
     with suppress(OSError, ValueError):
         record = json.loads(path.read_text(encoding="utf-8"))
         return record if isinstance(record, dict) else {}
@@ -61,7 +61,7 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 class FileIdentity(NamedTuple):
-    """A file as the system counts it, equal while it is unchanged: times in ns since 1970, size in bytes."""
+    """Identity of a file, equal while it is unchanged: times in ns since 1970, size in bytes."""
 
     path: str
     size: int
@@ -71,22 +71,26 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Raises:
-        OSError: the file cannot be found.
+        """Return the identity of a file.
+
+        Raises:
+            OSError: the file cannot be found.
         """
         status = path.stat()
         return cls(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> None:
-    """Write down in a converted folder where its file is, if that can be written.
+def note_source(folder: Path, path: Path, identity: FileIdentity, own_dtype: str) -> None:
+    """Write the path of its file into a converted folder, if that can be written.
 
     Args:
-        identity: Of the file before it was read.
-        own: Dtype that it is converted to by default.
+        folder: Converted folder.
+        path: GGUF file.
+        identity: Identity of the file before it was read.
+        own_dtype: Dtype that it is converted to by default.
     """
     settled = time.time_ns() - max(identity.modified, identity.changed) > _TICK
-    text = json.dumps({**identity._asdict(), "own": own if settled else None}) + "\n"
+    text = json.dumps({**identity._asdict(), "own": own_dtype if settled else None}) + "\n"
     note = folder / SOURCE
     with suppress(OSError):
         if not note.is_file() or note.read_text(encoding="utf-8") != text:
@@ -94,8 +98,9 @@ def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> N
 
 
 def own_dtype(folder: Path, path: Path) -> str | None:
-    """Return the dtype that a file is converted to by default, if a folder was made of it and it is the same; else
-    None.
+    """Return the dtype that an unchanged file is converted to by default, or None.
+
+    It is known if a folder was made of the file.
     """
     note = read_note(folder / SOURCE)
     try:
@@ -106,9 +111,7 @@ def own_dtype(folder: Path, path: Path) -> str | None:
 
 
 def source_of(folder: Path) -> Path | None:
-    """Return the GGUF file that a folder was converted from, as it was then; None where there is none, or another one
-    now.
-    """
+    """Return the unchanged GGUF file that a folder was converted from, or None."""
     note = read_note(folder / SOURCE)
     try:
         path, status = Path(note["path"]), Path(note["path"]).stat()

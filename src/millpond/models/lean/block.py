@@ -1,4 +1,4 @@
-"""One layer of a decoder over packed rows."""
+"""Block: one layer of a decoder over packed rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """A layer, by what it is made of.
+    """Layer, described by its projections and norms.
 
     Attributes:
-        qkv: Into queries, keys and values; a single matrix holds those of each head one after another (GPT-NeoX).
-        out: Of attention.
-        up: Into the feed-forward: one matrix, or a gate and what it gates.
-        down: Out of it.
-        norms_behind: Of attention and feed-forward, each with its residual, where norms stand after them (OPT-350m).
-        q_norm, k_norm: Of each head, before it turns (Qwen3).
-        q_scale: Queries are multiplied with it (OPT).
+        qkv: Projection into queries, keys and values; a single matrix holds those of each head one after another
+            (GPT-NeoX).
+        out: Projection out of attention.
+        up: Projection into the feed-forward: one matrix, or a gate and what it gates.
+        down: Projection out of the feed-forward.
+        q_norm: Norm of each head of queries before RoPE (Qwen3).
+        k_norm: Norm of each head of keys before RoPE (Qwen3).
+        q_scale: Factor of queries (OPT).
+        norms_behind: Norms after attention and feed-forward, each with its residual, in models that have them there
+            (OPT-350m).
         parallel: Attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
     """
 
@@ -45,7 +48,7 @@ class Block:
 
     @property
     def in_order(self) -> bool:
-        """Whether it is three matrices whose heads turn, attention, and the rest behind: see `dense.in_one_call`."""
+        """Whether the layer is q, k, v with RoPE, attention, then the rest, see `dense.in_one_call`."""
         besides = (self.q_norm, self.k_norm, self.norms_behind)
         plain = all(norm is None for norm in besides) and self.q_scale == 1 and not self.parallel
         return plain and len(self.qkv.parts) == 3
@@ -58,9 +61,10 @@ class Block:
         dense: DecoderOps,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows x (N, width) after the layer; with `rows` (n,) only these, though all take part in attention.
+        """Return the rows x (N, width) after the layer.
 
-        rotary: cos and sin, (N, dim) each; None where positions are not rotated.
+        With `rows` (n,) only these are returned, though all take part in attention; rotary is cos and sin, (N, dim)
+        each, or None if positions are not rotated.
         """
         q, k, v = self._heads(x, rotary, dense)
         seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
@@ -71,7 +75,7 @@ class Block:
     def _heads(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, dense: DecoderOps
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned: (N, heads, D) each."""
+        """Return queries, keys and values after RoPE: (N, heads, D) each."""
         if rotary is not None and len(self.qkv.parts) == 3 and self.q_norm is self.k_norm is None:
             return dense.heads(x, self.qkv, self.head_dim, *rotary)
         q, k, v = self.heads(dense.apart(x, self.qkv))
@@ -85,7 +89,7 @@ class Block:
 
     @property
     def build(self) -> tuple[Any, ...]:
-        """What of a layer decides which kernels run it, and how: all but the numbers of its weights, and its place."""
+        """Facts that choose the kernels of a layer: all but its weights and its index."""
         norms = (self.q_norm, self.k_norm, *(self.norms_behind or ()))
         projections = (self.qkv, self.out, self.up, self.down)
         return (
@@ -104,7 +108,7 @@ class Block:
 
     @cached_property
     def rest(self) -> Rest:
-        """What follows attention, where norms stand in front."""
+        """Projections and norms after attention, if norms come first."""
         return Rest(self.out, self.up, self.down)
 
     def _behind_attention(self, x: Tensor, seen: Tensor, dense: DecoderOps) -> Tensor:

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer, read from the modules of a transformers model."""
+"""Parts of a decoder layer, read from the modules of a transformers model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millpond.models.lean.block import Block
 
 
 class Take(Protocol):
-    """How linear layers are taken: `fuse.together` or `fuse.apart`."""
+    """Way to take linear layers: `fuse.together` or `fuse.apart`."""
 
     def __call__(
         self, layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None
@@ -39,7 +39,9 @@ _SILENT = ("act", "act_fn", "activation_fn", "post_attention_dropout", "post_mlp
 
 
 def block_of(layer: Any, take: Take) -> Block:
-    """Return the layer's parts. That it computes what they do is for the caller to try out.
+    """Return the layer's parts.
+
+    The caller must try out that they compute what the layer does.
 
     Raises:
         UnsupportedModelError: it is not built as a layer of Llama, Qwen3, GPT-NeoX or OPT.
@@ -55,7 +57,7 @@ def block_of(layer: Any, take: Take) -> Block:
 
 
 def _llama(layer: Any, take: Take) -> Block:
-    """Llama, Mistral, Qwen2; with norms of the heads Qwen3."""
+    """Return the parts of a layer of Llama, Mistral, Qwen2, or Qwen3 with norms of heads."""
     attn, mlp = layer.self_attn, layer.mlp
     inside = _names(attn)
     _expect(attn, inside - _HEAD_NORMS, _PROJECTIONS | {"o_proj"})

@@ -21,7 +21,7 @@ _INNER = ("additional_chat_templates", "custom_generate")
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a folder whose files lie elsewhere, or cannot be read in bounded time and memory.
+    """Refuse a folder with files elsewhere, or unreadable in bounded time and memory.
 
     Raises:
         DataError: a link to a file outside of the folder, a file that is longer than any of its kind, or JSON that is
@@ -45,7 +45,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a short JSON file holds.
+    """Return the content of a short JSON file.
 
     Raises:
         DataError: it cannot be read, is no JSON, or is deeper than any that a model needs.
@@ -58,7 +58,7 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is no JSON ({error}); the file is damaged") from error
     level = [content]
     for _ in range(_MAX_DEPTH):
-        level = [inner for one in level for inner in _inside(one)]
+        level = [inner for node in level for inner in _inside(node)]
         if not level:
             return content
     raise DataError(f"{path} has more than {_MAX_DEPTH} brackets inside each other; it is no model's")
@@ -69,14 +69,14 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return its files and the links in it; a folder that is not there has none."""
-    return [one for one in folder.iterdir() if one.is_symlink() or one.is_file()] if folder.is_dir() else []
+    """Return the files and links of a folder; none if it does not exist."""
+    return [path for path in folder.iterdir() if path.is_symlink() or path.is_file()] if folder.is_dir() else []
 
 
 def _homes(folder: Path) -> list[Path]:
-    """Return where its files may lie: in it, or where the hub's cache keeps what its snapshots link to."""
-    whole = folder.resolve()
-    return [whole, whole.parent.parent / "blobs"] if whole.parent.name == "snapshots" else [whole]
+    """Return the folders that its files may be in: itself, and that of the hub's snapshots."""
+    resolved = folder.resolve()
+    return [resolved, resolved.parent.parent / "blobs"] if resolved.parent.name == "snapshots" else [resolved]
 
 
 def _check_home(file: Path, homes: list[Path]) -> None:
@@ -88,7 +88,9 @@ def _check_home(file: Path, homes: list[Path]) -> None:
         raise DataError(f"{file} lies outside of the model's folder, at {real}; put the file itself there")
 
 
-def _check_length(file: Path, most: int) -> None:
+def _check_length(file: Path, max_bytes: int) -> None:
     size = file.stat().st_size
-    if size > most:
-        raise DataError(f"{file} has {size:,} bytes, and none of its kind has more than {most:,}; it is no model's")
+    if size > max_bytes:
+        raise DataError(
+            f"{file} has {size:,} bytes, and none of its kind has more than {max_bytes:,}; it is no model's"
+        )

@@ -1,4 +1,4 @@
-"""Where tensors are stored: headers of safetensors files, and runs of a file widened to 4 KiB for direct reads."""
+"""Places of tensors: headers of safetensors files, and runs of a file widened to 4 KiB for direct reads."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ _MAX_HEADER = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies.
+    """Place of a tensor in a file.
 
     Attributes:
-        path: Of its file.
-        offset: Of its first byte there.
-        nbytes: Of it.
-        dtype, shape: Of its numbers.
+        path: File of the tensor.
+        offset: First byte in the file.
+        nbytes: Bytes of the tensor.
+        dtype: Dtype of its numbers.
+        shape: Shape of the tensor.
     """
 
     name: str
@@ -55,15 +56,18 @@ class TensorPlace:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether a folder holds weights that are read from here."""
+    """Whether a folder holds weights in safetensors files."""
     return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
 
 
 def tensors_of_folder(folder: Path) -> dict[str, TensorPlace]:
-    """Every tensor of `model.safetensors`, or of the shards of `model.safetensors.index.json`, by name.
+    """Return the places of all tensors of a folder, by name.
+
+    They are those of `model.safetensors`, or of the shards of `model.safetensors.index.json`.
 
     Raises:
-        OptionError: the folder has neither. DataError: a header is damaged, a file has another size than its header
+        OptionError: the folder has neither.
+        DataError: a header is damaged, a file has another size than its header
             says, or a tensor or shard that the index names is missing.
     """
     if (folder / _INDEX).is_file():
@@ -77,7 +81,7 @@ def tensors_of_folder(folder: Path) -> dict[str, TensorPlace]:
 
 
 def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
-    """Every tensor of a safetensors file, by name.
+    """Return the places of all tensors of a safetensors file, by name.
 
     Raises:
         DataError: the header is damaged, or the file has another size than it says.
@@ -108,10 +112,10 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
 
 
 def _beginning(file: DirectFile, nbytes: int) -> bytes:
-    """Return the first bytes of a file, past the page cache."""
+    """Return the first bytes of a file, read past the page cache."""
     numbers: Any = aligned_buffer(nbytes).numpy()
-    room = memoryview(numbers)
-    return bytes(room[: min(nbytes, file.read_into(0, room))])
+    buffer = memoryview(numbers)
+    return bytes(buffer[: min(nbytes, file.read_into(0, buffer))])
 
 
 def _place(path: Path, name: str, entry: Any, begin: int) -> TensorPlace:
@@ -136,8 +140,10 @@ def _weight_map(path: Path) -> Mapping[str, str]:
 
 
 def check_shards(index: Path, files: Iterable[Any]) -> None:
-    """Raises:
-    DataError: an index names a shard that lies elsewhere.
+    """Check that all shards of an index are in its folder.
+
+    Raises:
+        DataError: an index names a shard that lies elsewhere.
     """
     for file in dict.fromkeys(map(str, files)):
         if Path(file).name != file:
@@ -161,12 +167,12 @@ _GAP = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Matrices that read the same rows, in codes, one after another.
+    """Matrices in codes that read the same rows, one after another.
 
     Attributes:
-        names: Of the parameters.
-        rows: Of each of them.
-        whole: All of them.
+        names: Names of the parameters.
+        rows: Rows of each of them.
+        whole: All of them as one matrix.
     """
 
     names: tuple[str, ...]
@@ -186,10 +192,11 @@ class FileRun:
     """Bytes of a file that are read at once.
 
     Attributes:
-        offset, nbytes: In the file, multiples of 4 KiB.
+        offset: First byte in the file, a multiple of 4 KiB.
+        nbytes: Bytes to read, a multiple of 4 KiB.
         needed: Bytes up to the last one of a tensor.
-        place: In the buffer.
-        checksum: CRC-32 of the `needed` bytes; None where it is not known.
+        place: First byte in the buffer.
+        checksum: CRC-32 of the `needed` bytes; None if it is not known.
     """
 
     path: Path
@@ -202,12 +209,12 @@ class FileRun:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where some tensors lie in a buffer.
+    """Places of some tensors in a buffer.
 
     Attributes:
-        runs: What is read.
-        places: Of each tensor, by the name of a parameter.
-        nbytes: Of the buffer.
+        runs: Runs of files that are read.
+        places: Place of each tensor, by the name of a parameter.
+        nbytes: Bytes of the buffer.
     """
 
     runs: tuple[FileRun, ...]
@@ -216,7 +223,9 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorPlace], gap: int = _GAP) -> Layout:
-        """Args:
+        """Return the layout of tensors in a buffer.
+
+        Args:
             gap: Bytes between two tensors that are read rather than skipped.
 
         Raises:
@@ -242,7 +251,7 @@ class Layout:
         return cls(tuple(runs), places, runs[-1].place + runs[-1].nbytes if runs else 0)
 
     def codes(self, data: Tensor) -> Sequence[Codes]:
-        """None: all matrices are as they were saved."""
+        """Return no matrices in codes: all are as they were saved."""
         return ()
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:

@@ -32,39 +32,40 @@ Report = Callable[[str, float], None]
 
 
 def fill(part: CodedLayout, data: Tensor, source: TensorSource) -> Iterator[int]:
-    """Fill the buffer (n,) uint8 of a part; yields the bytes that each tensor had in its file.
+    """Fill the buffer (n,) uint8 of a part; yield the bytes that each tensor had in its file.
 
-    Blocks of a GGUF file that are groups of ours are taken over, other matrices quantized.
+    Blocks of a GGUF file that are groups of ours are used unchanged, other matrices quantized.
 
     Raises:
-        DataError: a file cannot be read, or is damaged. OptionError: a number is not finite, or beyond float16.
+        DataError: a file cannot be read, or is damaged.
+        OptionError: a number is not finite, or beyond float16.
     """
     places = {name: coded for codes in part.codes(data) for name, coded in codes.apart()}
     plain = part.parameters(data)
     for name, numbers in source.each(part.sources):
         if name in places:
-            room, blocks = places[name], part.blocks.get(name)
+            target, blocks = places[name], part.blocks.get(name)
             if blocks is not None and blocks.raw is not None:
-                packed = blocks.codes(numbers, room.dtype)
+                packed = blocks.codes(numbers, target.dtype)
             else:
-                packed = QuantizedWeight.quantize(numbers, room.bits)
-            room.codes.copy_(packed.codes)
-            room.scales.copy_(packed.scales)
+                packed = QuantizedWeight.quantize(numbers, target.bits)
+            target.codes.copy_(packed.codes)
+            target.scales.copy_(packed.scales)
         else:
             plain[name].data.copy_(numbers)
         yield part.sources[name].nbytes
 
 
 class MemoryPacker:
-    """Fills parts of a model in memory, without a file of packed weights.
+    """Packer that fills parts of a model in memory, without a file of packed weights.
 
     Args:
-        sizes: Of all parts.
-        report: Shown how far it is.
+        sizes: Layouts of all parts.
+        report: Called with the progress.
     """
 
     def __init__(self, sizes: WeightSizes, report: Report | None = None) -> None:
-        self._source, self._report = TensorSource(), report or (lambda what, share: None)
+        self._source, self._report = TensorSource(), report or (lambda action, share: None)
         self._total, self._done = sum(source_bytes(part) for part in coded_parts(sizes)), 0
 
     def __enter__(self) -> MemoryPacker:
@@ -74,7 +75,7 @@ class MemoryPacker:
         self._source.__exit__(*exception)
 
     def __call__(self, part: PartLayout, data: Tensor) -> None:
-        """Fill the buffer of a part: see `fill`."""
+        """Fill the buffer of a part as `fill` does."""
         assert isinstance(part, CodedLayout), "sizes of codes"
         for nbytes in fill(part, data, self._source):
             self._done += nbytes
@@ -82,14 +83,14 @@ class MemoryPacker:
 
 
 def coded_parts(sizes: WeightSizes) -> list[CodedLayout]:
-    """Return the ends and each layer."""
+    """Return the layouts of the ends and of each layer."""
     layouts = [sizes.ends, *sizes.layers]
     assert all(isinstance(part, CodedLayout) for part in layouts), "sizes of codes"
     return layouts  # type: ignore[return-value]
 
 
 def source_bytes(part: CodedLayout) -> int:
-    """Return bytes of files that a part is made of."""
+    """Return bytes of files that a part is made from."""
     return sum(place.nbytes for place in part.sources.values())
 
 
@@ -104,14 +105,16 @@ _SAMPLE = 4096
 def packed_sizes(
     folder: Path, name: str, skeleton: Skeleton, weights: str, report: Report | None = None
 ) -> WeightSizes:
-    """Return the layouts of the packed weights of a model in their file, which is made if there is none of this
-    checkpoint.
+    """Return the layouts of a model's packed weights in their file.
+
+    The file is made if there is none of this checkpoint.
 
     Args:
-        folder: Where the file is, or comes to be.
-        name: Of the model, for the file's name.
+        folder: Folder of the file.
+        name: Name of the model, for the file's name.
+        skeleton: Model without its weights.
         weights: "int8" or "int4".
-        report: Shown how far it is.
+        report: Called with the progress.
 
     Raises:
         OptionError: the folder is not there, cannot be written or has too little room, or a number is not finite or
@@ -124,7 +127,7 @@ def packed_sizes(
     parts = coded_parts(sizes)
     checksums = _read_header(path, _header(weights, mark, parts, [0] * len(parts)))
     if checksums is None:
-        checksums = _write(path, weights, mark, parts, report or (lambda what, share: None))
+        checksums = _write(path, weights, mark, parts, report or (lambda action, share: None))
     at = _begin(_header(weights, mark, parts, checksums))
     placed = []
     for part, checksum in zip(parts, checksums, strict=True):
@@ -135,14 +138,15 @@ def packed_sizes(
 
 
 def source_mark(skeleton: Skeleton) -> str:
-    """Return a hash by which a checkpoint is known: names, shapes and places of all tensors, with the first and the
-    last page of each.
+    """Return a hash that identifies a checkpoint.
+
+    It is of the names, shapes and places of all tensors, with the first and the last page of each.
 
     Raises:
         DataError: a file cannot be read.
     """
     digest = hashlib.sha256(type(skeleton.model).__name__.encode())
-    room: Any = aligned_buffer(_SAMPLE).numpy()
+    buffer: Any = aligned_buffer(_SAMPLE).numpy()
     files: dict[Path, DirectFile] = {}
     try:
         for part in (skeleton.ends, *skeleton.by_layer):
@@ -153,8 +157,8 @@ def source_mark(skeleton: Skeleton) -> str:
                 marks = [name, str(place.dtype), list(place.shape), place.path.name, place.offset, file.size]
                 digest.update(json.dumps(marks).encode())
                 for offset in (place.offset, place.offset + max(place.nbytes - 1, 0)):
-                    n = file.read_into(aligned_down(offset), memoryview(room))
-                    digest.update(memoryview(room)[:n])
+                    n = file.read_into(aligned_down(offset), memoryview(buffer))
+                    digest.update(memoryview(buffer)[:n])
     except OSError as error:
         raise DataError(f"{place.path} cannot be read: {error.strerror or error}") from error
     finally:
@@ -167,7 +171,10 @@ def source_mark(skeleton: Skeleton) -> str:
 
 
 def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Sequence[int]) -> bytes:
-    """Return the header, as long for all checksums; places are counted from the first part on."""
+    """Return the header, equally long for all checksums.
+
+    Places are counted from the first part on.
+    """
     extents, at = [], 0
     for part, checksum in zip(parts, checksums, strict=True):
         extents.append([at, part.needed, f"{checksum:08x}"])
@@ -184,12 +191,15 @@ def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Se
 
 
 def _begin(header: bytes) -> int:
-    """Return where the first part lies."""
+    """Return the offset of the first part."""
     return aligned_up(_FIXED.size + len(header))
 
 
 def _read_header(path: Path, expected: bytes) -> list[int] | None:
-    """Checksums of the parts of a whole file with the expected header, but for these; None where there is none."""
+    """Return the checksums of the parts of a complete file with the expected header, or None.
+
+    The checksums in the header are not compared.
+    """
     try:
         with path.open("rb") as file:
             magic, length, checksum = _FIXED.unpack(file.read(_FIXED.size))
@@ -198,11 +208,11 @@ def _read_header(path: Path, expected: bytes) -> list[int] | None:
             return None
         header = json.loads(text)
         checksums = [int(extent[2], 16) for extent in header["extents"]]
-        wanted = json.loads(expected)
-        for extent, own in zip(wanted["extents"], header["extents"], strict=True):
-            extent[2] = own[2]
-        whole = path.stat().st_size == _begin(expected) + wanted["nbytes"]
-        return checksums if header == wanted and whole else None
+        expected_header = json.loads(expected)
+        for extent, stored in zip(expected_header["extents"], header["extents"], strict=True):
+            extent[2] = stored[2]
+        is_complete = path.stat().st_size == _begin(expected) + expected_header["nbytes"]
+        return checksums if header == expected_header and is_complete else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error):
         return None
 
@@ -236,9 +246,9 @@ def _write(path: Path, weights: str, mark: str, parts: Sequence[CodedLayout], sa
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[int]:
-    """A file that is written, and appears under its name when it is complete.
+    """Write a file that appears under its name when it is complete.
 
-    Where the system can it has no name before, so that nothing is left of it when the process is killed.
+    If the system can, it has no name before, so that nothing of it is left when the process is killed.
     """
     hidden, temporary = _nameless(path.parent), ""
     try:
@@ -267,7 +277,7 @@ def _appearing(path: Path) -> Iterator[int]:
 
 
 def _nameless(folder: Path) -> int | None:
-    """Return a file without a name; None where there is no such thing."""
+    """Return a file without a name, or None if the system has no such thing."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644)
     except (AttributeError, OSError):
@@ -275,7 +285,7 @@ def _nameless(folder: Path) -> int | None:
 
 
 def _named(handle: int, path: Path) -> str:
-    """Return a name next to `path` for a file without one, for the moment in which it replaces another."""
+    """Return a name next to `path` for a nameless file while it replaces another."""
     name = f".{path.name}-{os.getpid()}-{handle}"
     folder = os.open(path.parent, os.O_RDONLY)
     try:
