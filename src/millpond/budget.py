@@ -23,7 +23,7 @@ _WAY_OUT = 'write "20%" (of each prompt), 512 (tokens per KV head) or "64MiB" (t
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Entries to keep per KV head (tokens), as a share of each prompt, or bytes of the whole cache.
+    """Entries to keep per KV head, as tokens, a share of each prompt, or bytes of the cache.
 
     Attributes:
         kind: "tokens", "ratio" or "bytes".
@@ -102,7 +102,7 @@ class Budget:
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
     def floored(self, min_entries: int) -> Budget:
-        """Return the budget with at least `min_entries` of a prompt, if it is a share that names none."""
+        """Return the budget with at least `min_entries` of a prompt if it is a bare share."""
         return replace(self, at_least=min_entries) if self.kind == "ratio" and not self.at_least else self
 
     def __str__(self) -> str:

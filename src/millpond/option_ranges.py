@@ -83,7 +83,9 @@ MAX_PARTS = 128
 
 
 def check_parts(name: str, value: int, usual: int, n_tokens: int) -> None:
-    """Refuse an option that cuts a prompt into far more parts than its default, `usual` tokens each.
+    """Refuse an option that cuts a prompt into far more parts than its default.
+
+    The default cuts it into parts of `usual` tokens.
 
     Raises:
         OptionError: `n_tokens` tokens in parts of `value` are more than `MAX_PARTS`.

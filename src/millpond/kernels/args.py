@@ -61,7 +61,7 @@ class PageRegions:
 
 @dataclass(frozen=True, slots=True)
 class StepRegions:
-    """Regions R = S * Hkv of one layer at a decoding step of S sequences, and the rules of the step.
+    """Regions R = S * Hkv of one layer and the rules of a decoding step of S sequences.
 
     Attributes:
         plain: Entries in plain pages; memory and `lens` are written. A page for slot lens[r] must exist wherever a

@@ -138,7 +138,7 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
 
 
 def in_spans(positions: Tensor, spans: Tensor) -> Tensor:
-    """Return (R, n) bool: whether positions (R, n) are in one of the spans (R, k, 2) of their row."""
+    """Return (R, n) bool: whether positions (R, n) are in a span (R, k, 2) of their row."""
     begin, end = spans[..., None].unbind(2)
     return ((positions[:, None] >= begin) & (positions[:, None] < end)).any(1)
 
@@ -164,9 +164,9 @@ def choose_evicted(
     kept: Tensor | None = None,
     least: Tensor | None = None,
 ) -> Tensor:
-    """Return the column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first.
+    """Return the column (R,) that leaves, ties oldest first.
 
-    kept, least: `StepRegions`.
+    Columns with position -1 are empty; kept and least are those of `StepRegions`.
     """
     value = eviction_value(rule, scores, positions, q_pos, n_kv_heads).double()
     protected = (positions < rule.sinks) | (q_pos - positions < recent[:, None])

@@ -30,10 +30,10 @@ from millpond.kernels.packed.regions import PackedRegions
 
 
 class OpSet(Protocol):
-    """Ops of the modules `reference`, `blockwise`, `native` and `gpu`, and of `ops`, which chooses."""
+    """Ops of `reference`, `blockwise`, `native` and `gpu`, and of `ops`, which chooses."""
 
     def decode(self, args: DecodeArgs) -> DecodeOutput:
-        """One decoding step of one layer: attend, gather scores, choose the victim, store the new entry.
+        """Run one decoding step of one layer: attend, add to scores, choose the victim, store.
 
         Each query attends to the stored entries of its region and to the new one. A region that holds fewer entries
         than its cap (or whose rule never evicts) stores the new entry in slot lens[r]; a full one drops the entry of

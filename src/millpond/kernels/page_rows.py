@@ -100,6 +100,9 @@ class RowArrays:
         """Return the arrays of a pool.
 
         Args:
+            arenas: Arenas of each array.
+            per_arena: Rows of an arena.
+            arrays: Arenas of the pool.
             in_bases: Rows of `bases` with the addresses of the arrays.
         """
         if arrays.device.type != "cpu" or not arrays.n_arenas:
@@ -111,7 +114,7 @@ class RowArrays:
         return cls(arenas, per_arena, row_bytes, numbers, (table, bases))
 
     def empty(self, n: int) -> list[Tensor]:
-        """Return tensors (n, ...) on the CPU for rows of each array; (0,) of arrays without arenas."""
+        """Return CPU tensors (n, ...) for rows of each array; (0,) of arrays without arenas."""
         return [
             torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype) if pieces else torch.empty(0)
             for pieces in self.arenas
@@ -237,7 +240,7 @@ def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: Want
 
 
 def _views(data: Tensor, place: int, n_pages: int, pages: RowArrays) -> list[Tensor]:
-    """Return the arrays of a run that begins at a place, (n_pages, bytes of a page) uint8 each."""
+    """Return the arrays of a run that begins at a place, (n_pages, bytes of a page) uint8."""
     runs_of_pages = []
     for pieces in pages.arenas:
         assert pieces[0].is_cpu, "a disk is read into the host's memory, byte by byte"

@@ -26,8 +26,12 @@ def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tens
     """Return (Hq, R, value_dim) in the dtype of the queries.
 
     Args:
-        q: (Hq, R, key_dim) at positions q_pos (R,) int32, ascending.
-        k: (Hkv, N, key_dim), v: (Hkv, N, value_dim), at positions k_pos (Hkv or 1, N) int32, -1 for none; in any order.
+        q: (Hq, R, key_dim).
+        k: (Hkv, N, key_dim), in any order.
+        v: (Hkv, N, value_dim).
+        q_pos: (R,) int32, ascending positions of the queries.
+        k_pos: (Hkv or 1, N) int32, positions of the entries, -1 for none.
+        shape: Settings of the attention.
     """
     if not q.shape[1]:
         return q.new_empty(len(q), 0, v.shape[-1])
@@ -41,11 +45,16 @@ def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tens
 def attention_to_parts(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape, parts: Tensor, n_parts: int
 ) -> Tensor:
-    """Return (R, n_parts) float32: the attention of each query to each part, the mean over the heads.
+    """Return (R, n_parts) float32: attention of each query to each part, mean over heads.
 
     Args:
-        parts: (N,) int64, the part of each key, `n_parts` for keys that count for none. The rest: as of
-            `attend_scattered`.
+        q: (Hq, R, key_dim).
+        k: (Hkv, N, key_dim), in any order.
+        q_pos: (R,) int32, ascending positions of the queries.
+        k_pos: (Hkv or 1, N) int32, positions of the entries, -1 for none.
+        shape: Settings of the attention.
+        parts: (N,) int64, the part of each key, `n_parts` for keys that count for none.
+        n_parts: Number of parts.
     """
     sums = [p.mean((0, 1)) for p, _ in _probabilities(q, k, q_pos, k_pos, shape)]
     masses = torch.cat(sums).float() if sums else q.new_zeros(0, k.shape[1], dtype=torch.float32)
@@ -54,7 +63,7 @@ def attention_to_parts(
 
 
 def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return (begin, end) of the queries that are taken together: long runs of neighbours, and a few of the others."""
+    """Yield (begin, end) of the queries to attend together: long runs, and a few of others."""
     runs: list[list[int]] = []
     for number, place in enumerate(places):
         if runs and places[number - 1] == place - 1:
@@ -75,7 +84,7 @@ def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: int, shape: AttentionShape) -> Tensor:
-    """`attend_scattered` of the queries begin..end, where the n-th entry is at position n."""
+    """Run `attend_scattered` for queries begin..end, where the n-th entry is at position n."""
     rows, positions = q[:, begin:end], q_pos[begin:end]
     first, last, n = int(positions[0]), int(positions[-1]), end - begin
     past = torch.arange(first, dtype=positions.dtype, device=positions.device)[None] if first else None
@@ -97,7 +106,7 @@ def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: i
 def _probabilities(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return (Hkv, group, rows, N) and their log-sum-exp (Hkv, group, rows), of blocks of queries one after another."""
+    """Yield (Hkv, group, rows, N) and log-sum-exp (Hkv, group, rows), by blocks of queries."""
     n_kv_heads, dtype = len(k), wide(q.dtype)
     rows = q.to(dtype).reshape(n_kv_heads, len(q) // n_kv_heads, *q.shape[1:])
     keys = k.to(dtype)[:, None].transpose(-1, -2)

@@ -101,7 +101,8 @@ def chat_ids(
         if is_present and write_whole(tokenizer, others[0], **others[1]) == chat_text:
             raise OptionError(
                 f"this model's chat template leaves {feature} out, and the model would not read them: write them "
-                "into a message, take another template (chat_template=), or ask the server, which writes them into messages"
+                "into a message, take another template (chat_template=), or ask the server, which writes them into "
+                "messages"
             )
     ids: list[int] = tokenizer.encode(chat_text, add_special_tokens=False)
     return ids

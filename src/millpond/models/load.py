@@ -160,6 +160,10 @@ def _load(
     """Load a model or a tokenizer by name, and tell users what failed.
 
     Args:
+        name: Name of the model.
+        load: Loads it from a folder or hub id.
+        dtype: Dtype that a GGUF file is converted to.
+        trust_remote_code: Allow code of the model's folder.
         noun: Name of what is loaded, and of its files, for errors.
     """
     path = resolve(name, dtype)

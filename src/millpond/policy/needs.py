@@ -156,7 +156,7 @@ class Pattern(Protocol):
 
     @property
     def near(self) -> tuple[int, int] | None:
-        """(first, width): queries less than `width` after see entries from `first` on; None: all do."""
+        """(first, width): entries from `first` reach queries less than `width` after; None: all."""
         ...
 
     def covers(self, n: int) -> bool:

@@ -76,7 +76,7 @@ READ_TOGETHER = 256
 
 
 def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
-    """Return keys (n, head_dim) of region r as stored: before RoPE, or kept channels, balanced."""
+    """Return keys (n, head_dim) of region r as stored: before RoPE, or kept and balanced."""
     if regions.rope is not None:
         return regions.rope.turn_back(keys.float(), positions)
     if regions.channels is not None:

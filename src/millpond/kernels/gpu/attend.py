@@ -71,7 +71,10 @@ def attend(
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
 ):
-    """Output, maximum and sum of one split for all query heads of a region; the logits too if they are kept."""
+    """Compute output, maximum and sum of one split for all query heads of a region.
+
+    The logits are stored too if they are kept.
+    """
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     begin = split * SPLIT

@@ -115,10 +115,10 @@ def numbers_at(
     DEPTH: tl.constexpr,
     MEANS: tl.constexpr,
 ):
-    """The numbers (float32) in slots x channels of a page, 0 where not `ok`.
+    """Return the numbers (float32) in slots x channels of a page, 0 where not `ok`.
 
-    tile, lane, depth: where the code of each lies. numbers: of a table format. fixed_scales, fixed_zeros: of the
-    channels of this head, where they were calibrated.
+    tile, lane and depth are the place of each code; numbers are those of a table format; fixed_scales and fixed_zeros
+    those of the channels of this head, where they were calibrated.
     """
     if FORMAT == ROWS:
         rows = (page + CODES).to(tl.pointer_type(tl.bfloat16)) + slot * DIM + channel
@@ -252,11 +252,11 @@ def attend_packed(
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
 ):
-    """Output, maximum and sum of one split for all query heads of a region, as split first_split + it of n_splits.
+    """Compute output, maximum and sum of one split for all query heads of a region.
 
-    BLOCK slots lie in one page. A slot at position -1 holds nothing. Where keys are stored before RoPE, one of them
-    meets the query twice: times the cosines of its position as it is, and times the sines with the channels of each
-    pair of the query exchanged.
+    It is split first_split + program number of n_splits. BLOCK slots are in one page. A slot at position -1 holds
+    nothing. Where keys are stored before RoPE, one of them meets the query twice: times the cosines of its position as
+    it is, and times the sines with the channels of each pair of the query exchanged.
     """
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
     r = tl.program_id(0).to(tl.int64)
@@ -393,7 +393,10 @@ def attend_codes(
     dot: tl.dtype,
     grid: tuple[int, int],
 ) -> None:
-    """Launch `attend_packed`. outputs: the partial results, the logits, all splits, the first of these."""
+    """Launch `attend_packed`.
+
+    outputs are the partial results, the logits, all splits, and the first of these.
+    """
     pages, layout = packed.pages, packed.pages.layout
     numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
     given = (packed.key_scales, packed.key_zeros, packed.channels, packed.balance)

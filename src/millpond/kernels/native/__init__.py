@@ -95,13 +95,13 @@ def is_available() -> bool:
 
 
 def isa() -> str:
-    """Return the instruction set of the library in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
+    """Return the instruction set in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
     loaded = library.load()
     return loaded[0] if loaded is not None else "none"
 
 
 def read_bandwidth(address: int, n_bytes: int, n_threads: int) -> None:
-    """Read memory once on `n_threads` threads at full speed; time this call to learn the limit."""
+    """Read memory once on `n_threads` threads at full speed, to be timed."""
     loaded = library.load()
     if loaded is not None:
         loaded[1].mp_read_bandwidth(ctypes.c_void_p(address), ctypes.c_int64(n_bytes), ctypes.c_int(n_threads))

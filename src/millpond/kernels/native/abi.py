@@ -54,10 +54,6 @@ def decode(
 
     kept and least are those of `StepRegions`; packed is the struct of the regions' packed parts, see native/pages.py,
     or empty.
-
-    Args:
-        kept, least: See `StepRegions`.
-        packed: The struct of the regions' packed parts, see native/packed.py; empty where there are none.
     """
     q, k_new, v_new = readable_rows(q), readable_rows(k_new), readable_rows(v_new)
     table, caps, recent, q_pos = flat_indices(table), flat_indices(caps), flat_indices(recent), flat_indices(q_pos)
@@ -116,7 +112,10 @@ def decode_struct(
     kept: Tensor | None = None,
     least: Tensor | None = None,
 ) -> bytes:
-    """Return the C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
+    """Return the C struct of a decoding step; it keeps no tensor.
+
+    All tensors have contiguous rows, in types that kernels read.
+    """
     if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
         raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
     if least is not None and (least.shape[0] != q.shape[0] or not 0 < least.shape[1] <= MOST_LEAST):

@@ -24,13 +24,13 @@ from millpond.kernels.packed.layout import (
 
 
 def split(x: Tensor, axis: int, size: int) -> Tensor:
-    """Axis `axis` as two, the second of `size`."""
+    """Return `x` with axis `axis` as two, the second of `size`."""
     axis %= x.ndim
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Codes (..., depth, 16) int64 -> words (..., n, 16) int32, and those of the third bits."""
+    """Return codes (..., depth, 16) int64 as words (..., n, 16) int32, third bits apart."""
     if bits == 3:
         return _pack(codes & 3, 2), _pack(codes >> 2, 1)
     return _pack(codes, bits), None
@@ -80,11 +80,10 @@ def from_value_lanes(x: Tensor) -> Tensor:
 
 
 def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return (P, slots, dim) bool: all but the `side.n_extra` numbers of each page that lie farthest out, the first of
-    equals.
+    """Return (P, slots, dim) bool: all but the farthest `side.n_extra` numbers of each page.
 
-    How far is measured from the middle of the calibrated range of the channel, in units of it, or else from the mean
-    of the number's group, in standard deviations.
+    Of equal ones the first are outliers. Distance is measured from the middle of the calibrated range of the channel,
+    in units of it, or else from the mean of the number's group, in standard deviations.
     """
     tiny = torch.finfo(torch.float32).tiny
     if fixed is not None:
@@ -103,8 +102,10 @@ def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tenso
 
 
 def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
-    """Sums of groups in an order that native code repeats: slot after slot, (P, n, 1, dim) of (P, n, slots, dim); or 16
-    channels after 16 and then half onto half, (P, slots, n, 1) of (P, slots, n, channels).
+    """Return sums of groups in an order that native code repeats.
+
+    By channel it is slot after slot, (P, n, 1, dim) of (P, n, slots, dim); else 16 channels after 16 and then half onto
+    half, (P, slots, n, 1) of (P, slots, n, channels).
     """
     if by_channel:
         return reduce(torch.add, grouped.unbind(2)).unsqueeze(2)
@@ -116,7 +117,9 @@ def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
 
 
 def beside(rest: Tensor, inlier: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return (where, what) (P, n): the places of the n outliers of each page, ascending, and what their codes lack.
+    """Return (where, what) (P, n): places of the n outliers of each page, and remainders.
+
+    Places ascend; a remainder is what the code of an outlier lacks.
 
     Raises:
         NumericsError: one lacks more than float16 holds.
@@ -127,7 +130,7 @@ def beside(rest: Tensor, inlier: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def add(x: Tensor, where: Tensor, what: Tensor) -> Tensor:
-    """X (P, slots, dim) with the outliers added."""
+    """Return x (P, slots, dim) with the outliers added."""
     places = where // MAX_NAMED * x.shape[2] + where % MAX_NAMED
     return x.flatten(1).scatter_add(1, places, what.float()).view_as(x)
 
@@ -138,13 +141,15 @@ Fixed = tuple[Tensor, Tensor]
 
 @dataclass
 class Parts:
-    """What P pages hold of their keys or values.
+    """Keys or values of P pages.
 
     Attributes:
         codes: (P, slots, dim) int64, or (P, slots, dim) bfloat16 where the format is `Format.ROWS`.
-        scales, zeros: By channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
-        means: (P, dim) float16 of the numbers in each channel, where codes stand for what is less them; or None.
-        where, what: (P, n_extra) the outliers: slot * 256 + channel, and the remainder in float16.
+        scales: By channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
+        zeros: Shaped like `scales`; or None.
+        means: (P, dim) float16, means of the numbers in each channel if codes stand for the numbers less them; or None.
+        where: (P, n_extra) places of the outliers: slot * 256 + channel.
+        what: (P, n_extra) remainders of the outliers in float16.
     """
 
     codes: Tensor
@@ -171,7 +176,7 @@ def _ungrouped(x: Tensor, side: Side, dim: int) -> Tensor:
 
 
 def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
-    """P runs of slots x (P, slots, dim) as codes.
+    """Return the codes of P runs of slots x (P, slots, dim).
 
     Raises:
         NumericsError: a number that the format cannot hold.
@@ -203,7 +208,10 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
 
 
 def _means(x: Tensor) -> Tensor:
-    """Means (P, dim) over the slots of x (P, slots, dim), added slot after slot as in every implementation."""
+    """Return means (P, dim) over the slots of x (P, slots, dim).
+
+    They are added slot after slot as in every implementation.
+    """
     total = x[:, 0]
     for slot in range(1, x.shape[1]):
         total = total + x[:, slot]
@@ -271,7 +279,7 @@ def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
 
 
 def from_bytes(page: Tensor, side: Side, at: Offsets, slots: int, dim: int, is_key: bool) -> Parts:
-    """Return what P whole pages (P, page_bytes) uint8 hold on one side."""
+    """Return one side of P whole pages (P, page_bytes) uint8."""
     n = page.shape[0]
 
     def take(begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -307,7 +315,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
-    """Return the parts of one page with the slots from `first` on replaced by those of `new` (1, n, dim)."""
+    """Return parts of one page with slots from `first` on replaced by `new` (1, n, dim)."""
     n = new.codes.shape[1]
     codes = old.codes.clone()
     codes[:, first : first + n] = new.codes

@@ -28,7 +28,10 @@ TOO_LARGE = (
 
 
 class Groups(NamedTuple):
-    """Codes (..., g) int64 with the scale and the zero (...) float16 of their group; zero None: symmetric."""
+    """Codes (..., g) int64 with scale and zero (...) float16 of their group.
+
+    zero is None if the format is symmetric.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -36,16 +39,20 @@ class Groups(NamedTuple):
 
 
 def check_finite(x: Tensor) -> None:
-    """Raises:
-    NumericsError: NaN or infinity among numbers that are to be encoded.
+    """Check that numbers to be encoded are finite.
+
+    Raises:
+        NumericsError: NaN or infinity among numbers that are to be encoded.
     """
     if not bool(torch.isfinite(x).all()):
         raise NumericsError(NOT_FINITE)
 
 
 def to_half(x: Tensor) -> Tensor:
-    """Raises:
-    NumericsError: a number beyond float16.
+    """Return `x` in float16.
+
+    Raises:
+        NumericsError: a number beyond float16.
     """
     if x.numel() and float(x.abs().max()) > MAX_F16:
         raise NumericsError(TOO_LARGE)
@@ -57,13 +64,16 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def encode_affine(x: Tensor, bits: int, symmetric: bool = False, inlier: Tensor | None = None) -> Groups:
-    """Round-to-nearest codes of groups x (..., g).
+    """Return round-to-nearest codes of groups x (..., g).
 
     Asymmetric: zero = min, scale = (max - min) / (2^bits - 1). Symmetric: scale = max|x| / (2^(bits-1) - 1), codes
     stand 2^(bits-1) above their number. A constant group has scale 0 and codes 0: it is read as its zero.
 
     Args:
-        inlier: (..., g) bool: what decides the range; None: everything.
+        x: (..., g) groups of numbers.
+        bits: Bits of a code.
+        symmetric: Store no zero.
+        inlier: (..., g) bool, numbers that decide the range; None for all.
 
     Raises:
         NumericsError: NaN, infinity, or a number beyond float16.
@@ -100,12 +110,14 @@ def _range(x: Tensor, inlier: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def between(y: Tensor, cuts: Tensor) -> Tensor:
-    """Return the code (...) int64 of y: how many of the ascending cuts lie below it."""
+    """Return the code (...) int64 of y: how many of the ascending cuts are below it."""
     return torch.bucketize(y.contiguous(), cuts)
 
 
 def encode_table(x: Tensor, cuts: Tensor, inlier: Tensor | None = None) -> Groups:
-    """Codes of groups x (..., g) whose range is mapped to [-1, 1]: zero = middle, scale = half the range (KVQuant).
+    """Return codes of groups x (..., g) with their range mapped to [-1, 1] (KVQuant).
+
+    zero = middle, scale = half the range.
 
     Raises:
         NumericsError: NaN, infinity, or a number beyond float16.
@@ -125,9 +137,9 @@ def decode_table(groups: Groups, table: Tensor) -> Tensor:
 
 
 def encode_e4m3(x: Tensor) -> Groups:
-    """Codes 0 to 255 of x (..., g) with one float32 scale per group, so that its largest number is the largest code.
+    """Return codes 0 to 255 of x (..., g) with one float32 scale per group.
 
-    Nothing is ever clipped: the scale follows the numbers.
+    Its largest number is the largest code. Nothing is ever clipped: the scale follows the numbers.
 
     Raises:
         NumericsError: NaN or infinity.

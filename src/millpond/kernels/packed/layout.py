@@ -19,7 +19,7 @@ MAX_NAMED = 256
 
 
 class Format(IntEnum):
-    """What a code means. The numbers are those of csrc/quantized/bit_tiles.hpp."""
+    """Meaning of a code; the numbers are those of csrc/quantized/bit_tiles.hpp."""
 
     INT2 = 2
     INT3 = 3
@@ -47,21 +47,21 @@ class Format(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How the keys, or the values, of a page are stored: x = scale * code + zero, or scale * table[code] + zero.
+    """Storage of keys, or values: scale * code + zero, or scale * table[code] + zero.
 
     Attributes:
-        format: Of the codes.
+        format: Meaning of the codes.
         by_channel: Keys only: a group is `group` neighbouring slots of one channel. Otherwise it is `group`
             neighbouring channels of one slot.
         group: Numbers that share a scale and a zero; 0: all channels of a slot.
         symmetric: No zero is stored: codes stand around 0.
-        fixed: Keys only: scales and zeros per channel come from calibration and lie outside the page.
+        fixed: Keys only: scales and zeros per channel come from calibration and are stored outside the page.
         less_mean: Keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
             what the keys are less it, so that channels far from 0 do not widen the range of all.
         n_extra: Outliers per page, 4 bytes each, for the numbers with the largest error.
-        table: Of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
-        cuts: Of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
-            numbers.
+        table: Numbers of a table format, 2^bits ascending ones that bfloat16 holds exactly.
+        cuts: Limits of a table format, the 2^bits - 1 ascending numbers between two codes; empty for halfway between
+            the table's numbers.
     """
 
     format: Format
@@ -76,13 +76,13 @@ class Side:
 
     @property
     def per_channel(self) -> bool:
-        """Whether neighbouring slots share the scale of a channel, or all numbers of a page have one."""
+        """Whether neighbouring slots share a channel's scale, or a page has one scale."""
         return self.format is Format.FP8 or (self.format.grouped and (self.by_channel or self.fixed))
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Bytes from the begin of a page; -1 where there is none. `size`: bytes of the side."""
+    """First bytes of arrays from the begin of a page, -1 for none; `size` is the side's bytes."""
 
     codes: int
     top: int  #: third bits of a three-bit code
@@ -101,7 +101,7 @@ class Offsets:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The bytes of one page.
+    """Layout of the bytes of one page.
 
     Raises:
         OptionError: a dim that is no multiple of 16, slots that are no power of two of at least 32, or a group that
@@ -137,19 +137,19 @@ class PackedLayout:
 
     @cached_property
     def tables(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Tables of keys and of values: the numbers and the cuts between codes, float32, empty for no table."""
+        """Tables of keys and of values: numbers and cuts, float32, empty for no table."""
         key, value = ((table_of(side), cuts_of(side)) for side in (self.key, self.value))
         return key, value
 
     @property
     def bits_per_element(self) -> float:
-        """Bits that one number of a key or value takes, scales, zeros and outliers included."""
+        """Return bits per number of a key or value, scales, zeros and outliers included."""
         used = self.key_offsets.size + self.value_offsets.size
         return 8 * used / (self.slots * (self.key_dim + self.value_dim))
 
     @property
     def grain(self) -> int:
-        """Entries that must be written together, beginning at a multiple of it: 1 where no group spans slots."""
+        """Entries that must be written together, from a multiple of it; 1 if no group spans slots."""
         spans = self.key.format is Format.FP8 or self.value.format is Format.FP8
         if spans or self.key.n_extra or self.value.n_extra or self.key.less_mean:
             return self.slots
@@ -162,13 +162,13 @@ def table_of(side: Side) -> Tensor:
 
 
 def cuts_of(side: Side) -> Tensor:
-    """Return what lies between two codes of a table, (2^bits - 1,) float32."""
+    """Return the cuts between codes of a table, (2^bits - 1,) float32."""
     table = table_of(side)
     return torch.tensor(side.cuts, device="cpu") if side.cuts else (table[1:] + table[:-1]) / 2
 
 
 def groups_of(side: Side, dim: int) -> int:
-    """Return how many groups the channels of one slot fall into, for a side that is not by channel."""
+    """Return how many groups the channels of one slot form, for a side not by channel."""
     return dim // side.group if side.group else 1
 
 
@@ -229,10 +229,10 @@ def _offsets(side: Side, slots: int, dim: int, tiles: int, depth: int, begin: in
 
 @dataclass(slots=True)
 class PackedArrays(Arenas):
-    """Arenas with one row of bytes per page. Position -1 marks a slot whose entry was evicted (a tombstone).
+    """Arenas with one row of bytes per page; position -1 marks a tombstone, an evicted entry.
 
     Attributes:
-        layout: Where what lies in a page.
+        layout: Layout of a page.
         codes: Per arena (pages_per_arena, page_bytes) uint8.
     """
 

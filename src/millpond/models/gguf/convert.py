@@ -358,7 +358,7 @@ def _refuse_unread(path: Path, missed: list[str]) -> None:
 
 
 def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model of a configuration without marks of quantization, which cannot be saved.
+    """Return the model without its marks of quantization, which cannot be saved.
 
     Tensors are shared.
     """

@@ -23,7 +23,7 @@ _UNROTATED = 1e20
 
 
 class RopeTensors(NamedTuple):
-    """Names of the tensors of factors, and a phrase for those that no configuration can express."""
+    """Names of tensors of factors, and a phrase for those that no configuration expresses."""
 
     names: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ class Block:
 
     @property
     def in_order(self) -> bool:
-        """Whether the layer is q, k, v with RoPE, attention, then the rest, see `dense.in_one_call`."""
+        """Whether the layer is q, k, v with RoPE, attention, the rest, see `dense.in_one_call`."""
         besides = (self.q_norm, self.k_norm, self.norms_behind)
         plain = all(norm is None for norm in besides) and self.q_scale == 1 and not self.parallel
         return plain and len(self.qkv.parts) == 3

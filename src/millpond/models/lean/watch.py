@@ -54,6 +54,7 @@ class Watch:
     Args:
         modules: Modules that the pass does not call. Those of them whose settings count are `settings`; left out, all.
         around: Module that holds them and is called; it may be another one no more, nor hold others. It is held weakly.
+        settings: Modules whose settings count; None for all.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ _MEMORY: tuple[Callable[[Tensor], Any], ...] = (
 
 
 def _settings_of(counted: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]) -> tuple[list[Any], list[str]]:
-    """Return owners and names of modules' settings, and functions that forwards of `kinds` call."""
+    """Return owners and names of settings, and functions that forwards of `kinds` call."""
     owners: list[Any] = []
     names: list[str] = []
     for module in counted:

@@ -226,6 +226,7 @@ class Layout:
         """Return the layout of tensors in a buffer.
 
         Args:
+            tensors: Tensors by the name of their parameter.
             gap: Bytes between two tensors that are read rather than skipped.
 
         Raises:

@@ -135,6 +135,7 @@ class EndsOnDisk:
         """Return the places of embeddings and head of a model.
 
         Args:
+            skeleton: Model without its weights.
             ends: Layout of everything outside the layers; packed ones need no file yet.
         """
         tokens, head = skeleton.tokens_name, skeleton.head_name
@@ -218,6 +219,7 @@ class TokenRows(_Matrix):
     """Embeddings in a file, of which each look-up reads the rows that it needs.
 
     Args:
+        matrix: Embeddings in the file.
         file: File with the matrix.
         count: Called with the bytes of each read.
     """

@@ -40,6 +40,7 @@ class WeightSizes:
     """Bytes that the weights of a model take in memory, as they are read.
 
     Args:
+        skeleton: Model without its weights.
         weights: "int8" or "int4" for matrices in codes; None for weights as they were saved.
 
     Attributes:

@@ -83,6 +83,8 @@ class StreamedLayers:
     """Layers of a model as blocks, in order, each only while its weights are in memory.
 
     Args:
+        skeleton: Model without its weights.
+        sizes: Layouts of the buffers of ends and layers.
         ledger: Ledger that all buffers are taken of, from the tier "host", and of a device from "device".
         kept: Layers that stay in the host's memory.
         n_slots: Streamed layers that are in memory at a time.
@@ -92,6 +94,7 @@ class StreamedLayers:
         verify: Compare packed parts with their checksums when they are read for the "first" time, or "always".
         device: Device that computes the layers; None for the host. With a device the slots are there, layers that are
             kept are copied to them, and those `on_device` stay there, with what is outside the layers.
+        on_device: Layers among the kept ones that stay on the device.
         ends_on_disk: The head is read in tiles after the layers of a sweep, and of embeddings the rows that are looked
             up; else both stay in memory.
         pack: Fills the buffer of what stays in memory if that is in no file: the ends and all layers.
@@ -257,7 +260,7 @@ class StreamedLayers:
             yield self._block(index, slot)
 
     def _head_tiles(self) -> Iterator[tuple[RowRange, Weight]]:
-        """Return each tile of the head in turn; its rows are in memory until the iterator is advanced."""
+        """Yield each tile of the head; its rows are in memory until the iterator is advanced."""
         for index, tile in enumerate(self._tiles, len(self)):
             self._release(self._in_use)
             with self._read(index) as slot:
