@@ -23,12 +23,12 @@ _WAY_OUT = 'write "20%" (of each prompt), 512 (tokens per KV head) or "64MiB" (t
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Entries to keep per KV head (tokens), as a share of each sequence's own prompt, or as bytes of the whole cache.
+    """Entries to keep per KV head, as tokens, a share of each prompt, or bytes of the cache.
 
     Attributes:
         kind: "tokens", "ratio" or "bytes".
-        amount: tokens >= 1, a share in (0, 1], or bytes >= 1.
-        at_least: of a share, the tokens that are kept of a prompt however short it is.
+        amount: Tokens >= 1, a share in (0, 1], or bytes >= 1.
+        at_least: Least tokens of a prompt that are kept under a share, however short the prompt is.
 
     Example:
         >>> Budget.parse("20%")
@@ -43,9 +43,10 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str | int | float | Budget) -> Budget:
-        """A budget from what a user writes: "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a ratio.
+        """Return the budget that a user writes.
 
-        Numbers may be numpy's or torch's. "20%, at least 512" is a ratio of long prompts and 512 tokens of short ones.
+        "20%", 512, "512", "64MiB", or a number in (0, 1] with a point as a ratio. Numbers may be numpy's or torch's.
+        "20%, at least 512" is a ratio of long prompts and 512 tokens of short ones.
 
         Raises:
             BudgetError: the text is not a budget, or its amount is out of range.
@@ -56,26 +57,26 @@ class Budget:
             raise BudgetError(
                 f"budget 'auto' is read from a table of 'millpond fit', which nothing reads here; {_WAY_OUT}"
             )
-        given = number(text)
-        if isinstance(given, int) and not isinstance(given, bool):
-            return cls._checked("tokens", given, given)
-        if isinstance(given, float):
-            return cls._checked("ratio", given, given)
-        found = _PATTERN.match(given) if isinstance(given, str) and len(given) <= _LONGEST else None
-        if not found:
+        user_text = number(text)
+        if isinstance(user_text, int) and not isinstance(user_text, bool):
+            return cls._checked("tokens", user_text, user_text)
+        if isinstance(user_text, float):
+            return cls._checked("ratio", user_text, user_text)
+        match = _PATTERN.match(user_text) if isinstance(user_text, str) and len(user_text) <= _LONGEST else None
+        if not match:
             raise BudgetError(f"budget {brief(text)} is not a budget; {_WAY_OUT}")
-        amount, unit = float(found[1]), found[2].lower()
-        ratio = unit == "%" or (not unit and "." in found[1])
-        if found[3] is not None and not ratio:
+        amount, unit = float(match[1]), match[2].lower()
+        ratio = unit == "%" or (not unit and "." in match[1])
+        if match[3] is not None and not ratio:
             raise BudgetError(f'budget {text!r}: "at least" belongs to a share of the prompt; {_WAY_OUT}')
         if ratio:
-            return cls._checked("ratio", amount / 100 if unit else amount, text, int(found[3] or 0))
+            return cls._checked("ratio", amount / 100 if unit else amount, text, int(match[3] or 0))
         if unit in ("", "tokens", "token"):
             if amount != int(amount):
                 raise BudgetError(f"budget {text!r} is neither whole tokens nor a share; {_WAY_OUT}")
             return cls._checked("tokens", int(amount), text)
         if unit not in _UNITS:
-            raise BudgetError(f"budget {text!r} has the unknown unit {found[2]!r}; {_WAY_OUT}")
+            raise BudgetError(f"budget {text!r} has the unknown unit {match[2]!r}; {_WAY_OUT}")
         return cls._checked("bytes", int(amount * _UNITS[unit]), text)
 
     @classmethod
@@ -89,10 +90,10 @@ class Budget:
         return cls(kind, amount, at_least)
 
     def entries(self, seen: int) -> int:
-        """Entries per KV head for a sequence of `seen` tokens: a ratio rounds to the nearest whole entry, at least 1
-        and `at_least`.
+        """Return entries per KV head for a sequence of `seen` tokens.
 
-        Bytes have no such meaning; the cache turns them into tokens first.
+        A ratio rounds to the nearest whole entry, at least 1 and `at_least`. Bytes have no such meaning; the cache
+        turns them into tokens first.
         """
         if self.kind == "ratio":
             return max(1, self.at_least, math.floor(self.amount * seen + 0.5))
@@ -100,9 +101,9 @@ class Budget:
             return int(self.amount)
         raise BudgetError("a budget in bytes must be turned into tokens by the cache before it is used")
 
-    def floored(self, least: int) -> Budget:
-        """The same, but a share that names no least number of tokens keeps at least `least` of a prompt."""
-        return replace(self, at_least=least) if self.kind == "ratio" and not self.at_least else self
+    def floored(self, min_entries: int) -> Budget:
+        """Return the budget with at least `min_entries` of a prompt if it is a bare share."""
+        return replace(self, at_least=min_entries) if self.kind == "ratio" and not self.at_least else self
 
     def __str__(self) -> str:
         if self.kind == "ratio":
@@ -117,14 +118,14 @@ DEFAULT = Budget("ratio", 0.2, at_least=FLOOR)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from "2GiB" or a plain number of bytes.
+    """Return bytes from "2GiB" or a plain number of bytes.
 
     Raises:
         BudgetError: not an amount of bytes.
     """
-    given = number(text)
-    if isinstance(given, int) and not isinstance(given, bool):
-        return int(Budget._checked("bytes", given, given).amount)
+    user_text = number(text)
+    if isinstance(user_text, int) and not isinstance(user_text, bool):
+        return int(Budget._checked("bytes", user_text, user_text).amount)
     budget = Budget.parse(text)
     if budget.kind != "bytes":
         raise BudgetError(f'{text!r} is not an amount of bytes; write a number with a unit, such as "64MiB"')

@@ -1,4 +1,4 @@
-"""The number of CPUs that this process may use: its affinity, and the quotas of its control groups on Linux."""
+"""Number of CPUs that this process may use: its affinity, and the quotas of its control groups on Linux."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def usable_cpus(groups: Path = GROUPS, mount: Path = MOUNT) -> int:
-    """CPUs that threads of this process can keep busy, at least 1; a quota of 1.5 CPUs counts as 2.
+    """Return the CPUs that threads of this process can keep busy, at least 1.
+
+    A quota of 1.5 CPUs counts as 2.
 
     Args:
-        groups: the file that names the control groups. mount: their folder; version 2, or 1 with a folder `cpu`.
+        groups: File that names the control groups.
+        mount: Folder of the control groups; version 2, or 1 with a folder `cpu`.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *(math.ceil(quota) for quota in _quotas(groups, mount))]))
 
 
 def limit_openmp() -> None:
-    """Give OpenMP as many threads as `usable_cpus`, where it would take more and the user has not said how many.
+    """Limit OpenMP to `usable_cpus` threads, unless the user has set a number.
 
     Torch reads the affinity by itself and no quota. Call it before torch is imported.
     """
@@ -32,7 +35,7 @@ def limit_openmp() -> None:
 
 
 def _quotas(groups: Path, mount: Path) -> Iterator[float]:
-    """Quotas in CPUs of each control group of this process and of those around it."""
+    """Yield the quotas in CPUs of this process's control group and those around it."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -53,7 +56,7 @@ def _quotas(groups: Path, mount: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> float | None:
-    """CPUs that one control group may use; None without a quota."""
+    """Return the CPUs that one control group may use, or None without a quota."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

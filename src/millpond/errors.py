@@ -62,9 +62,9 @@ class NumericsError(MillpondError, ArithmeticError):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> OptionError:
-    """An error for a name that is not in `known`, with the closest known name as a suggestion."""
+    """Return an error for a name that is not in `known`, suggesting the closest known name."""
     names = sorted(known)
-    shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-    close = difflib.get_close_matches(shown, names, n=1)
+    brief_name = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+    close = difflib.get_close_matches(brief_name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return OptionError(f"unknown {kind} {shown!r}{hint} Known: {', '.join(names) or 'none'}")
+    return OptionError(f"unknown {kind} {brief_name!r}{hint} Known: {', '.join(names) or 'none'}")

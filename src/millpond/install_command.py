@@ -1,4 +1,4 @@
-"""The commands that install millpond with an extra, and build it again: they work where this package came from."""
+"""Commands that install millpond with an extra, and build it again; they work where this package came from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ PACKAGES = {
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra into the environment of this process; of a checkout it names the checkout.
+    """Return the command that installs an extra into the environment of this process.
+
+    For a checkout it names the checkout.
 
     Example:
         >>> install_command("server").startswith("pip install ")
@@ -33,7 +35,10 @@ def install_command(extra: str) -> str:
 
 
 def shown_command(extras: str) -> str:
-    """The same for a reader of the documentation, in the root of a checkout. extras: separated by commas."""
+    """Return the command for a reader of the documentation, in the root of a checkout.
+
+    extras: separated by commas.
+    """
     if PUBLISHED:
         return f"pip install 'millpond[{extras}]'"
     if extras not in PACKAGES:
@@ -43,7 +48,7 @@ def shown_command(extras: str) -> str:
 
 
 def build_command() -> str:
-    """What builds the native kernels again."""
+    """Return the command that builds the native kernels again."""
     checkout = _checkout()
     if checkout is not None:
         return f"pip install --no-deps -e '{checkout}'"
@@ -53,6 +58,6 @@ def build_command() -> str:
 
 
 def _checkout() -> Path | None:
-    """The checkout whose sources run; None where they were copied into an environment."""
+    """Return the checkout whose sources run, or None if they were copied into an environment."""
     root = Path(__file__).parents[2]
     return root if (root / "pyproject.toml").is_file() and (root / "CMakeLists.txt").is_file() else None

@@ -1,7 +1,7 @@
 """Options that name files: how they are marked, who may name which, and how they are read.
 
-In one's own process an option names any file by its path. What comes over a network names files that were listed
-before, and nothing else: inside `only_listed` a path is refused before anything is opened.
+In one's own process an option names any file by its path. Options that come over a network name only files that were
+listed before: inside `only_listed` a path is refused before anything is opened.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from millpond.errors import OptionError
 #: Third part of the annotation of an option that names a file: `Annotated[str, "help", FILE]`.
 FILE = "file"
 #: Most bytes of such a file.
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 _listed: ContextVar[Mapping[str, OptionFile] | None] = ContextVar("listed", default=None)
 
 
 class OptionFile(str):
-    """The path of a file that was read already.
+    """Path of a file that was read already.
 
     Attributes:
-        name: what it is called in errors. content: its bytes.
+        name: Name in errors.
+        content: Bytes of the file.
     """
 
     name: str
     content: bytes
 
     def __new__(cls, path: str | os.PathLike[str], name: str | None = None) -> OptionFile:
-        """Read it.
+        """Read the file.
 
         Raises:
             OptionError: it cannot be read; see `read_file`.
         """
-        made = super().__new__(cls, os.fspath(path))
-        made.name = os.fspath(path) if name is None else name
-        made.content = read_file(os.fspath(path))
-        return made
+        path_text = super().__new__(cls, os.fspath(path))
+        path_text.name = os.fspath(path) if name is None else name
+        path_text.content = read_file(os.fspath(path))
+        return path_text
 
     def __repr__(self) -> str:
         return repr(self.name)
 
 
 class OwnText(str):
-    """The value of an option of the one who runs the engine that names files inside: "duo_attention/heads=heads.json".
+    """Option of the operator's own that names files inside: "duo_attention/heads=heads.json".
 
     Attributes:
-        files: those that it names, read already, by their paths. They are listed for this text, and for no other.
+        files: Files that it names, already read, by their paths. They are listed for this text, and for no other.
     """
 
     files: Mapping[str, OptionFile]
 
     def __new__(cls, text: str, files: Mapping[str, OptionFile]) -> OwnText:
-        made = super().__new__(cls, text)
-        made.files = files
-        return made
+        path_text = super().__new__(cls, text)
+        path_text.files = files
+        return path_text
 
 
 class ReadWhenNamed(dict[str, OptionFile]):
@@ -74,7 +75,7 @@ class ReadWhenNamed(dict[str, OptionFile]):
 
 
 def listed_files(paths: Mapping[str, str | os.PathLike[str]]) -> dict[str, OptionFile]:
-    """Files by the names under which options may name them, read once.
+    """Read files under the names by which options may name them.
 
     Raises:
         OptionError: one of them cannot be read; see `read_file`.
@@ -84,7 +85,7 @@ def listed_files(paths: Mapping[str, str | os.PathLike[str]]) -> dict[str, Optio
 
 @contextmanager
 def only_listed(files: Mapping[str, OptionFile] | None) -> Iterator[None]:
-    """Inside it options name these files by their names, and no others; None changes nothing."""
+    """Let options name only these files, by their names, in the block; None changes nothing."""
     token = _listed.set(_listed.get() if files is None else files)
     try:
         yield
@@ -94,13 +95,13 @@ def only_listed(files: Mapping[str, OptionFile] | None) -> Iterator[None]:
 
 @contextmanager
 def named_in(text: str) -> Iterator[None]:
-    """Inside it what `text` says is read: where it is the operator's own, it names its files."""
+    """Read the files that `text` names, if it is the operator's own, in the block."""
     with only_listed(text.files if isinstance(text, OwnText) else None):
         yield
 
 
 def allowed(value: str, option: str) -> str:
-    """`value` of an option that names a file, if it may be named here; "" names none.
+    """Return `value` of an option that names a file, if it may be named; "" names none.
 
     Raises:
         OptionError: only listed files may be named, and it is none. The message is the same for every path.
@@ -109,19 +110,19 @@ def allowed(value: str, option: str) -> str:
     if files is None or isinstance(value, OptionFile) or not value:
         return value
     if value not in files:
-        known = f"listed are {', '.join(sorted(files))}" if files else "it listed none"
+        listed = f"listed are {', '.join(sorted(files))}" if files else "it listed none"
         raise OptionError(
             f"{option} names a file: a request may name those that the server's operator listed "
-            f"(--option-file NAME=PATH), by their names; {known}"
+            f"(--option-file NAME=PATH), by their names; {listed}"
         )
     return files[value]
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file that an option names.
+    """Return the bytes of a file that an option names.
 
     Raises:
-        OptionError: it is not there, no regular file (a device, a pipe, a folder), or has more than `MOST_BYTES`.
+        OptionError: it is not there, no regular file (a device, a pipe, a folder), or has more than `MAX_BYTES`.
     """
     if isinstance(path, OptionFile):
         return path.content
@@ -129,21 +130,21 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     try:
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with open(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
+            stats = os.fstat(handle)
+            if not stat.S_ISREG(stats.st_mode):
                 raise OptionError(f"{name!r} is no regular file")
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, OptionError):
             raise
         raise OptionError(f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MOST_BYTES:
-        raise OptionError(f"{name!r} has more than {MOST_BYTES:,} bytes")
+    if len(content) > MAX_BYTES:
+        raise OptionError(f"{name!r} has more than {MAX_BYTES:,} bytes")
     return content
 
 
 def shown(value: object) -> object:
-    """An option's value as others may see it: of files their last names."""
+    """Return an option's value as others may see it: only the last names of files."""
     if isinstance(value, OptionFile):
         return Path(value).name
     if isinstance(value, OwnText):

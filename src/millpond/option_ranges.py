@@ -19,10 +19,10 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`.
+    """Numbers from `low` to `high`.
 
     Attributes:
-        above: `low` itself is not one of them.
+        above: Whether `low` itself is excluded.
 
     Example:
         >>> Range(0, 1, above=True).holds(0), str(Range(0, 1, above=True))
@@ -34,7 +34,7 @@ class Range:
     above: bool = False
 
     def holds(self, value: int | float) -> bool:
-        """Whether it is one of them; NaN never is."""
+        """Whether a number is in the range; NaN never is."""
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def _written(end: int | float) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as an error shows it, however long it is.
+    """Return a value as an error shows it, however long it is.
 
     Example:
         >>> brief(2**70), brief("x" * 200)[:8], brief(10**5000)
@@ -63,10 +63,10 @@ def brief(value: Any) -> str:
 
 
 #: Counts of positions, entries or tokens: more than the longest context of any model.
-MOST_POSITIONS = 2**24
-POSITIONS = Range(0, MOST_POSITIONS)
+MAX_POSITIONS = 2**24
+POSITIONS = Range(0, MAX_POSITIONS)
 #: The same, of what must be one at least.
-SOME_POSITIONS = Range(1, MOST_POSITIONS)
+SOME_POSITIONS = Range(1, MAX_POSITIONS)
 #: Shares of something.
 SHARE = Range(0.0, 1.0)
 #: Seeds of random numbers.
@@ -79,21 +79,23 @@ POOL_WIDTHS = Range(1, 255)
 UNDECLARED = Range(-(2**31), 2**31 - 1)
 
 #: Parts of one prompt, each read by itself, that options may ask for beyond what their defaults would.
-MOST_PARTS = 128
+MAX_PARTS = 128
 
 
 def check_parts(name: str, value: int, usual: int, n_tokens: int) -> None:
-    """Refuse an option that cuts a prompt into far more parts than its default, `usual` tokens each.
+    """Refuse an option that cuts a prompt into far more parts than its default.
+
+    The default cuts it into parts of `usual` tokens.
 
     Raises:
-        OptionError: `n_tokens` tokens in parts of `value` are more than `MOST_PARTS`.
+        OptionError: `n_tokens` tokens in parts of `value` are more than `MAX_PARTS`.
 
     Example:
         >>> check_parts("chunk", 64, 256, 8_000)
     """
-    least = min(usual, -(-n_tokens // MOST_PARTS))
-    if value < least:
+    minimum = min(usual, -(-n_tokens // MAX_PARTS))
+    if value < minimum:
         raise OptionError(
             f"{name}={value} would read a prompt of {n_tokens:,} tokens in {-(-n_tokens // value):,} parts; "
-            f"give at least {least}"
+            f"give at least {minimum}"
         )

@@ -1,4 +1,4 @@
-"""Optional libraries: imported when they are needed, with the extra that installs them named where they are missing."""
+"""Optional libraries: imported when they are needed; an error names the extra that installs a missing one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ def require(library: str, extra: str, purpose: str) -> Any:
     """Import a library that only an extra installs.
 
     Args:
-        library: its module, such as "matplotlib". extra: of this package, such as "plot".
-        purpose: what needs it, as the subject of the error's sentence.
+        library: Module of the library, such as "matplotlib".
+        extra: Extra of this package, such as "plot".
+        purpose: Use of the library, as the subject of the error's sentence.
 
     Raises:
         OptionError: it, or a library that it needs, is not installed.

@@ -7,11 +7,12 @@ from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal
 from millpond.methods import method
 from millpond.option_files import FILE
 from millpond.option_ranges import Range
+from millpond.policy.eviction_plan import EvictionPlan
 from millpond.policy.head_allocation import Ada, HeadAllocation, Uniform
 from millpond.policy.layer_allocation import LayerAllocation, LayerTable, Pyramid
 from millpond.policy.merging import Merge, Merged
 from millpond.policy.needs import Needs
-from millpond.policy.policy import EvictionPlan, Policy
+from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import (
     AccumulatedAttention,

@@ -22,10 +22,11 @@ AUTO = "auto"
 
 
 class Choice(NamedTuple):
-    """A method, its budget and its number format, after defaults and presets.
+    """Method, budget and number format, after defaults and presets.
 
     Attributes:
-        usual: nothing was named, so that this is the default: a model that cannot store its format takes plain numbers.
+        usual: Whether nothing was named, so that this is the default: a model that cannot store its format takes plain
+            numbers.
     """
 
     method: Any
@@ -34,7 +35,10 @@ class Choice(NamedTuple):
     usual: bool = False
 
     def on(self, dims: Iterable[tuple[int, int]] | None) -> Choice:
-        """The same for a model whose layers store (key_dim, value_dim) channels; None: latents, or not known."""
+        """Return the choice for a model whose layers store (key_dim, value_dim) channels.
+
+        None stands for latents, or unknown channels.
+        """
         return self._replace(codec=AUTO) if self.usual and not _storable(self.codec, dims) else self
 
 
@@ -43,16 +47,16 @@ def _storable(codec: str, dims: Iterable[tuple[int, int]] | None) -> bool:
     from millpond.codec import codecs_of, resolve  # loads torch, which help texts do without
 
     try:
-        for one in codecs_of(resolve(codec)):
+        for codec_format in codecs_of(resolve(codec)):
             for key_dim, value_dim in dims or ():
-                one.check_dims(key_dim, value_dim)
+                codec_format.check_dims(key_dim, value_dim)
     except OptionError:
         return False
     return dims is not None
 
 
 def preset(name: str) -> dict[str, str]:
-    """The method, budget and codec of a preset, for `compress` and `LLM`.
+    """Return the method, budget and codec of a preset, for `compress` and `LLM`.
 
     Args:
         name: `light` (every entry in 8 bits), `balanced` (every entry in 4 bits), or `tiny` (the default budget, which
@@ -72,11 +76,14 @@ def preset(name: str) -> dict[str, str]:
 
 
 def choose(method: Any, budget: Any, codec: Any, name: str | None = None, evicting: bool = False) -> Choice:
-    """What a user's method, budget, codec and preset come to.
+    """Return the choice that a user's method, budget, codec and preset come to.
 
     Args:
-        method, budget: None where they were not given. codec: None or "auto" likewise. name: of a preset, or None.
-        evicting: something else that was given asks for a method that evicts: options, or texts that go on.
+        method: Name of a method; None if none was given.
+        budget: Budget; None if none was given.
+        codec: Number format; None or "auto" if none was given.
+        name: Name of a preset, or None.
+        evicting: Whether something else asks for a method that evicts: options, or texts that go on.
 
     Raises:
         OptionError: no such preset, or one together with what it decides.
@@ -87,15 +94,15 @@ def choose(method: Any, budget: Any, codec: Any, name: str | None = None, evicti
         >>> choose(None, "20%", None)
         Choice(method='h2o', budget='20%', codec='auto', usual=False)
     """
-    given = {"method": method, "budget": budget, "codec": None if codec == AUTO else codec}
+    user_options = {"method": method, "budget": budget, "codec": None if codec == AUTO else codec}
     if name is not None:
         settings = preset(name)
-        for what, value in given.items():
+        for option, value in user_options.items():
             if value is not None:
-                raise OptionError(f"preset {name!r} decides the {what} too; leave out {what}= or preset=")
+                raise OptionError(f"preset {name!r} decides the {option} too; leave out {option}= or preset=")
         return Choice(settings["method"], settings.get("budget"), settings["codec"])
     evicting = evicting or budget is not None
-    if method is None and not evicting and given["codec"] is None:
+    if method is None and not evicting and user_options["codec"] is None:
         settings = PRESETS[DEFAULT_PRESET]
         return Choice(settings["method"], settings.get("budget"), settings["codec"], usual=True)
     if method is None:

@@ -1,6 +1,4 @@
-"""Marks of a prompt: spans [begin, end) of its tokens that are kept, shared out, forgotten or reported on, and the
-places behind which other prompts may go on.
-"""
+"""Marks of a prompt: spans that are kept, shared out, forgotten or reported on, and places where others continue."""
 
 from __future__ import annotations
 
@@ -101,10 +99,10 @@ class PromptMarks:
                 )
 
     def in_tokens(self, offsets: Sequence[Span] | TokenOffsets) -> PromptMarks:
-        """These marks, in characters of a text, as marks of its tokens.
+        """Return these marks, in characters of a text, as marks of its tokens.
 
-        A token that lies in part in a span is of it; of two spans with shares, of the first. A token that a breakpoint
-        divides lies behind it.
+        A token that shares a character with a span belongs to it; of two spans with shares, to the first. A token
+        that a breakpoint divides is after it.
 
         Args:
             offsets: [begin, end) of each token, in characters of the text: `offset_mapping` of a tokenizer.
@@ -138,13 +136,13 @@ class TokenOffsets:
         self._begin, self._end = pairs[:, 0], pairs[:, 1]
 
     def span(self, span: Span) -> Span:
-        """The first and behind the last of the tokens that share characters with a span; (0, 0): none does."""
+        """Return [first, last + 1) of the tokens that share characters with a span, or (0, 0)."""
         begin, end = span
         inside = np.flatnonzero((self._begin < np.minimum(self._end, end)) & (self._end > begin))
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) and begin < end else (0, 0)
 
     def before(self, place: int) -> int:
-        """How many tokens end at or before a place."""
+        """Return how many tokens end at or before a character."""
         behind = np.flatnonzero(self._end > place)
         return int(behind[0]) if len(behind) else len(self._end)
 
@@ -153,23 +151,24 @@ class TokenOffsets:
 
 
 def ascending(spans: Sequence[Sequence[int]], name: str) -> list[Span]:
-    """Spans as a caller gives them, ascending.
+    """Return a caller's spans in ascending order.
 
     Args:
-        name: what a message calls them.
+        spans: [begin, end) of each, in any order; whether they are inside a text is not checked.
+        name: What a message calls them.
 
     Raises:
-        OptionError: something else than pairs of whole numbers, or spans that overlap. Where they lie is not checked.
+        OptionError: Something else than pairs of whole numbers, or spans that overlap.
     """
-    found = sorted(pairs(spans, name))
-    for (first, last), (begin, end) in pairwise(span for span in found if span[0] < span[1]):
+    in_order = sorted(pairs(spans, name))
+    for (first, last), (begin, end) in pairwise(span for span in in_order if span[0] < span[1]):
         if begin < last:
             raise OptionError(f"{name}: [{begin}, {end}) overlaps [{first}, {last}); give each token once")
-    return found
+    return in_order
 
 
 def pairs(spans: Sequence[Sequence[int]], name: str) -> list[Span]:
-    """Spans as a caller gives them, in that order; see `ascending`.
+    """Return a caller's spans in their order; see `ascending`.
 
     Raises:
         OptionError: something else than pairs of whole numbers.
@@ -177,21 +176,22 @@ def pairs(spans: Sequence[Sequence[int]], name: str) -> list[Span]:
     given: object = spans
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise OptionError(f"{name}={str(spans)[:80]!r}: give a list of spans (begin, end)")
-    found: list[Span] = []
+    checked: list[Span] = []
     for span in spans:
         one: object = span
         pair = isinstance(one, Sequence) and not isinstance(one, str | bytes) and len(span) == 2
         if not pair or not all(map(_is_whole, span)):
             raise OptionError(f"{name}: {str(span)[:80]} is no span: give (begin, end), two whole numbers")
-        found.append((int(span[0]), int(span[1])))
-    return found
+        checked.append((int(span[0]), int(span[1])))
+    return checked
 
 
 def kept_spans(spans: Sequence[Sequence[int]], name: str = "spans") -> tuple[Span, ...]:
-    """Spans as they are kept: ascending, with those that touch joined, and none of them empty.
+    """Return spans to keep: ascending, joined where they touch, without empty ones.
 
     Args:
-        spans: [begin, end) of each, in any order. name: what a message calls them.
+        spans: [begin, end) of each, in any order.
+        name: What a message calls them.
 
     Raises:
         OptionError: something else than pairs of whole numbers, a span that ends before it begins, spans that
@@ -210,10 +210,11 @@ def kept_spans(spans: Sequence[Sequence[int]], name: str = "spans") -> tuple[Spa
 
 
 def shares_in_order(shares: Iterable[Sequence[float]], name: str) -> tuple[SpanShare, ...]:
-    """Spans with shares of the budget, ascending and without those that are empty.
+    """Return spans with shares of the budget: ascending, without empty ones.
 
     Args:
-        shares: (begin, end, share) of each, in any order. name: what a message calls them.
+        shares: (begin, end, share) of each, in any order.
+        name: What a message calls them.
 
     Raises:
         OptionError: something else than two whole numbers and a share, a span that ends before it begins, spans that
@@ -222,7 +223,7 @@ def shares_in_order(shares: Iterable[Sequence[float]], name: str) -> tuple[SpanS
     every: object = shares
     if isinstance(every, str | bytes) or not isinstance(every, Iterable):
         raise OptionError(f"{name}={str(shares)[:80]!r}: give a list of (begin, end, share)")
-    found: dict[Span, float] = {}
+    by_span: dict[Span, float] = {}
     for one in shares:
         given: object = one
         if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(one) != 3:
@@ -231,16 +232,16 @@ def shares_in_order(shares: Iterable[Sequence[float]], name: str) -> tuple[SpanS
         _check_ends([span], name)
         share = checked_share(one[2], f"{name}: share of [{span[0]}, {span[1]})")
         if span[0] < span[1]:
-            if span in found:
+            if span in by_span:
                 raise OptionError(f"{name}: [{span[0]}, {span[1]}) is there twice; give each token once")
-            found[span] = share
-    if len(found) > MAX_SHARES:
-        raise OptionError(f"{name}: {len(found)} spans are more than {MAX_SHARES}; join some of them")
-    return tuple((begin, end, found[begin, end]) for begin, end in ascending(list(found), name))
+            by_span[span] = share
+    if len(by_span) > MAX_SHARES:
+        raise OptionError(f"{name}: {len(by_span)} spans are more than {MAX_SHARES}; join some of them")
+    return tuple((begin, end, by_span[begin, end]) for begin, end in ascending(list(by_span), name))
 
 
 def with_share(spans: Sequence[Sequence[int]], share: object, name: str = "spans") -> tuple[SpanShare, ...]:
-    """Spans with one share, see `shares_in_order`.
+    """Return spans that all have one share; see `shares_in_order`.
 
     Raises:
         OptionError: see `shares_in_order`.
@@ -254,9 +255,14 @@ def with_share(spans: Sequence[Sequence[int]], share: object, name: str = "spans
 
 
 def checked_share(share: object, name: str = "share") -> float:
-    """
+    """Return a share as a number.
+
+    Args:
+        share: A number above 0 and up to 1.
+        name: What a message calls it.
+
     Raises:
-        OptionError: no number above 0 and up to 1.
+        OptionError: It is none.
     """
     number = isinstance(share, int | float) and not isinstance(share, bool)
     if not number or not math.isfinite(share) or not 0 < share <= 1:  # type: ignore[arg-type, operator]
@@ -265,12 +271,15 @@ def checked_share(share: object, name: str = "share") -> float:
 
 
 def check_inside(spans: Sequence[Span], n_tokens: int, text: str) -> None:
-    """
+    """Check that spans to be forgotten hold tokens of a text.
+
     Args:
-        spans: to be forgotten. n_tokens: in which they must lie. text: what these are, in words.
+        spans: [begin, end) of each.
+        n_tokens: Length of the text.
+        text: What the message calls the text.
 
     Raises:
-        OptionError: one is empty, or leaves the text.
+        OptionError: A span is empty, or leaves the text.
     """
     for begin, end in spans:
         if not 0 <= begin < end <= n_tokens:
@@ -280,9 +289,15 @@ def check_inside(spans: Sequence[Span], n_tokens: int, text: str) -> None:
 
 
 def check_apart(spans: Sequence[Span], kept: Sequence[Span], who: str) -> None:
-    """
+    """Check that spans to be forgotten share no token with spans to keep.
+
+    Args:
+        spans: To be forgotten, [begin, end) of each.
+        kept: To be kept.
+        who: What keeps them, for the message.
+
     Raises:
-        OptionError: spans that are to leave, and those that are to stay, share tokens.
+        OptionError: Two of them share tokens.
     """
     for begin, end in spans:
         for first, last in kept:
@@ -293,21 +308,21 @@ def check_apart(spans: Sequence[Span], kept: Sequence[Span], who: str) -> None:
 
 
 def _forgotten(spans: Sequence[Span]) -> tuple[Span, ...]:
-    found = ascending(spans, "forget")
-    if len(found) > MAX_FORGOTTEN:
-        raise OptionError(f"forget has {len(found)} spans: must be at most {MAX_FORGOTTEN}; join some of them")
-    for begin, end in found:
+    in_order = ascending(spans, "forget")
+    if len(in_order) > MAX_FORGOTTEN:
+        raise OptionError(f"forget has {len(in_order)} spans: must be at most {MAX_FORGOTTEN}; join some of them")
+    for begin, end in in_order:
         if begin >= end:
             raise OptionError(f"forget: [{begin}, {end}) must hold one token at least; leave it out")
-    return tuple(found)
+    return tuple(in_order)
 
 
 def _reported(spans: Sequence[Span]) -> tuple[Span, ...]:
-    found = pairs(spans, "report")
-    if len(found) > MAX_REPORTED:
-        raise OptionError(f"report has {len(found)} spans: must be at most {MAX_REPORTED}; join some of them")
-    _check_ends(found, "report")
-    return tuple(found)
+    checked = pairs(spans, "report")
+    if len(checked) > MAX_REPORTED:
+        raise OptionError(f"report has {len(checked)} spans: must be at most {MAX_REPORTED}; join some of them")
+    _check_ends(checked, "report")
+    return tuple(checked)
 
 
 def _places(places: Sequence[int]) -> tuple[int, ...]:
@@ -349,13 +364,13 @@ def united(spans: Sequence[Span]) -> tuple[Span, ...]:
         >>> united([(8, 12), (0, 4), (3, 6), (6, 7), (9, 9)])
         ((0, 7), (8, 12))
     """
-    found: list[Span] = []
+    joined: list[Span] = []
     for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
-            found.append((begin, end))
-    return tuple(found)
+            joined.append((begin, end))
+    return tuple(joined)
 
 
 def covers(spans: Sequence[Span], others: Sequence[Span]) -> bool:
@@ -370,9 +385,9 @@ def disjoint(shares: Sequence[SpanShare]) -> tuple[SpanShare, ...]:
         >>> disjoint([(2, 6, 0.5), (0, 3, 0.25), (4, 4, 1.0)])
         ((0, 3, 0.25), (3, 6, 0.5))
     """
-    found: list[SpanShare] = []
+    apart: list[SpanShare] = []
     for begin, end, share in sorted(shares):
-        first = max(begin, found[-1][1]) if found else begin
+        first = max(begin, apart[-1][1]) if apart else begin
         if first < end:
-            found.append((first, end, share))
-    return tuple(found)
+            apart.append((first, end, share))
+    return tuple(apart)

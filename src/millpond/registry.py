@@ -1,10 +1,11 @@
-"""Names -> builders. A builder is a function whose signature documents its options: `Annotated[type, "help"]`.
+"""Registry of builders by name; a builder is a function whose signature documents its options.
 
-An option that names a file says so: `Annotated[str, "help", FILE]`, see `millpond.option_files`. One that is a number
-declares its range: `Annotated[int, "help", Range(1, 64)]`, see `millpond.option_ranges`.
+An option is `Annotated[type, "help"]`. One that names a file says so: `Annotated[str, "help", FILE]`, see
+`millpond.option_files`. One that is a number declares its range: `Annotated[int, "help", Range(1, 64)]`, see
+`millpond.option_ranges`.
 
-A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it,
-and what installed packages name under a group of entry points, so that others can add their own.
+A registry finds its entries by importing every module of a package folder, so that dropping a file in registers it, and
+what installed packages name under a group of entry points, so that others can add their own.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ QUOTES = "'"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a builder: what a command line, a config file or a page of documentation needs to know.
+    """Option of a builder as a command line, a config file or a documentation page needs it.
 
     Attributes:
-        is_file: its value names a file.
-        ranges: of each kind of number that it takes, in the order of its type; () where none was declared.
+        is_file: Whether its value names a file.
+        ranges: Ranges of each kind of number that it takes, in the order of its type; () if none was declared.
     """
 
     name: str
@@ -50,30 +51,32 @@ class Option:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The allowed values, empty where the type alone decides."""
+        """Allowed values, empty if the type alone decides."""
         return typing.get_args(self.annotation) if typing.get_origin(self.annotation) is Literal else ()
 
     @property
     def type_name(self) -> str:
-        """The type as a user reads it: "int or float", or the choices."""
+        """Type as a user reads it: "int or float", or the choices."""
         return "path" if self.is_file else " | ".join(map(str, self.choices)) or _spell(self.annotation)
 
     @property
     def numbers(self) -> dict[Any, Range]:
-        """The range of each kind of number that it takes: int, float or both."""
+        """Range of each kind of number that it takes: int, float or both."""
         kinds = _kinds_of_numbers(self.annotation)
         return dict(zip(kinds, self.ranges or [UNDECLARED] * len(kinds), strict=True))
 
     @property
     def range_text(self) -> str:
-        """The numbers that it takes as a user reads them; "" where it takes none."""
+        """Numbers that it takes as a user reads them; "" if it takes none."""
         return " or ".join(dict.fromkeys(map(str, self.numbers.values())))
 
     def checked(self, value: Any, owner: str, *, typed: bool = False) -> Any:
-        """`value` as this option's type.
+        """Return `value` as this option's type.
 
         Args:
-            typed: text is no number; else it is converted, as a command line needs it.
+            value: Value that a user gave.
+            owner: Name of the builder, for errors.
+            typed: Refuse text for a number; else it is converted, as a command line needs it.
 
         Raises:
             OptionError: it is not one of the choices, not of the type, not in its range, or names a file that may not
@@ -91,14 +94,14 @@ class Option:
         ranges = self.numbers
         for kind in _alternatives(self.annotation):
             try:
-                found = _convert(value, kind)
+                converted = _convert(value, kind)
             except (TypeError, ValueError, OverflowError):
                 continue
             if typed and isinstance(value, str) and kind is not str:
                 break
-            if kind in ranges and not ranges[kind].holds(found):
+            if kind in ranges and not ranges[kind].holds(converted):
                 raise OptionError(f"{owner}: {self.name}={brief(value).strip(QUOTES)} must be {self.range_text}")
-            return found
+            return converted
         within = f", {self.range_text}" if ranges else ""
         raise OptionError(f"{owner}: {self.name}={brief(value)} is not a valid {_spell(self.annotation)}{within}")
 
@@ -150,7 +153,7 @@ def _convert(value: Any, kind: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[T]):
-    """A registered builder with what is known about it."""
+    """Registered builder with its name, options and paper."""
 
     name: str
     build: Callable[..., T]
@@ -159,11 +162,13 @@ class Entry(Generic[T]):
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring."""
+        """First line of the docstring."""
         return (inspect.getdoc(self.build) or "").split("\n")[0]
 
     def with_files_read(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The same options; the files that they name, themselves or inside, are read now and not again.
+        """Return the options with the files that they name read now, and not again.
+
+        Options may name files themselves or inside a text.
 
         Raises:
             OptionError: a file cannot be read, or the options are not as they must be.
@@ -171,14 +176,14 @@ class Entry(Generic[T]):
         read = ReadWhenNamed()
         with only_listed(read):
             self(**options)
-        made = dict(options)
+        options_read = dict(options)
         for name, value in options.items():
             if read and isinstance(value, str) and value and not isinstance(value, OptionFile | OwnText):
-                made[name] = read[value] if self.options[name].is_file else OwnText(value, read)
-        return made
+                options_read[name] = read[value] if self.options[name].is_file else OwnText(value, read)
+        return options_read
 
     def check(self, options: Mapping[str, Any], *, typed: bool = False) -> dict[str, Any]:
-        """The options as the builder takes them; typed: see `Option.checked`.
+        """Return the options as the builder takes them; typed: see `Option.checked`.
 
         Raises:
             OptionError: an unknown option (with a suggestion) or a value that does not fit.
@@ -200,12 +205,13 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Builders by name, filled on first use: by every module under `package`, and by entry points of a group.
+    """Builders by name, filled on first use by a package's modules and by entry points.
 
     Args:
-        kind: what a builder makes, for messages. package: name of a package whose modules register builders.
-        group: of the entry points that name modules of other packages; None: that of the name of `package`.
-        extras: names of builders that extras of this package install, by extra: an error about a name says so.
+        kind: Product of a builder, for messages.
+        package: Name of a package whose modules register builders.
+        group: Group of the entry points that name modules of other packages; None for the name of `package`.
+        extras: Names of builders that extras of this package install, by extra: an error about a name says so.
     """
 
     def __init__(
@@ -224,7 +230,7 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()  # modules that are walked over look names up themselves
 
     def register(self, name: str, paper: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Decorator that files a builder under `name`."""
+        """Return a decorator that registers a builder under `name`."""
 
         def file(build: Callable[..., T]) -> Callable[..., T]:
             if name in self._entries:
@@ -235,12 +241,12 @@ class Registry(Generic[T]):
         return file
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
         self._walk()
         return sorted(self._entries)
 
     def get(self, name: str) -> Entry[T]:
-        """The entry called `name`.
+        """Return the entry called `name`.
 
         Raises:
             OptionError: there is none, with the closest name as a suggestion, or what installs it.
@@ -276,7 +282,7 @@ class Registry(Generic[T]):
             self._complete = True
 
     def _load(self, point: EntryPoint) -> None:
-        """Import what another package adds.
+        """Import the module of another package.
 
         Raises:
             OptionError: it cannot be imported, or it takes a name that is taken.

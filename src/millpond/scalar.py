@@ -1,4 +1,4 @@
-"""Numbers of numpy and torch as Python's own, where a user may hand in any of them."""
+"""Scalars of numpy and torch as Python's own numbers, where a user may pass any of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 
 def number(value: Any) -> Any:
-    """A scalar of numpy or torch (of no dimensions) as Python's int, float or bool; all else as it is.
+    """Return a scalar of numpy or torch as Python's int, float or bool; all else as it is.
+
+    A scalar has no dimensions.
 
     Example:
         >>> import numpy as np

@@ -29,18 +29,20 @@ _NAMED = re.compile(r"`(\w+)`")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a field of a dataclass of settings says of itself.
+    """Meaning, range and flag of a field of a dataclass of settings.
 
     Attributes:
-        help: what it decides, for a command line and a page; other settings stand in it as `name`.
-        more: what the page says besides.
-        flag: of the command line; "": the field's name with hyphens.
-        metavar: what the command line shows for its value; None: its type.
-        at_least, above: of a number: the least value, or what it must exceed. finite: infinity is none.
-        choices: the texts that it takes; (): any.
-        parse: what turns a text into its value, and refuses what is none.
-        variable: of the environment, which the command line reads too.
-        default_text: what a default of None or False means; of another default, how it is written.
+        help: What the setting decides, for a command line and a page; `name` refers to another setting.
+        more: What the page adds.
+        flag: Option of the command line; "": the field's name with hyphens.
+        metavar: What the command line shows for the value; None: its type.
+        at_least: Smallest value of a number; None: no limit.
+        above: Number that the value must exceed; None: no limit.
+        finite: Whether infinity is refused.
+        choices: Texts that the setting takes; (): any.
+        parse: Function that turns a text into the value, or raises `OptionError`.
+        variable: Environment variable that the command line also reads; "": none.
+        default_text: Meaning of a default of None or False; of another default, how it is written.
     """
 
     help: str
@@ -57,19 +59,21 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """The range of a number in words; "" where there is none."""
+        """Range of a number in words; "" where there is none."""
         parts = {"at least": self.at_least, "above": self.above}
         said = [f"{words} {end:g}" for words, end in parts.items() if end is not None]
         return " and ".join([*said, *(["finite"] if self.finite else [])])
 
     def checked(self, name: str, value: Any, whole: bool) -> Any:
-        """`value` as the field keeps it.
+        """Return the value as the field keeps it.
 
         Args:
-            whole: of a number: it has no fraction.
+            name: What a message calls the setting.
+            value: What the user gave.
+            whole: Whether a number must have no fraction.
 
         Raises:
-            OptionError: it is out of the range, or not among the choices. Also as `parse`.
+            OptionError: The value is out of the range or not among the choices, or `parse` refuses it.
         """
         if self.choices and value not in self.choices:
             raise unknown(name, str(value), self.choices)
@@ -97,10 +101,12 @@ class Setting:
 
 
 def setting(default: T, help: str, **more: Any) -> T:
-    """A field of a dataclass with a `Setting`.
+    """Return a field of a dataclass with a `Setting`.
 
     Args:
-        default: of the field; a dictionary is copied. help: see `Setting`. **more: its other attributes.
+        default: Default of the field; a dictionary is copied.
+        help: See `Setting`.
+        **more: Other attributes of the `Setting`; `repr` of the field.
 
     Example:
         >>> @dataclass(frozen=True)
@@ -122,44 +128,45 @@ def setting(default: T, help: str, **more: Any) -> T:
 
 
 def settings_of(kind: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by the names of its fields, in their order.
+    """Return the settings of a dataclass by the names of its fields, in their order.
 
     Raises:
-        TypeError: it is no dataclass.
+        TypeError: `kind` is no dataclass.
     """
-    found = {one.name: one.metadata.get(_KEY) for one in dataclasses.fields(kind)}
-    return {name: one for name, one in found.items() if one is not None}
+    settings = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(kind)}
+    return {name: one for name, one in settings.items() if one is not None}
 
 
 def check_settings(owner: Any) -> None:
-    """Check every setting of a dataclass that is being made, and keep numbers and parsed texts in place of what came.
+    """Check every setting of a new dataclass, and store numbers and parsed texts in its fields.
 
-    A value of None is left alone where it is the default.
+    A value of None is not checked where it is the default.
 
     Raises:
-        OptionError, BudgetError: see `Setting.checked`.
+        OptionError: See `Setting.checked`.
+        BudgetError: An amount of bytes is none.
     """
     kind = type(owner)
     defaults = {one.name: one for one in dataclasses.fields(kind)}
     for name, one in settings_of(kind).items():
         value = getattr(owner, name)
         if value is not None or defaults[name].default is not None:
-            found = one.checked(name, value, whole="float" not in str(defaults[name].type))
-            if found is not value:
-                object.__setattr__(owner, name, found)
+            checked = one.checked(name, value, whole="float" not in str(defaults[name].type))
+            if checked is not value:
+                object.__setattr__(owner, name, checked)
 
 
 def default_of(kind: type, name: str) -> Any:
-    """The default of a field."""
-    found = next(one for one in dataclasses.fields(kind) if one.name == name)
-    return found.default if found.default_factory is dataclasses.MISSING else found.default_factory()
+    """Return the default of a field."""
+    field = next(field for field in dataclasses.fields(kind) if field.name == name)
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def type_of(kind: type, name: str) -> Any:
-    """The type of one field, whatever the others need.
+    """Return the type of one field without evaluating the types of the others.
 
     Raises:
-        NameError: its module imports the type for type checkers alone.
+        NameError: The module imports the type for type checkers alone.
     """
     owner = next(one for one in kind.__mro__ if name in inspect.get_annotations(one))
     alone = SimpleNamespace(__annotations__={name: owner.__annotations__[name]})
@@ -167,10 +174,13 @@ def type_of(kind: type, name: str) -> Any:
 
 
 def help_text(kind: type, name: str, write: Callable[[str], str], default: str | None = None) -> str:
-    """The help of a setting, with what its default means behind it.
+    """Return the help of a setting, followed by what its default means.
 
     Args:
-        write: how another setting is written that the help names. default: in place of what its default means.
+        kind: Dataclass of the setting.
+        name: Field of the setting.
+        write: Function that writes another setting named by the help.
+        default: Text in place of what the default means.
     """
     one, own = settings_of(kind)[name], default_of(kind, name)
     means = one.default_text if default is None else default
@@ -179,11 +189,11 @@ def help_text(kind: type, name: str, write: Callable[[str], str], default: str |
         said += f" Also: {one.variable}{', separated by commas' if own is not None else ''}."
     if means and (own is False or own in (None, ())):
         said += f" Default: {means}."
-    return _NAMED.sub(lambda found: write(found[1]), said)
+    return _NAMED.sub(lambda match: write(match[1]), said)
 
 
 def flag_of(kind: type, name: str) -> str:
-    """What a command line calls a setting; also of a name that is an option of the command line alone.
+    """Return the flag of a setting, or of an option that only the command line has.
 
     Example:
         >>> flag_of(Setting, "page_slots")
@@ -194,7 +204,7 @@ def flag_of(kind: type, name: str) -> str:
 
 
 def shows_options(*kinds: type) -> Callable[[Call], Call]:
-    """What shows `**options` of a function as the settings of dataclasses, for `help` and for completion."""
+    """Return a decorator that shows `**options` as settings, for `help` and completion."""
 
     def show(call: Call) -> Call:
         shown = inspect.signature(call)
@@ -215,10 +225,15 @@ def shows_options(*kinds: type) -> Callable[[Call], Call]:
 
 
 def split_options(owner: str, options: Mapping[str, Any], *kinds: type) -> tuple[dict[str, Any], ...]:
-    """Options for each of several dataclasses: those that are its settings.
+    """Split options among dataclasses: each gets those that are its settings.
+
+    Args:
+        owner: What a message calls the function that took the options.
+        options: Keyword arguments by name.
+        *kinds: Dataclasses of settings.
 
     Raises:
-        TypeError: one is a setting of none of them.
+        TypeError: An option is a setting of none of them.
 
     Example:
         >>> @dataclass

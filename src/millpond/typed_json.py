@@ -1,4 +1,4 @@
-"""Values out of JSON, compared with the type hints of the dataclass that they are for."""
+"""Dataclasses from and to JSON, checked by their type hints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def to_json(value: Any, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults, without those in `leave_out`."""
-    found = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in leave_out}
-    return {field.name: found[field.name] for field in fields(value) if _differs(field, found)}
+    """Return the fields of a dataclass that differ from their defaults, without `leave_out`."""
+    attributes = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in leave_out}
+    return {field.name: attributes[field.name] for field in fields(value) if _differs(field, attributes)}
 
 
 def from_json(kind: type[T], values: Any) -> T:
-    """An instance of a dataclass of values out of JSON, where tuples are lists and keys are texts.
+    """Return an instance of a dataclass from JSON, where tuples are lists and keys are texts.
 
     Raises:
         DataError: a field that the class does not have, or a value of another type. Also what the class raises.
@@ -36,19 +36,19 @@ def from_json(kind: type[T], values: Any) -> T:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Its fields' types; to find them out takes longer than to read a request."""
+    """Return the types of a class's fields, cached: finding them takes longer than a request."""
     return get_type_hints(kind)
 
 
-def _differs(field: Field[Any], found: Mapping[str, Any]) -> bool:
-    if field.name not in found:
+def _differs(field: Field[Any], attributes: Mapping[str, Any]) -> bool:
+    if field.name not in attributes:
         return False
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    return default is MISSING or found[field.name] != default
+    return default is MISSING or attributes[field.name] != default
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """`value` as the hint has it.
+    """Return `value` as the hint has it.
 
     Raises:
         TypeError: it is of another type.
@@ -63,12 +63,12 @@ def _as(hint: Any, value: Any) -> Any:
             return value
     elif kind is tuple and isinstance(value, list | tuple):
         if parts[1:] == (...,):
-            return tuple(_as(parts[0], one) for one in value)
+            return tuple(_as(parts[0], element) for element in value)
         if len(parts) == len(value):
-            return tuple(_as(part, one) for part, one in zip(parts, value, strict=True))
+            return tuple(_as(part, element) for part, element in zip(parts, value, strict=True))
     elif kind is not None and isinstance(kind, type) and issubclass(kind, Mapping) and isinstance(value, dict):
         key = int if parts[0] is int else str
-        return {key(name): _as(parts[1], one) for name, one in value.items()}
+        return {key(name): _as(parts[1], element) for name, element in value.items()}
     elif hint is float and type(value) in (int, float):
         return value
     elif hint is type(None) or hint is None:

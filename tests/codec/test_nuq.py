@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millpond.codec.groups import Coder
-from millpond.codec.nuq import MOST_POINTS, as_table, key_table, kmeans, q_norm
+from millpond.codec.nuq import MAX_POINTS, as_table, key_table, kmeans, q_norm
 from millpond.errors import OptionError
 from millpond.kernels.packed.layout import Format, Side
 from tests.helpers.examples import examples
@@ -49,7 +49,7 @@ def test_weights_count_as_copies() -> None:
 
 
 def test_many_samples_beat_an_even_grid_and_repeat_exactly() -> None:
-    x = torch.randn(5 * MOST_POINTS, generator=torch.Generator().manual_seed(1)).double()
+    x = torch.randn(5 * MAX_POINTS, generator=torch.Generator().manual_seed(1)).double()
     one = torch.ones_like(x)
     centres = kmeans(x, None, 8)
     assert torch.equal(centres, kmeans(x.flip(0), None, 8))

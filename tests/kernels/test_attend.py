@@ -143,7 +143,7 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
 def test_what_cannot_be_changed_in_place_is_refused(found: tuple[Tensor, Tensor]) -> None:
     call = Case([5, 5], 1, 2, 2).build()
     with pytest.raises(OptionError, match=r"contiguous float32 of shape \(3, 4"):
-        ops.attend(AttendArgs(torch.randn(3, 4, 16), call.regions, 1.0, found=found))
+        ops.attend(AttendArgs(torch.randn(3, 4, 16), call.regions, 1.0, partial=found))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

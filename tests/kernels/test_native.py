@@ -16,7 +16,7 @@ from millpond.errors import OptionError
 from millpond.kernels import blockwise, native, ops, reference
 from millpond.kernels.args import EntryRows, PageRegions
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
-from millpond.kernels.native import abi, library
+from millpond.kernels.native import library, structs
 from millpond.kernels.pages import PageArrays
 from tests.helpers.examples import examples
 from tests.helpers.kernels.args import decode_args, write_args
@@ -285,7 +285,7 @@ def test_write_and_read_equal_reference(
 
 def op_arguments(call: Call) -> tuple[object, ...]:
     pages = call.pages
-    pool = [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, abi.DTYPES[pages.dtype]]
+    pool = [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, structs.DTYPES[pages.dtype]]
     pool.append(int(pages.masses))
     return (
         call.q,

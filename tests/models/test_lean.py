@@ -131,7 +131,7 @@ def test_embeddings_of_which_rows_are_read_stay_in_the_file(tmp_path: Path) -> N
 
 def test_matrices_of_a_layer_lie_in_one_memory_and_the_rest_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and biases are kept where matrices become codes, and must not keep their memory."""
-    monkeypatch.setattr(fuse, "LEAST_IN_ONE", 1)
+    monkeypatch.setattr(fuse, "MIN_IN_ONE", 1)
     model, twin = family("qwen2").make(), family("qwen2").make()
     decoder = describe(model).decoder
     spots = []

@@ -22,7 +22,7 @@ class Tokenizer:
             pass
         return "written"
 
-render.MOST_SECONDS = 0.1
+render.MAX_SECONDS = 0.1
 for _ in range(3):
     try:
         print(render.write_chat(Tokenizer(), [{}]))

@@ -376,7 +376,7 @@ def test_a_template_that_does_not_end_is_ended(template: str, monkeypatch: pytes
     """One that is tried and ends, but not with every chat."""
     tokenizer: Any = load_tokenizer("pond-recall")
     tokenizer.chat_template = f"{{% if messages[0].content == 'now' %}}{template}{{% endif %}}yes"
-    monkeypatch.setattr(render, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(render, "MAX_SECONDS", 0.3)
     begin = time.thread_time()
     for _ in range(2):
         with pytest.raises(OptionError, match=r"has not ended after 0\.3 s"):
@@ -387,7 +387,7 @@ def test_a_template_that_does_not_end_is_ended(template: str, monkeypatch: pytes
 
 
 def test_a_server_goes_on_behind_such_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(render, "MAX_SECONDS", 0.3)
     llm = templated()
     endless = f"{{% if messages[0].content == 'w7' %}}{LOOP}{{% endif %}}"
     llm.tokenizer.chat_template = endless + "{{ messages[0].content }}"

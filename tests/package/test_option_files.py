@@ -135,7 +135,7 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path, monkeypatch
         read_file(tmp_path)
     with pytest.raises(OptionError, match="cannot be read"):
         read_file("a\0b")
-    monkeypatch.setattr(option_files, "MOST_BYTES", 10)
+    monkeypatch.setattr(option_files, "MAX_BYTES", 10)
     (tmp_path / "long").write_bytes(b"x" * 11)
     with pytest.raises(OptionError, match="more than 10 bytes"):
         read_file(tmp_path / "long")

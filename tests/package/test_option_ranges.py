@@ -15,7 +15,7 @@ from millpond.cache.paging import PAGING
 from millpond.errors import BudgetError, OptionError
 from millpond.methods import METHODS
 from millpond.methods._base import based_on
-from millpond.option_ranges import MOST_POSITIONS, POSITIONS, SHARE, Range, check_parts
+from millpond.option_ranges import MAX_POSITIONS, POSITIONS, SHARE, Range, check_parts
 from millpond.registry import Option, Registry
 from millpond_lab.evals.candidates.candidate import CANDIDATES
 from millpond_lab.evals.task import TASKS
@@ -180,7 +180,7 @@ def test_a_prompt_is_not_cut_into_any_number_of_parts() -> None:
 
 
 def test_ranges_read_as_numbers() -> None:
-    assert str(Range(1, MOST_POSITIONS)) == "1 to 16,777,216"
+    assert str(Range(1, MAX_POSITIONS)) == "1 to 16,777,216"
     assert str(Range(0.0, 1.0, above=True)) == "above 0 and at most 1"
     assert not Range(0, 1).holds(math.nan)
     assert json.loads("1e999") == math.inf

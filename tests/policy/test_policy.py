@@ -6,8 +6,9 @@ import torch
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal
 from millpond.methods import METHODS
+from millpond.policy.decode_rule import on_sliding_layer
 from millpond.policy.head_allocation import Ada
-from millpond.policy.policy import Policy, on_sliding_layer
+from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.view import View
 

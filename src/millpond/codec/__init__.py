@@ -32,15 +32,20 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def list_codecs() -> list[str]:
-    """The names of all number formats. "auto" stores what the model computes; "a+b" is keys as a and values as b."""
+    """Return the names of all number formats.
+
+    "auto" stores what the model computes; "a+b" stores keys as a and values as b.
+    """
     return ["auto", *DTYPES, *(name for name in PRESETS if name not in DTYPES)]
 
 
 def resolve(codec: CodecSpec) -> LayerCodecs | Format:
-    """What a name stands for: a dtype, a codec, None for "auto", or one of these for each layer.
+    """Return the number format that a name stands for.
+
+    It is a dtype, a codec, None for "auto", or one of these for each layer.
 
     Args:
-        codec: a name, a pair of names for keys and values, tiers by age, or names by layer, see `CodecSpec`.
+        codec: A name, a pair of names for keys and values, formats by age, or names by layer, see `CodecSpec`.
 
     Raises:
         OptionError: no such codec, a pair that cannot share a page, tiers out of order, or layers that overlap.
@@ -52,7 +57,7 @@ def resolve(codec: CodecSpec) -> LayerCodecs | Format:
 
 
 def _resolve_all(codec: str | tuple[str, str]) -> Format:
-    """The format of every layer."""
+    """Return the format of every layer."""
     if isinstance(codec, str) and SIZE in codec:
         return parse_ages(codec)
     names = tuple(codec.split(JOINT)) if isinstance(codec, str) else tuple(codec)
@@ -64,8 +69,8 @@ def _resolve_all(codec: str | tuple[str, str]) -> Format:
         if name in ("auto", *DTYPES) and name not in PRESETS:
             raise OptionError(f"codec={codec!r}: {name!r} cannot be one of a pair; write 'bf16' for plain numbers")
         _one(name)
-    found = codec_named((names[0], names[1]))
-    return torch.bfloat16 if is_plain(found) and not found.prune else found
+    pair = codec_named((names[0], names[1]))
+    return torch.bfloat16 if is_plain(pair) and not pair.prune else pair
 
 
 def _one(name: str) -> Format:

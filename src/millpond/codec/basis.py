@@ -22,26 +22,27 @@ LEVEL = 12.0
 
 @dataclass(frozen=True, eq=False)
 class KeyScales:
-    """What the layers of a model divide their keys by.
+    """Divisors of the keys of each layer of a model.
 
     Attributes:
-        layers: of each (Hkv, D) float32, powers of two of at least 1; None: 1.
+        layers: Scales of each layer, (Hkv, D) float32, powers of two of at least 1; None for 1.
     """
 
     layers: Sequence[Tensor | None]
 
     def of(self, layer: int, device: torch.device) -> Tensor | None:
-        """The scales of one layer on a device."""
-        found = self.layers[layer]
-        return None if found is None else found.to(device)
+        """Return the scales of one layer on a device."""
+        basis = self.layers[layer]
+        return None if basis is None else basis.to(device)
 
 
 def scales_for(bias: Tensor, partner: Tensor | None = None) -> Tensor | None:
-    """Scales (Hkv, D) float32 for keys with a bias (Hkv, D); None where all are 1.
+    """Return scales (Hkv, D) float32 for keys with a bias, or None if all are 1.
 
     Args:
-        partner: (D,) the channel that each turns with, -1 for one that does not turn. Both get the larger scale, for
-            RoPE carries the bias of one into the other.
+        bias: (Hkv, D) bias of the key projection.
+        partner: (D,) channel that each rotates with, -1 for one that does not rotate. Both get the larger scale,
+            because RoPE carries the bias of one into the other.
     """
     size = bias.detach().float().abs()
     if partner is not None:
@@ -53,36 +54,42 @@ def scales_for(bias: Tensor, partner: Tensor | None = None) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Basis:
-    """How one layer turns numbers before it stores them, and back. Heads are the third dimension from the end.
+    """Change of one layer's numbers before they are stored, and back.
+
+    Heads are the third dimension from the end.
 
     Attributes:
-        hadamard: queries, keys and values are rotated. scales: (Hkv, D) what keys are divided by; None: 1.
+        hadamard: Whether queries, keys and values are rotated.
+        scales: (Hkv, D) divisors of keys; None for 1.
     """
 
     hadamard: bool
     scales: Tensor | None
 
     def stored(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (..., Hq, n, D), keys (..., Hkv, n, D) and values (..., Hkv, n, value_dim) as they are stored."""
+        """Return q (..., Hq, n, D), k (..., Hkv, n, D), v (..., Hkv, n, value_dim) as stored."""
         return self.queries(q), self.keys(k), self.values(v)
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries (..., Hq, n, D) as they meet stored keys."""
+        """Return queries (..., Hq, n, D) in the basis of stored keys."""
         if self.scales is not None:
             by_head = q.reshape(*q.shape[:-3], len(self.scales), -1, *q.shape[-2:])
             q = (by_head * self._scales(q.dtype)[:, None]).flatten(-4, -3)
         return self.values(q)
 
     def keys(self, k: Tensor) -> Tensor:
-        """Keys (..., Hkv, n, D) as they are stored."""
+        """Return keys (..., Hkv, n, D) as they are stored."""
         return self.values(k if self.scales is None else k / self._scales(k.dtype))
 
     def values(self, v: Tensor) -> Tensor:
-        """Values (..., n, value_dim) as they are stored; the same turns stored ones, and outputs, back."""
+        """Return values (..., n, value_dim) as they are stored.
+
+        The same call turns stored values, and outputs, back.
+        """
         return rotate(v) if self.hadamard else v
 
     def keys_back(self, k: Tensor) -> Tensor:
-        """Stored keys (..., Hkv, n, D) as the model made them."""
+        """Return stored keys (..., Hkv, n, D) as the model computed them."""
         k = self.values(k)
         return k if self.scales is None else k * self._scales(k.dtype)
 

@@ -1,4 +1,4 @@
-"""Number formats by age, as "bf16:20%,int8:20%,int4": entries pass through the tiers as they grow old.
+"""Number formats by age, such as "bf16:20%,int8:20%,int4": old entries are stored in fewer bits.
 
 The newest 20 % of the entries that a head holds stay in bf16, the next 20 % are int8, the rest int4. An entry becomes
 int4 by way of int8, whose rounding it keeps. Whole pages of codes pass, so that a tier may hold up to a page more.
@@ -18,9 +18,9 @@ SIZE = ":"
 #: The tier of numbers as they are, which may only be the first.
 PLAIN = "bf16"
 #: Most entries that a tier may be given by number: those of the longest text.
-MOST_ENTRIES = 2**30
+MAX_ENTRIES = 2**30
 #: Most tiers: none of the formats has room for more between 16 and 2 bits.
-MOST_TIERS = 6
+MAX_TIERS = 6
 #: The head_dim at which the bits of two formats are compared.
 DIM = 128
 WAY_OUT = "write 'bf16:20%,int8:20%,int4' or 'bf16:128,int8:256,int4', the newest tier first"
@@ -30,10 +30,13 @@ REFUSED = ("tiered", "prune", "balanced", "rotated", "pre_rope", "calibrated")
 
 @dataclass(frozen=True, slots=True)
 class SizedFormat:
-    """A tier as it is written: the name of its format, and how many entries it holds.
+    """Format of one age, as it is written, and how many entries it holds.
+
+    One of `share` and `entries` is 0.
 
     Attributes:
-        share: in hundredths of a percent of the entries of a head. entries: a number of them. One of the two is 0.
+        share: Share of the entries of a head, in hundredths of a percent.
+        entries: Number of entries.
     """
 
     name: str
@@ -42,7 +45,7 @@ class SizedFormat:
 
 
 def parse_ages(text: str) -> Codec:
-    """The codec of a text with ":" in it; a semicolon separates as a comma does.
+    """Return the codec of a text with ":" in it; a semicolon separates like a comma.
 
     Raises:
         OptionError: an unknown format, one that has no place in a tier, a size that is none, shares that leave nothing
@@ -52,8 +55,8 @@ def parse_ages(text: str) -> Codec:
         >>> [(tier.name, tier.share) for tier in parse_ages("bf16:20%,int8:20%,int4").ages]
         [('int8', 2000), ('int4', 4000)]
     """
-    if text.count(",") + text.count(";") >= MOST_TIERS:
-        raise OptionError(f"codec={text[:80]!r} names more than {MOST_TIERS} tiers; {WAY_OUT}")
+    if text.count(",") + text.count(";") >= MAX_TIERS:
+        raise OptionError(f"codec={text[:80]!r} names more than {MAX_TIERS} tiers; {WAY_OUT}")
     words = [word.strip() for word in text.replace(";", ",").split(",")]
     sized, last = [_sized(word, text) for word in words[:-1]], words[-1]
     if SIZE in last or not sized:
@@ -80,16 +83,16 @@ def _sized(word: str, text: str) -> SizedFormat:
     if not colon:
         raise OptionError(f"codec={text!r}: tier {word!r} has no size, and only the last one needs none; {WAY_OUT}")
     number = size.removesuffix("%").strip()
-    whole, point, part = number.partition(".")
-    if not (whole.isdecimal() and number.isascii() and len(whole) <= 10) or (point and not part.isdecimal()):
+    integer, point, part = number.partition(".")
+    if not (integer.isdecimal() and number.isascii() and len(integer) <= 10) or (point and not part.isdecimal()):
         raise OptionError(f"codec={text[:80]!r}: {size[:20]!r} is no number of entries, as '128', or share, as '20%'")
     if size.endswith("%"):
         if len(part) > 2 or not 0 < round(float(number) * 100) < WHOLE:
             raise OptionError(f"codec={text!r}: a share is above 0 % and below 100 %, to two digits, not {size!r}")
         return SizedFormat(name, share=round(float(number) * 100))
-    if point or not 0 < int(whole) <= MOST_ENTRIES:
-        raise OptionError(f"codec={text!r}: a tier holds 1 to {MOST_ENTRIES} entries, a whole number, not {size!r}")
-    return SizedFormat(name, entries=int(whole))
+    if point or not 0 < int(integer) <= MAX_ENTRIES:
+        raise OptionError(f"codec={text!r}: a tier holds 1 to {MAX_ENTRIES} entries, a whole number, not {size!r}")
+    return SizedFormat(name, entries=int(integer))
 
 
 def _size(tier: SizedFormat) -> str:
@@ -97,7 +100,7 @@ def _size(tier: SizedFormat) -> str:
 
 
 def _format(name: str, text: str) -> Codec:
-    """The format of a tier of codes."""
+    """Return the format of a tier of codes."""
     if name == PLAIN:
         raise OptionError(f"codec={text!r}: '{PLAIN}' may only be the first tier: entries lose bits as they grow old")
     names = tuple(name.split("+"))
@@ -105,22 +108,23 @@ def _format(name: str, text: str) -> Codec:
         raise OptionError(
             f"codec={text!r}: {name!r} names {len(names)} formats; give one, or one for keys and one more"
         )
-    for one in names:
-        if one not in PRESETS:
-            raise unknown("codec", one, [PLAIN, *PRESETS])
-    found = codec_named(names[0] if len(names) == 1 else (names[0], names[1]))
-    for what in REFUSED:
-        if getattr(found, what):
+    for part in names:
+        if part not in PRESETS:
+            raise unknown("codec", part, [PLAIN, *PRESETS])
+    codec = codec_named(names[0] if len(names) == 1 else (names[0], names[1]))
+    for feature in REFUSED:
+        if getattr(codec, feature):
             raise OptionError(
-                f"codec={text!r}: {name!r} is {what}, which a tier by age cannot be; use int8, int4 or kivi2"
+                f"codec={text!r}: {name!r} is {feature}, which a tier by age cannot be; use int8, int4 or kivi2"
             )
-    if is_plain(found):
+    if is_plain(codec):
         raise OptionError(f"codec={text!r}: {name!r} stores numbers as they are; as the first tier write '{PLAIN}'")
-    return found
+    return codec
 
 
 def _check_order(ages: list[Codec], text: str) -> None:
-    """
+    """Check that each age has fewer bits than those before it.
+
     Raises:
         OptionError: a tier whose entries have as many bits as those before it, or more.
     """

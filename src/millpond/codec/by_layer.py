@@ -27,7 +27,7 @@ WAY_OUT = 'write {"0-1": "bf16", "*": "int4"} or "0-1=bf16,*=int4"'
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """The format of the layers `first` to `last`, both included."""
+    """Format of the layers `first` to `last`, both included."""
 
     first: int
     last: int
@@ -36,14 +36,14 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class LayerCodecs:
-    """A format for each layer.
+    """Format of each layer.
 
-    Layers are counted among those that hold entries: in a hybrid, states are in none of them.
+    Layers are counted among those that hold entries: layers of a hybrid that hold a state are not counted.
 
     Attributes:
-        name: as a user may write it in one word.
-        ranges: by first layer, without overlap.
-        rest: (format,) of all other layers; () where the ranges must name every layer.
+        name: Text of one word as a user may write it.
+        ranges: Ranges by first layer, without overlap.
+        rest: (format,) of all other layers; () if the ranges must name every layer.
     """
 
     name: str
@@ -51,35 +51,36 @@ class LayerCodecs:
     rest: tuple[Format, ...]
 
     def of(self, layer: int) -> Format:
-        """How a layer that `check_layers` has counted stores entries."""
-        for one in self.ranges:
-            if one.first <= layer <= one.last:
-                return one.stored
+        """Return the format of a layer that `check_layers` has counted."""
+        for layer_range in self.ranges:
+            if layer_range.first <= layer <= layer_range.last:
+                return layer_range.stored
         return self.rest[0]
 
     @property
     def formats(self) -> list[Format]:
         """Every format, in the order of the name."""
-        return [*(one.stored for one in self.ranges), *self.rest]
+        return [*(layer_range.stored for layer_range in self.ranges), *self.rest]
 
     def map(self, change: Callable[[Format], Format]) -> LayerCodecs:
-        """The same layers with each format changed."""
+        """Return the same layers with each format changed."""
         ranges = tuple(replace(one, stored=change(one.stored)) for one in self.ranges)
         return LayerCodecs(self.name, ranges, tuple(change(one) for one in self.rest))
 
     def check_layers(self, n_layers: int) -> None:
-        """
+        """Check that every layer of the model has a format, and no range ends beyond them.
+
         Raises:
             OptionError: a range beyond the model's layers, or a layer without a format.
         """
-        for one in self.ranges:
-            if one.last >= n_layers:
+        for layer_range in self.ranges:
+            if layer_range.last >= n_layers:
                 raise OptionError(
-                    f"codec {self.name!r} names layer {one.last}: the model has layers 0 to {n_layers - 1}"
+                    f"codec {self.name!r} names layer {layer_range.last}: the model has layers 0 to {n_layers - 1}"
                 )
         if self.rest:
             return
-        named = {layer for one in self.ranges for layer in range(one.first, one.last + 1)}
+        named = {layer for layer_range in self.ranges for layer in range(layer_range.first, layer_range.last + 1)}
         missing = [layer for layer in range(n_layers) if layer not in named]
         if missing:
             raise OptionError(
@@ -88,7 +89,7 @@ class LayerCodecs:
 
 
 def codec_text(codec: CodecSpec) -> str | tuple[str, str]:
-    """A codec as one word; a pair, which is one format, stays a pair.
+    """Return a codec as one word; a pair, which is one format, stays a pair.
 
     Raises:
         OptionError: a mapping that holds anything but names, or nothing.
@@ -111,10 +112,11 @@ def codec_text(codec: CodecSpec) -> str | tuple[str, str]:
 
 
 def parse_layers(text: str, one_format: Callable[[str], Format]) -> LayerCodecs | Format:
-    """The formats of a text with "=" in it; a single one where all layers have the same.
+    """Return the formats of a text with "=" in it; a single format if all layers have it.
 
     Args:
-        one_format: what the name of a single format stands for.
+        text: Rules such as "0-1=bf16,*=int4".
+        one_format: Returns the format of a single name.
 
     Raises:
         OptionError: no range, ranges that overlap, or an unknown format.
@@ -130,7 +132,7 @@ def parse_layers(text: str, one_format: Callable[[str], Format]) -> LayerCodecs 
             rest.append(stored)
         else:
             ranges.append(LayerRange(*_layers(layers, text), stored))
-    ranges.sort(key=lambda one: one.first)
+    ranges.sort(key=lambda layer_range: layer_range.first)
     for before, then in itertools.pairwise(ranges):
         if then.first <= before.last:
             raise OptionError(f"codec={text!r} gives layer {then.first} two formats; its ranges must not overlap")
@@ -138,19 +140,19 @@ def parse_layers(text: str, one_format: Callable[[str], Format]) -> LayerCodecs 
 
 
 def _parts(text: str) -> list[str]:
-    """The rules of a text: a comma that no "=" follows belongs to the name of a format.
+    """Split a text into rules: a comma that no "=" follows belongs to the name of a format.
 
     A semicolon separates as a comma does, for lists of codecs that commas separate.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for part in text.replace(";", ",").split(","):
         if "=" in part:
-            found.append(part)
-        elif found:
-            found[-1] += f",{part}"
+            texts.append(part)
+        elif texts:
+            texts[-1] += f",{part}"
         else:
             raise OptionError(f"codec={text!r}: {part!r} names no layers; {WAY_OUT}")
-    return found
+    return texts
 
 
 def _layers(word: str, text: str) -> tuple[int, int]:
@@ -160,17 +162,17 @@ def _layers(word: str, text: str) -> tuple[int, int]:
         raise OptionError(
             f"codec={text[:80]!r}: {word[:20]!r} is no layer, as '3', or range of layers, as '0-1', or '{REST}'"
         )
-    found = int(first), int(last or first)
-    if found[0] > found[1]:
+    layer_range = int(first), int(last or first)
+    if layer_range[0] > layer_range[1]:
         raise OptionError(f"codec={text!r}: range {word!r} ends before it begins")
-    return found
+    return layer_range
 
 
 def formats_of(stored: LayerCodecs | Format) -> list[Format]:
-    """Every format that some layer has."""
+    """Return the formats of all layers."""
     return stored.formats if isinstance(stored, LayerCodecs) else [stored]
 
 
 def codecs_of(stored: LayerCodecs | Format) -> list[Codec]:
-    """Those of `formats_of` that are codecs, which numbers as they are are not."""
-    return [one for one in formats_of(stored) if isinstance(one, Codec)]
+    """Return those of `formats_of` that are codecs, not plain dtypes."""
+    return [number_format for number_format in formats_of(stored) if isinstance(number_format, Codec)]

@@ -1,7 +1,7 @@
 """Calibration of KVQuant (arXiv:2401.18079): tables and ranges per layer, known before the first key is stored.
 
-Made once per model by `millpond.hf.calibration.measure`, from a text; kept in a safetensors file. It does not know
-the model, only the mark by which the model is known again.
+Made once per model by `millpond.hf.calibration.measure` from a text, and stored in a safetensors file. It contains no
+reference to the model, only the mark that identifies it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT = "millpond calibration 1"
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers that codes stand for, ascending, and the cuts between codes; no cuts: halfway."""
+    """Numbers that codes stand for, ascending, and the cuts between codes; no cuts: halfway."""
 
     table: tuple[float, ...]
     cuts: tuple[float, ...] = ()
@@ -33,11 +33,13 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCalibration:
-    """What is known of one layer.
+    """Ranges and tables of one layer.
 
     Attributes:
-        key_scale, key_zero: (Hkv, D) float32: half the range and the middle of each channel, before RoPE.
-        keys, values: by bits.
+        key_scale: (Hkv, D) float32, half the range of each channel before RoPE.
+        key_zero: (Hkv, D) float32, the middle of the range of each channel before RoPE.
+        keys: Tables of keys, by bits.
+        values: Tables of values, by bits.
     """
 
     key_scale: Tensor
@@ -48,12 +50,13 @@ class LayerCalibration:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """What is known of a model.
+    """Ranges and tables of all layers of a model.
 
     Attributes:
-        model: the mark of the model. name: its class, for people.
-        outliers: share of the numbers that lie outside the ranges, and are stored as outliers.
-        sinks: first entries of a text that were left out, and stay plain.
+        model: Mark that identifies the model.
+        name: Class of the model, for people.
+        outliers: Share of the numbers that are outside the ranges, and stored as outliers.
+        sinks: First entries of the text that were left out, and are stored as plain numbers.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -64,11 +67,11 @@ class Calibration:
 
     @property
     def bits(self) -> list[int]:
-        """The numbers of bits that there are tables for."""
+        """Numbers of bits that have tables."""
         return sorted(self.layers[0].keys)
 
     def applied(self, codec: Codec) -> Codec:
-        """A codec that needs a calibration, with this one.
+        """Return a codec that needs a calibration, with this one.
 
         Raises:
             OptionError: there is no table of as many bits.
@@ -84,22 +87,22 @@ class Calibration:
         )
 
     def tables(self, layer: int, codec: Codec) -> Tables:
-        """The tables of one layer, as a layout takes them."""
-        found = self.layers[layer]
-        key, value = found.keys[codec.key.format.bits], found.values[codec.value.format.bits]
+        """Return the tables of one layer for a layout of pages."""
+        layer_calibration = self.layers[layer]
+        key, value = layer_calibration.keys[codec.key.format.bits], layer_calibration.values[codec.value.format.bits]
         return Tables(key.table, value.table, key.cuts, value.cuts)
 
     def key_range(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Scales and zeros (Hkv, D) float32 of the keys of one layer."""
+        """Return scales and zeros (Hkv, D) float32 of the keys of one layer."""
         return self.layers[layer].key_scale, self.layers[layer].key_zero
 
     def digest(self) -> str:
-        """A short text that differs where key ranges or tables differ."""
-        found = hashlib.sha256(repr([(layer.keys, layer.values) for layer in self.layers]).encode())
+        """Return a short text that differs if key ranges or tables differ."""
+        digest = hashlib.sha256(repr([(layer.keys, layer.values) for layer in self.layers]).encode())
         for layer in self.layers:
             for part in (layer.key_scale, layer.key_zero):
-                found.update(part.detach().cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()[:16]
+                digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file.
@@ -110,11 +113,11 @@ class Calibration:
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             tensors |= {f"{index}.key_scale": layer.key_scale, f"{index}.key_zero": layer.key_zero}
-            for what, by_bits in (("key", layer.keys), ("value", layer.values)):
+            for side, by_bits in (("key", layer.keys), ("value", layer.values)):
                 for bits, numbers in by_bits.items():
-                    tensors[f"{index}.{what}_table.{bits}"] = torch.tensor(numbers.table)
+                    tensors[f"{index}.{side}_table.{bits}"] = torch.tensor(numbers.table)
                     if numbers.cuts:
-                        tensors[f"{index}.{what}_cuts.{bits}"] = torch.tensor(numbers.cuts)
+                        tensors[f"{index}.{side}_cuts.{bits}"] = torch.tensor(numbers.cuts)
         about = {
             "format": FORMAT,
             "model": self.model,
@@ -131,7 +134,7 @@ class Calibration:
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
-    """The calibration of a file.
+    """Read a calibration from a file.
 
     Raises:
         DataError: no such file, it is broken, or no calibration.
@@ -157,8 +160,8 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
 
 
 def _layer(tensors: Mapping[str, Tensor], index: int, bits: list[int]) -> LayerCalibration:
-    def numbers(what: str, b: int) -> Numbers:
-        table, cuts = tensors[f"{index}.{what}_table.{b}"], tensors.get(f"{index}.{what}_cuts.{b}", torch.zeros(0))
+    def numbers(side: str, b: int) -> Numbers:
+        table, cuts = tensors[f"{index}.{side}_table.{b}"], tensors.get(f"{index}.{side}_cuts.{b}", torch.zeros(0))
         if table.shape != (1 << b,) or cuts.shape not in [(0,), ((1 << b) - 1,)]:
             raise ValueError(f"layer {index}: a table of {b} bits has shape {tuple(table.shape)}")
         return Numbers(tuple(table.tolist()), tuple(cuts.tolist()))
@@ -166,5 +169,5 @@ def _layer(tensors: Mapping[str, Tensor], index: int, bits: list[int]) -> LayerC
     scale, zero = (tensors[f"{index}.{name}"].float().contiguous() for name in ("key_scale", "key_zero"))
     if scale.ndim != 2 or scale.shape != zero.shape or not bool(torch.isfinite(torch.stack([scale, zero])).all()):
         raise ValueError(f"layer {index}: ranges of shape {tuple(scale.shape)} and {tuple(zero.shape)}, or not finite")
-    keys, values = ({b: numbers(what, b) for b in bits} for what in ("key", "value"))
+    keys, values = ({b: numbers(side, b) for b in bits} for side in ("key", "value"))
     return LayerCalibration(scale, zero, keys, values)

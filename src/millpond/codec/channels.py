@@ -12,10 +12,13 @@ MULTIPLE = 16
 
 
 def channel_scores(q: Tensor, k: Tensor) -> Tensor:
-    """What a channel adds to the logits: ||q_j||^2 ||k_j||^2, the squared norm of the rank-one part q_j k_j^T.
+    """Return the contribution of each key channel to the logits: ||q_j||^2 ||k_j||^2.
+
+    It is the squared norm of the rank-one part q_j k_j^T.
 
     Args:
-        q: (Hq, S, D), the newest S queries. k: (Hkv, T, D). The group's query heads are averaged.
+        q: (Hq, S, D), the newest S queries.
+        k: (Hkv, T, D). The group's query heads are averaged.
 
     Returns:
         (Hkv, D) float32, higher is kept.
@@ -25,11 +28,14 @@ def channel_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def kept_channels(scores: Tensor, ratio: float, *, pairs: bool = False) -> Tensor:
-    """The channels that stay, ascending, (Hkv, n) int32; n is D (1 - ratio), rounded up to a multiple of 16.
+    """Return the channels to keep, ascending, (Hkv, n) int32.
+
+    n is D (1 - ratio), rounded up to a multiple of 16.
 
     Args:
-        scores: (Hkv, D). ratio: share of channels to drop, 0 <= ratio < 1.
-        pairs: keep or drop whole rotation pairs (c, c + D / 2), scored by their sum: for keys stored before RoPE.
+        scores: (Hkv, D).
+        ratio: Share of channels to drop, 0 <= ratio < 1.
+        pairs: Keep or drop whole rotation pairs (c, c + D / 2), scored by their sum: for keys stored before RoPE.
 
     Raises:
         OptionError: a ratio out of range.
@@ -37,10 +43,10 @@ def kept_channels(scores: Tensor, ratio: float, *, pairs: bool = False) -> Tenso
     if not 0 <= ratio < 1:
         raise OptionError(f"ratio={ratio} of pruned key channels must be at least 0 and below 1")
     dim = scores.shape[1]
-    kept = min(dim, -(-(dim - int(dim * ratio)) // MULTIPLE) * MULTIPLE)
+    n_kept = min(dim, -(-(dim - int(dim * ratio)) // MULTIPLE) * MULTIPLE)
     if not pairs:
-        return scores.topk(kept, 1).indices.sort(1).values.int()
-    best = scores.reshape(-1, 2, dim // 2).sum(1).topk(kept // 2, 1).indices.sort(1).values
+        return scores.topk(n_kept, 1).indices.sort(1).values.int()
+    best = scores.reshape(-1, 2, dim // 2).sum(1).topk(n_kept // 2, 1).indices.sort(1).values
     return torch.cat([best, best + dim // 2], 1).int()
 
 
@@ -49,11 +55,12 @@ LEAST, MOST = 1e-2, 1e2
 
 
 def query_balance(q: Tensor, k: Tensor, *, tie_pairs: bool = False) -> Tensor:
-    """1 / b per KV head and channel: the factor of the query, whose inverse the keys are stored with.
+    """Return 1 / b per KV head and channel: queries are multiplied by it, keys divided.
 
     Args:
-        q: (Hq, Q, D) and k: (Hkv, T, D), both after RoPE; query heads grouped by KV head.
-        tie_pairs: give both channels of a rotation pair (c, c + D / 2) the same factor, so that it commutes with RoPE.
+        q: (Hq, Q, D) after RoPE, query heads grouped by KV head.
+        k: (Hkv, T, D) after RoPE.
+        tie_pairs: Give both channels of a rotation pair (c, c + D / 2) the same factor, so that it commutes with RoPE.
 
     Returns:
         (Hkv, D) float32, as `PackedRegions.balance` takes it.

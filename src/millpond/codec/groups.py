@@ -21,10 +21,13 @@ TABLES = {2: Format.NUQ2, 3: Format.NUQ3, 4: Format.NUQ4}
 
 
 def integers(bits: int, group: int = 0, *, by_channel: bool = False, symmetric: bool = False) -> Side:
-    """Integers of `bits` bits.
+    """Return the format of integers of `bits` bits.
 
     Args:
-        group: numbers per scale; 0: all channels of a slot.
+        bits: Bits of a code.
+        group: Numbers per scale; 0 for all channels of a slot.
+        by_channel: Group along the slots of one channel instead of the channels of one slot.
+        symmetric: Store no zero: the range is centred at 0.
 
     Raises:
         OptionError: no format has that many bits.
@@ -42,7 +45,7 @@ ROWS = Side(Format.ROWS)
 
 @dataclass(frozen=True, slots=True)
 class Coder:
-    """One side of a format applied to plain tensors, away from any pool: what a page would hold.
+    """Encoder and decoder of one side of a format for plain tensors: what a page would hold.
 
     Example:
         >>> import torch
@@ -60,7 +63,7 @@ class Coder:
     fixed: Fixed | None = None
 
     def encode(self, x: Tensor) -> Parts:
-        """Pages of numbers x (P, slots, dim) as codes.
+        """Return the codes of pages of numbers x (P, slots, dim).
 
         Raises:
             NumericsError: NaN, infinity, or a number that no scale can hold.
@@ -70,11 +73,11 @@ class Coder:
         return codes.encode(x, self.side, self.fixed)
 
     def decode(self, parts: Parts) -> Tensor:
-        """The numbers (P, slots, dim) float32 that the codes stand for."""
+        """Return the numbers (P, slots, dim) float32 that the codes stand for."""
         return codes.decode(parts, self.side, self.fixed)
 
     def bits_per_element(self, slots: int, dim: int) -> float:
-        """Bits per number, scales, zeros and outliers included."""
+        """Return the bits per number, scales, zeros and outliers included."""
         return 8 * self._layout(slots, dim).key_offsets.size / (slots * dim)
 
     def _layout(self, slots: int, dim: int) -> PackedLayout:

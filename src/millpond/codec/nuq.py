@@ -1,4 +1,4 @@
-"""The non-uniform datatype of KVQuant (Hooper et al., NeurIPS 2024, arXiv:2401.18079): a table of numbers per layer.
+"""Non-uniform datatype of KVQuant (Hooper et al., NeurIPS 2024, arXiv:2401.18079): a table of numbers per layer.
 
 Numbers are brought to [-1, 1] by the range of their channel (keys) or token (values), outliers left out, and clustered
 in one dimension, weighted by how much the loss minds an error there (Fisher information).
@@ -14,21 +14,23 @@ from millpond.kernels.packed.codes import inliers
 from millpond.kernels.packed.layout import Format, Side
 
 #: Points that the exact search reads; more are gathered into as many bins of equal count first.
-MOST_POINTS = 1024
+MAX_POINTS = 1024
 #: Rounds of Lloyd's algorithm after the exact search over bins.
 ROUNDS = 50
 #: Numbers that a table is made of at most, and that torch sorts for quantiles at a time.
-MOST_SAMPLES, MOST_QUANTILES = 2**22, 2**23
+MAX_SAMPLES, MAX_QUANTILES = 2**22, 2**23
 
 
 def kmeans(samples: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """The k ascending centres of least weighted squared error, (k,) float64; deterministic.
+    """Return the k ascending centres of least weighted squared error, (k,) float64.
 
-    Exact by dynamic programming over sorted points, up to MOST_POINTS of them; beyond, exact over bins of equal count
-    and refined on all samples by Lloyd's algorithm.
+    The result is deterministic. It is exact by dynamic programming over sorted points, up to MAX_POINTS of them;
+    beyond, exact over bins of equal count and refined on all samples by Lloyd's algorithm.
 
     Args:
-        samples: (n,). weights: (n,) at least 0, or None: all 1.
+        samples: (n,) numbers.
+        weights: (n,) at least 0; None for 1.
+        k: Number of centres.
 
     Raises:
         OptionError: fewer than one sample, or weights that are negative or all zero.
@@ -46,11 +48,11 @@ def kmeans(samples: Tensor, weights: Tensor | None, k: int) -> Tensor:
 
 
 def _bins(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted points as at most MOST_POINTS weighted means of neighbours."""
-    if len(x) <= MOST_POINTS:
+    """Return sorted points as at most MAX_POINTS weighted means of neighbours."""
+    if len(x) <= MAX_POINTS:
         return x, w
-    bin_of = torch.arange(len(x)) * MOST_POINTS // len(x)
-    mass = torch.zeros(MOST_POINTS, dtype=x.dtype).index_add(0, bin_of, w)
+    bin_of = torch.arange(len(x)) * MAX_POINTS // len(x)
+    mass = torch.zeros(MAX_POINTS, dtype=x.dtype).index_add(0, bin_of, w)
     return torch.zeros_like(mass).index_add(0, bin_of, w * x) / mass, mass
 
 
@@ -61,7 +63,10 @@ def _sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _exact(x: Tensor, w: Tensor, k: int) -> Tensor:
-    """best[j] = min_i best[i] + error of one cluster over points i .. j - 1, k times; then the cuts are read back."""
+    """Return the exact cuts of k clusters by dynamic programming.
+
+    best[j] = min_i best[i] + error of one cluster over points i .. j - 1, k times; then the cuts are read back.
+    """
     mass, moment, square = _sums(x, w)
     m = mass[None, :] - mass[:, None]
     s = moment[None, :] - moment[:, None]
@@ -93,31 +98,34 @@ def _lloyd(x: Tensor, w: Tensor, centres: Tensor) -> Tensor:
 
 
 def as_table(centres: Tensor) -> tuple[float, ...]:
-    """Centres as bfloat16 holds them, ascending, within [-1, 1]: what `Side.table` takes."""
+    """Return centres as bfloat16, ascending, within [-1, 1]: the form of `Side.table`."""
     return tuple(centres.clamp(-1.0, 1.0).bfloat16().float().sort().values.tolist())
 
 
 def channel_range(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
-    """Half the range and the middle of each channel of x (N, D), the outer `outliers` share left out: (D,) each.
+    """Return half the range and the middle of each channel, without outliers: (D,) each.
 
     Args:
-        outliers: share of numbers outside, both ends together; 0: everything is inside.
+        x: (N, D) numbers.
+        outliers: Share of numbers outside the range, both ends together; 0 for none.
     """
     ends = torch.tensor([outliers / 2, 1 - outliers / 2], dtype=torch.float64, device=x.device)
-    together = max(1, MOST_QUANTILES // len(x))  # channels
-    found = [x[:, c : c + together].double().quantile(ends, 0) for c in range(0, x.shape[1], together)]
-    low, high = torch.cat(found, 1)
+    together = max(1, MAX_QUANTILES // len(x))  # channels
+    quantiles = [x[:, c : c + together].double().quantile(ends, 0) for c in range(0, x.shape[1], together)]
+    low, high = torch.cat(quantiles, 1)
     return ((high - low) / 2).float(), ((high + low) / 2).float()
 
 
 def normalised_keys(
     keys: Tensor, fisher: Tensor | None, outliers: float = 0.01, *, by_range: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inliers (n,) in [-1, 1] with their weights (n,), scales (D,) and zeros (D,) of keys (N, D).
+    """Return inliers (n,) in [-1, 1], their weights (n,), scales (D,) and zeros (D,) of keys.
 
     Args:
-        keys: of one KV head, or of all heads of a layer side by side. fisher: (N, D) squared gradients, or None.
-        by_range: weigh by fisher * range^2, which is what an error of the normalised number costs; the published code
+        keys: (N, D) of one KV head, or of all heads of a layer side by side.
+        fisher: (N, D) squared gradients, or None.
+        outliers: Share of numbers outside the range of a channel.
+        by_range: Weigh by fisher * range^2, which is what an error of the normalised number costs; the published code
             weighs by fisher alone.
     """
     scale, zero = channel_range(keys, outliers)
@@ -128,9 +136,10 @@ def normalised_keys(
 def normalised_values(
     values: Tensor, fisher: Tensor | None, n_extra: int, *, by_range: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Inliers (n,) in [-1, 1] with their weights (n,) of values (P, slots, D), each page of one KV head.
+    """Return inliers (n,) in [-1, 1] and their weights (n,) of values (P, slots, D).
 
-    Ranges are those of a slot of a head, and outliers the `n_extra` of a page, as when values are stored.
+    Each page is of one KV head. Ranges are those of a slot of a head, and outliers the `n_extra` of a page, as when
+    values are stored.
     """
     x = values.float()
     inlier = inliers(x, Side(Format.NUQ4, n_extra=n_extra), None) if n_extra else torch.ones_like(x, dtype=torch.bool)
@@ -141,28 +150,34 @@ def normalised_values(
 
 
 def _inside(y: Tensor, inside: Tensor, fisher: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The numbers `inside` that weigh something, and their weights; of very many, evenly spread ones."""
+    """Return the numbers `inside` with weights above 0, and these.
+
+    Of very many, evenly spread ones are returned.
+    """
     weights = torch.ones_like(y) if fisher is None else fisher.float()
     weights = weights if scale is None else weights * scale.square()
     inside = inside & (weights > 0)
     y, weights = y[inside], weights[inside]
-    step = -(-len(y) // MOST_SAMPLES)
+    step = -(-len(y) // MAX_SAMPLES)
     return y[::step], weights[::step]
 
 
 def key_table(
     keys: Tensor, fisher: Tensor | None, bits: int, outliers: float = 0.01, *, by_range: bool = True
 ) -> tuple[tuple[float, ...], Tensor, Tensor]:
-    """Table, scales (D,) and zeros (D,) of keys (N, D): see `normalised_keys`."""
+    """Return table, scales (D,) and zeros (D,) of keys (N, D), see `normalised_keys`."""
     y, weights, scale, zero = normalised_keys(keys, fisher, outliers, by_range=by_range)
     return as_table(kmeans(y, weights, 1 << bits)), scale, zero
 
 
 def q_norm(table: tuple[float, ...], y: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Table and cuts of Q-Norm: codes are chosen as before, and read as numbers whose mean and deviation are y's.
+    """Return table and cuts of Q-Norm, whose numbers have the mean and deviation of y.
+
+    Codes are chosen as before.
 
     Args:
-        table: of `as_table`. y: the normalised inliers of the calibration text.
+        table: Table of `as_table`.
+        y: Normalised inliers of the calibration text.
 
     Returns:
         `table` and `cuts` of a `Side`.

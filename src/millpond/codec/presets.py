@@ -56,7 +56,7 @@ def _rotated(bits: int) -> Codec:
 
 
 def _less_mean(codec: Codec) -> Codec:
-    """The same with keys less the mean of their page, and the first and the newest entries as they are.
+    """Return the codec with keys less their page's mean, and plain first and newest entries.
 
     Key projections with biases make channels that are large in every key: with one range for all channels of a key
     these leave no codes to the others. The first entry, to which much attention goes, is unlike the rest, and would
@@ -88,15 +88,16 @@ _WITH_PAPER = [name.removesuffix(PAPER) for name in PRESETS if name.endswith(PAP
 
 
 def before_means(codec: str) -> str:
-    """The format that a text had before pages held means of keys, in today's names, as "0-1=bf16,*=rotated4_paper".
+    """Return today's name of a format of a file from before pages held means of keys.
 
-    Files that were written then name the formats of the papers without `PAPER`.
+    Files written then name the formats of the papers without `PAPER`: "0-1=bf16,*=rotated4" is
+    "0-1=bf16,*=rotated4_paper" today.
     """
     return re.sub(rf"\b({'|'.join(_WITH_PAPER)})\b", rf"\1{PAPER}", codec)
 
 
 def codec_named(name: str | tuple[str, str]) -> Codec:
-    """The codec of that name, or of a pair (keys, values).
+    """Return the codec of that name, or of a pair (keys, values).
 
     Raises:
         OptionError: no such codec, or a pair that cannot share a page.

@@ -22,7 +22,7 @@ ACCELERATORS = ("cuda", "mps", "xpu")
 
 
 def block_size(dim: int) -> int:
-    """The block in which `dim` channels are rotated.
+    """Return the size of the blocks in which `dim` channels are rotated.
 
     Raises:
         OptionError: the largest power of two that divides dim is too small.
@@ -37,7 +37,10 @@ def block_size(dim: int) -> int:
 
 @cache
 def hadamard(dim: int) -> Tensor:
-    """The orthonormal, symmetric block-diagonal Hadamard matrix (dim, dim) float32: its own inverse."""
+    """Return the orthonormal block-diagonal Hadamard matrix (dim, dim) float32.
+
+    It is symmetric, and so its own inverse.
+    """
     block = block_size(dim)
     h = torch.ones(1, 1)
     while len(h) < block:
@@ -46,10 +49,11 @@ def hadamard(dim: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """X (..., dim) times the Hadamard matrix, in x's dtype. Rotating twice gives x back.
+    """Return x (..., dim) times the Hadamard matrix, in x's dtype.
 
-    On a CPU a row has the same bits whatever else is rotated with it, as a product of matrices in float32 does not
-    promise, and so it has the same codes: sums of numbers of 8 or 11 bits are exact in float64.
+    Rotating twice gives x back. On a CPU a row has the same bits, and so the same codes, whatever else is rotated with
+    it: sums of numbers of 8 or 11 bits are exact in float64, and a product of matrices in float32 promises no such
+    thing.
     """
     if x.device.type in ACCELERATORS:
         product: Tensor = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
@@ -63,17 +67,20 @@ def rotate(x: Tensor) -> Tensor:
 
 @cache
 def _signs(dim: int) -> Tensor:
-    """The Hadamard matrix (dim, dim) float64 of ones and minus ones, and zeros between blocks."""
+    """Return the Hadamard matrix (dim, dim) float64 of 1 and -1, and 0 between blocks."""
     return hadamard(dim).sign().double()
 
 
 def _transformed(x: Tensor) -> Tensor:
-    """The same by sums and differences of halves, log2(dim) times (the fast Walsh-Hadamard transform)."""
+    """Return x times the Hadamard matrix by the fast Walsh-Hadamard transform.
+
+    Sums and differences of halves are taken log2(dim) times.
+    """
     block = block_size(x.shape[-1])
-    found, half = x.float().reshape(-1, block).t().contiguous(), 1  # channels first: whole rows are added
+    rows, half = x.float().reshape(-1, block).t().contiguous(), 1  # channels first: whole rows are added
     while half < block:
-        first, second = found.view(-1, 2, half, found.shape[1]).unbind(1)
-        found = torch.stack([first + second, first - second], 1).view(found.shape)
+        first, second = rows.view(-1, 2, half, rows.shape[1]).unbind(1)
+        rows = torch.stack([first + second, first - second], 1).view(rows.shape)
         half *= 2
-    rotated: Tensor = (found.t() * block**-0.5).reshape(x.shape)
+    rotated: Tensor = (rows.t() * block**-0.5).reshape(x.shape)
     return rotated.to(x.dtype)

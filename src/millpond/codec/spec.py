@@ -19,7 +19,7 @@ WHOLE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables that calibration made for one layer (KVQuant): of `Side.table` and `Side.cuts`."""
+    """Tables of one layer by calibration (KVQuant): those of `Side.table` and `Side.cuts`."""
 
     key: tuple[float, ...]
     value: tuple[float, ...]
@@ -28,45 +28,47 @@ class Tables:
 
 
 class Calibrated(Protocol):
-    """What is known of a model: see `calibration.Calibration`."""
+    """Calibration of a model as a codec uses it, see `calibration.Calibration`."""
 
     def tables(self, layer: int, codec: Codec) -> Tables:
-        """The tables of one layer."""
+        """Return the tables of one layer."""
         ...
 
     def key_range(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Scales and zeros (Hkv, D) float32 of the keys of one layer."""
+        """Return scales and zeros (Hkv, D) float32 of the keys of one layer."""
         ...
 
     def digest(self) -> str:
-        """A short text that differs where key ranges or tables differ."""
+        """Return a short text that differs if key ranges or tables differ."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A number format by name.
+    """Number format with a name.
 
     Attributes:
-        name: as a user writes it.
-        key, value: how each is stored; tables are filled in per layer.
-        slots: the smallest page that holds whole groups.
-        residual: newest entries that stay in plain pages; they are sealed in runs of `layout.grain`. Of a tier by age:
-            newest entries that stay in the tiers before it.
-        share: the same, in hundredths of a percent of the entries that a head holds, in addition to `residual`.
-        sinks: first entries of the text that stay in plain pages.
-        pre_rope: keys are stored before RoPE.
-        rotated: queries, keys and values pass a Hadamard rotation, see `rotate`.
-        balanced: keys are balanced against the prompt's queries, see `balance`.
-        prune: share of key channels dropped after the prompt, see `channels`.
-        tiered: entries that a method would evict are demoted to this format instead (MiKV).
-        calibrated: needs a calibration file of the same model.
-        key_outliers, value_outliers: share of the numbers of a page that are stored as outliers.
-        calibration: the result of calibration, where `calibrated` and given.
-        key_scales: of the keys of a model with large biases, for sides that are `less_mean`; None: 1.
-        paper: where it comes from.
-        ages: the tiers that entries pass through as they grow old, the first of which has the sides of this codec; ()
-            where there is one. See `by_age`.
+        name: Name as a user writes it.
+        key: Storage of keys; tables are filled in per layer.
+        value: Storage of values, likewise.
+        slots: Entries of the smallest page that holds whole groups.
+        residual: Newest entries that stay in plain pages; they are quantized in runs of `layout.grain`. For a format by
+            age, the newest entries that stay in the formats before it.
+        sinks: First entries of the text that stay in plain pages.
+        pre_rope: Keys are stored before RoPE.
+        rotated: Queries, keys and values pass a Hadamard rotation, see `rotate`.
+        balanced: Keys are balanced against the prompt's queries, see `channels.query_balance`.
+        prune: Share of key channels dropped after the prompt, see `channels`.
+        tiered: Entries that a method would evict are demoted to this format instead (MiKV).
+        calibrated: Whether a calibration file of the same model is needed.
+        key_outliers: Share of the keys of a page that are stored as outliers.
+        value_outliers: Share of the values of a page that are stored as outliers.
+        calibration: Calibration, if `calibrated` and one is given.
+        key_scales: Scales of keys of a model with large biases, for sides that are `less_mean`; None for 1.
+        paper: Source of the format.
+        share: The same, in hundredths of a percent of the entries that a head holds, in addition to `residual`.
+        ages: Formats that entries pass through as they grow old, the first of which has the sides of this codec; () if
+            there is only one. See `by_age`.
     """
 
     name: str
@@ -91,22 +93,23 @@ class Codec:
 
     @property
     def tiers(self) -> tuple[Codec, ...]:
-        """The formats of packed pages, that of the newest codes first."""
+        """Formats of packed pages, that of the newest codes first."""
         return self.ages or (self,)
 
-    def newest(self, held: int) -> int:
-        """How many of the newest of `held` entries stay in the tiers before this one."""
-        return self.residual + held * self.share // WHOLE
+    def newest(self, n_entries: int) -> int:
+        """Return how many of the newest of `held` entries stay in the formats before this one."""
+        return self.residual + n_entries * self.share // WHOLE
 
     def layout(
         self, key_dim: int, value_dim: int, slots: int | None = None, tables: Tables | None = None
     ) -> PackedLayout:
-        """The bytes of a page of `slots` entries.
+        """Return the layout of a page of `slots` entries.
 
         Args:
-            key_dim: channels of a key that are stored: after pruning, where there is any.
-            slots: None: the smallest page.
-            tables: of this layer, where the codec is `calibrated`.
+            key_dim: Channels of a key that are stored, after any pruning.
+            value_dim: Channels of a value.
+            slots: Entries of the page; None for the smallest page.
+            tables: Tables of this layer, if the codec is `calibrated`.
 
         Raises:
             OptionError: a head_dim or page size that the groups do not divide, or missing tables.
@@ -126,7 +129,8 @@ class Codec:
         return PackedLayout(slots, key_dim, value_dim, key, value)
 
     def check_dims(self, key_dim: int, value_dim: int) -> None:
-        """
+        """Check that the groups divide the dimensions of keys and values.
+
         Raises:
             OptionError: a head_dim that the groups do not divide.
         """
@@ -134,7 +138,10 @@ class Codec:
             tier.layout(key_dim, value_dim, tables=tier._any_tables())
 
     def bits_per_element(self, key_dim: int, value_dim: int, slots: int | None = None) -> float:
-        """Bits per number of a sealed page, scales, zeros and outliers included; of tiers by age, the mean by share."""
+        """Return bits per number of a quantized page, scales, zeros and outliers included.
+
+        Of formats by age it is the mean by share.
+        """
         if not self.ages:
             return self.layout(key_dim, value_dim, slots, self._any_tables()).bits_per_element
         ends = [*(tier.share for tier in self.ages[1:]), WHOLE]
@@ -151,7 +158,7 @@ class Codec:
 
 
 def before_rope(codec: Codec) -> Codec:
-    """The same format with keys that are stored before RoPE, so that their positions may change.
+    """Return the format with keys stored before RoPE, so that their positions may change.
 
     Raises:
         OptionError: its keys are stored in a way that a rotation does not go through.
@@ -174,15 +181,15 @@ def before_rope(codec: Codec) -> Codec:
 
 
 def joined(key: Codec, value: Codec) -> Codec:
-    """The keys of one format with the values of another, as ("bf16", "int4").
+    """Return the keys of one format with the values of another, as ("bf16", "int4").
 
     Raises:
         OptionError: formats that ask the cache for different things.
     """
-    for what in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
-        if getattr(key, what) != getattr(value, what):
+    for feature in ("pre_rope", "rotated", "balanced", "tiered", "calibrated", "prune"):
+        if getattr(key, feature) != getattr(value, feature):
             raise OptionError(
-                f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {what}"
+                f"keys as {key.name!r} and values as {value.name!r} cannot share a page: only one of them is {feature}"
             )
     return replace(
         key,

@@ -23,9 +23,9 @@ class AttentionShape:
     """Settings of one layer's attention.
 
     Attributes:
-        scale: factor on q.k.
+        scale: Factor on q.k.
         softcap: 0 or c, logits become c * tanh(logit / c).
-        window: 0 or w: an entry is visible while q_pos - position < w.
+        window: 0 for none, or w: an entry is visible while q_pos - position < w.
         sink_logits: (Hq,) float32 or None: a logit per query head that only enters the denominator (gpt-oss).
     """
 
@@ -37,10 +37,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class PageRegions:
-    """What R regions hold in plain pages, the entries of region r in its slots 0 .. lens[r] - 1.
+    """Entries of R regions in plain pages, those of region r in its slots 0 .. lens[r] - 1.
 
     Attributes:
-        pages: the memory of the pool.
+        pages: Memory of the pool.
         table: (R, n) int32 page ids.
         lens: (R,) int32 slots in use.
     """
@@ -55,27 +55,27 @@ class PageRegions:
 
     @property
     def parts(self) -> tuple[PageArrays, Tensor, Tensor]:
-        """Pages, table and lens."""
+        """Return pages, table and lens."""
         return self.pages, self.table, self.lens
 
 
 @dataclass(frozen=True, slots=True)
 class StepRegions:
-    """The R = S * Hkv regions of one layer at a decoding step of S sequences, and the rules of the step.
+    """Regions R = S * Hkv of one layer and the rules of a decoding step of S sequences.
 
     Attributes:
-        plain: what lies in plain pages; its memory and `lens` are written. A page for slot lens[r] must be there
-            wherever a region may grow.
+        plain: Entries in plain pages; memory and `lens` are written. A page for slot lens[r] must exist wherever a
+            region may grow.
         caps: (R,) int32, most entries a region may hold; at least 1. Entries of both parts count, tombstones do not.
         recent: (R,) int32, how many of the newest positions are protected.
-        q_pos: (S,) int32, the position of the new token in its own text; -1: this sequence takes no part (its output
-            is zero, its lse -inf, nothing is stored).
-        rule: what is scored and what is evicted.
-        shape: of the attention.
-        packed: what lies in packed pages; None: nothing. Its side arrays and `dead` are written; codes never.
-        kept: (S, n, 2) int32, spans [begin, end) of positions that never leave, empty ones at the end; None: none.
+        q_pos: (S,) int32, the position of the new token in its own text; -1: this sequence takes no part (its output is
+            zero, its lse -inf, nothing is stored).
+        rule: Scores and eviction of the step.
+        shape: Settings of the attention.
+        packed: Entries in packed pages, or None. Side arrays and `dead` are written; codes never.
+        kept: (S, n, 2) int32, spans [begin, end) of positions that never leave, empty ones at the end, or None.
         least: (S, m, 3) int32, disjoint spans [begin, end) of positions and the fewest entries of each that stay in
-            every region, at most `MOST_LEAST`; where a region holds no more, none of them leaves. None: none.
+            every region, at most `MOST_LEAST`, or None. If a region holds no more, none of them leaves.
     """
 
     plain: PageRegions
@@ -91,15 +91,16 @@ class StepRegions:
 
 @dataclass(frozen=True, slots=True)
 class MergeArgs:
-    """The regions of S sequences, and what becomes of the entries beyond their caps.
+    """Regions of S sequences, and the merge of the entries beyond their caps.
 
     Attributes:
-        regions: written, memory and lens.
-        caps, recent: (R,) int32, see `StepRegions`.
-        q_pos: (S,) int32, the newest position of each sequence; -1: it takes no part.
+        regions: Regions; memory and lens are written.
+        caps: (R,) int32, see `StepRegions`.
+        recent: (R,) int32, see `StepRegions`.
+        q_pos: (S,) int32, the newest position of each sequence; -1 if it takes no part.
         memory: (S,) float64, the threshold of each sequence that a rule moves, NaN for none; written.
-        leave: the eviction rule. Its signal, reduce, decay and shared mean nothing here.
-        rule: what becomes of it.
+        leave: Eviction rule. Its signal, reduce, decay and shared mean nothing here.
+        rule: Merge of the evicted entries.
         local: (R, n) float32 or None, by slot: the attention of the latest queries. The value of an entry is then
             max(acc, local * sum acc / sum local), with the sums over the region, whatever `leave` says.
     """
@@ -116,19 +117,20 @@ class MergeArgs:
 
 @dataclass(frozen=True, slots=True)
 class HeadRuleArgs:
-    """The regions of S sequences, and what the rule of each KV head reads.
+    """Regions of S sequences, and the inputs of the rule of each KV head.
 
     Attributes:
-        regions: written, memory and lens.
-        sequences: (n,) int64, which to read.
+        regions: Regions; memory and lens are written.
+        sequences: (n,) int64, the sequences to read.
         ids: (S, width) int64, the token id at each position.
         classes: (c,) int8, the class of each token id, the last for all ids beyond.
         kinds: (R,) int64, the rule of each region.
         local: (R,) int32, newest positions that a local rule keeps.
-        seen, quota, most: (n,) int64, of each sequence the tokens so far, the frequent entries of a head, and the
-            entries of all heads together.
-        sinks: positions below count as special.
-        window: 0 or w: what is w after the next query leaves.
+        seen: (n,) int64, tokens of each sequence so far.
+        quota: (n,) int64, frequent entries of a head of each sequence.
+        most: (n,) int64, most entries of all heads of a sequence together.
+        sinks: Positions below count as special.
+        window: 0 for none, or w: entries w after the next query leave.
     """
 
     regions: PageRegions
@@ -145,7 +147,7 @@ class HeadRuleArgs:
 
 
 class OfQueries:
-    """Arguments of what is computed on the device of its queries."""
+    """Arguments of an op that runs on the device of its queries."""
 
     __slots__ = ()
     q: Tensor
@@ -156,7 +158,7 @@ class OfQueries:
 
 
 class AttendOutput(NamedTuple):
-    """What queries found in entries: attention over these alone."""
+    """Output of attention over given entries alone, and its log-sum-exp."""
 
     out: Tensor  #: (S, Hq, value_dim), float32 or of the dtype of the queries
     lse: Tensor  #: (S, Hq) float32, -inf where there is no entry, and then out is 0
@@ -168,13 +170,15 @@ class AttendArgs(OfQueries):
 
     Attributes:
         q: (S, Hq, key_dim), one query of each sequence.
-        regions: the R = Hkv regions of the shared entries, only read.
-        scale, softcap: see `AttentionShape`.
-        members: (n,) int64, the sequences that share the entries and see every one, each once; None: all.
-        found: what the queries found in other entries, both contiguous; changed in place and returned. None: nothing.
+        regions: The R = Hkv regions of the shared entries, only read.
+        scale: See `AttentionShape`.
+        softcap: See `AttentionShape`.
+        members: (n,) int64, the sequences that share the entries and see every one, each once; None for all.
+        partial: Output and log-sum-exp of the queries over other entries, both contiguous; changed in place and
+            returned. None if there are none.
 
     Raises:
-        OptionError: `found` is not contiguous, of these shapes and dtypes.
+        OptionError: `partial` is not contiguous, of these shapes and dtypes.
     """
 
     q: Tensor
@@ -182,32 +186,33 @@ class AttendArgs(OfQueries):
     scale: float
     softcap: float = 0.0
     members: Tensor | None = None
-    found: tuple[Tensor, Tensor] | None = None
+    partial: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.found is None:
+        if self.partial is None:
             return
         shape = (*self.q.shape[:2], self.regions.pages.value_dim)
-        _check(self.found[0], shape, (torch.float32, self.q.dtype))
-        _check(self.found[1], shape[:2], (torch.float32,))
+        _check(self.partial[0], shape, (torch.float32, self.q.dtype))
+        _check(self.partial[1], shape[:2], (torch.float32,))
 
 
-def _check(found: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if found.shape != shape or found.dtype not in dtypes or not found.is_contiguous():
+def _check(tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
         raise OptionError(
-            f"what queries found is contiguous float32 of shape {tuple(shape)}, not {found.dtype} of "
-            f"{tuple(found.shape)} with strides {found.stride()}; make it .float().contiguous()"
+            f"what queries found is contiguous float32 of shape {tuple(shape)}, not {tensor.dtype} of "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}; make it .float().contiguous()"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeArgs(OfQueries):
-    """One new token of each of S sequences, and the regions that it meets.
+    """New token of each of S sequences, and the regions that it attends to.
 
     Attributes:
         q: (S, Hq, key_dim), query heads grouped by KV head: query head h reads KV head h // (Hq // Hkv).
-        k_new, v_new: (S, Hkv, key_dim), (S, Hkv, value_dim).
-        regions: of the layer; written.
+        k_new: (S, Hkv, key_dim).
+        v_new: (S, Hkv, value_dim).
+        regions: Regions of the layer; written.
     """
 
     q: Tensor
@@ -217,7 +222,7 @@ class DecodeArgs(OfQueries):
 
 
 class DecodeOutput(NamedTuple):
-    """The attention output, and the evicted entries."""
+    """Attention output, and the evicted entries."""
 
     out: Tensor  #: (S, Hq, value_dim) in q's dtype
     lse: Tensor  #: (S, Hq) float32, the log of the denominator (sink included)
@@ -226,15 +231,16 @@ class DecodeOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeRowsArgs(OfQueries):
-    """A few new tokens of each of S sequences, in n columns, and the regions that they meet and join.
+    """A few new tokens of each of S sequences, in n columns, and the regions that they join.
 
     Attributes:
         q: (S, Hq, n, key_dim), query heads grouped by KV head as for `DecodeArgs`.
-        k_new, v_new: (S, Hkv, n, key_dim), (S, Hkv, n, value_dim).
-        regions: the R = S * Hkv regions of the layer, all in plain pages; memory and `lens` are written. Pages for all
+        k_new: (S, Hkv, n, key_dim).
+        v_new: (S, Hkv, n, value_dim).
+        regions: The R = S * Hkv regions of the layer, all in plain pages; memory and `lens` are written. Pages for all
             new entries must be there.
         q_pos: (S, n) int32, the position of each token in its own text, rising along a row; -1: no token here.
-        shape: of the attention.
+        shape: Settings of the attention.
     """
 
     q: Tensor
@@ -246,7 +252,10 @@ class DecodeRowsArgs(OfQueries):
 
 
 class PaddedEntries(NamedTuple):
-    """Entries read out of pages, padded to one width. Padding has position -1, and so has a tombstone."""
+    """Entries read out of pages, padded to one width.
+
+    Padding has position -1, and so has a tombstone.
+    """
 
     keys: Tensor  #: (R, width, key_dim); of packed pages float32, channels that were dropped are zero
     values: Tensor  #: (R, width, value_dim); of packed pages float32
@@ -256,7 +265,10 @@ class PaddedEntries(NamedTuple):
 
 
 def joined(parts: Sequence[PaddedEntries]) -> PaddedEntries:
-    """The columns of several runs of entries of the same regions, one behind the other; all have masses, or none."""
+    """Return the columns of several runs of entries of the same regions, concatenated.
+
+    All have masses, or none.
+    """
     columns = list(zip(*parts, strict=True))[:4]
     keys, values, positions, scores = (torch.cat(column, 1) for column in columns)
     masses = [part.log_masses for part in parts if part.log_masses is not None]
@@ -265,13 +277,15 @@ def joined(parts: Sequence[PaddedEntries]) -> PaddedEntries:
 
 @dataclass(frozen=True, slots=True)
 class EntryRows:
-    """Rows to store in R regions: row index[r, i] of region r goes to its slot start[r] + i, for i < count[r].
+    """Rows to store in R regions: row index[r, i] goes to slot start[r] + i, i < count[r].
 
     Attributes:
-        start, count: (R,) int32; of packed pages multiples of `layout.grain`: a group is written once, as a whole.
+        start: (R,) int32, first slot; of packed pages a multiple of `layout.grain`.
+        count: (R,) int32, rows; of packed pages a multiple of `layout.grain`: a group is written once, as a whole.
         index: (R, width) int32, entries past count[r] are ignored.
-        keys: (R, N, key_dim), values: (R, N, value_dim): any strides with contiguous rows; cast to the pages'
-            dtype. For packed pages all channels, as the model made them.
+        keys: (R, N, key_dim): any strides with contiguous rows; cast to the pages' dtype. For packed pages all
+            channels, as the model made them.
+        values: (R, N, value_dim), likewise.
         positions: (R, N) int32 (may be expanded).
         scores: (R, N) float32, zero if None.
         log_masses: (R, N) float32, zero if None; only for pages with masses.
@@ -289,18 +303,22 @@ class EntryRows:
 
 @dataclass(frozen=True, slots=True)
 class PrefillArgs(OfQueries):
-    """Q new queries of one sequence, and N = n_past + Q columns: stored entries, all older than every query, then new.
+    """Q new queries of one sequence, and N = n_past + Q columns.
+
+    Stored entries, all older than every query, come first, then the new ones.
 
     Attributes:
-        q: (Hq, Q, key_dim). k: (Hkv, N, key_dim). v: (Hkv, N, value_dim); any strides.
+        q: (Hq, Q, key_dim).
+        k: (Hkv, N, key_dim).
+        v: (Hkv, N, value_dim); any strides.
         q_pos: (Q,) int32, positions of the new tokens, ascending.
-        shape: of the attention.
-        past_pos: (Hkv, n_past) or (1, n_past) int32, positions of the stored entries, -1 where there is none (ragged
-            heads); None: nothing is stored.
-        past_log_masses: (Hkv or 1, n_past) float32, added to the logits of the stored entries after the softcap;
-            None: all 0.
-        colsum: how to reduce the query heads of a group in the column sums; None: none are made.
-        decay: factor on the column sums of all earlier queries at each query, above 0 to 1.
+        shape: Settings of the attention.
+        past_pos: (Hkv, n_past) or (1, n_past) int32, positions of the stored entries, -1 for none (ragged heads); None
+            if nothing is stored.
+        past_log_masses: (Hkv or 1, n_past) float32, added to the logits of the stored entries after the softcap; None
+            for 0.
+        colsum: Reduction of the query heads of a group in the column sums; None for no sums.
+        decay: Factor on the column sums of all earlier queries at each query, above 0 to 1.
     """
 
     q: Tensor
@@ -315,7 +333,7 @@ class PrefillArgs(OfQueries):
 
 
 class PrefillOutput(NamedTuple):
-    """What the queries found, and what the columns received.
+    """Output of the queries, and the attention that the columns received.
 
     colsum[g, j] = sum_i decay**(Q - 1 - i) reduce_h A[h, i, j] over the queries i and the query heads h of KV head g.
     """
@@ -330,12 +348,15 @@ class WindowSignalArgs(OfQueries):
     """A few queries w of one sequence, and N entries in any order.
 
     Attributes:
-        q: (Hq, w, key_dim). k: (Hkv, N, key_dim). q_pos: (w,) int32. k_pos: (Hkv, N) int32, -1 for none.
-        shape: of the attention.
-        reduce: the query heads of a group.
+        q: (Hq, w, key_dim).
+        k: (Hkv, N, key_dim).
+        q_pos: (w,) int32.
+        k_pos: (Hkv, N) int32, -1 for none.
+        shape: Settings of the attention.
+        reduce: Reduction of the query heads of a group.
         log_masses: (Hkv or 1, N) float32 or None, added to the logits of the entries.
-        lse: (Hq, w) float32, the log of each denominator, if it is known, sink included; with it the window hides
-            entries and leaves the others what they had.
+        lse: (Hq, w) float32, the log of each denominator, if it is known, sink included; the window then hides entries
+            and leaves the others what they had.
     """
 
     q: Tensor
@@ -371,11 +392,15 @@ Numbers = npt.NDArray[np.int64]
 
 
 class RunsInBuffer(NamedTuple):
-    """Runs of pages in a buffer, each of them array after array. All (n,) int64.
+    """Runs of pages in a buffer, each of them array after array.
+
+    All (n,) int64.
 
     Attributes:
-        places: where each begins, in bytes. n_pages: that it holds. generations: what its checksum begins with.
-        checksums: CRC-32 of its bytes.
+        places: First byte of each run.
+        n_pages: Pages of each run.
+        generations: Start value of the checksum of each run.
+        checksums: CRC-32 of the bytes of each run.
     """
 
     places: Numbers
@@ -385,10 +410,13 @@ class RunsInBuffer(NamedTuple):
 
 
 class WantedPages(NamedTuple):
-    """Pages of runs that are wanted, those of a run together. Both int64.
+    """Pages of runs to read, those of a run together.
+
+    Both int64.
 
     Attributes:
-        rows: (m,) which page of its run. ids: (m,) the page of a pool that it becomes.
+        rows: (m,) row of the page in its run.
+        ids: (m,) page of a pool that it becomes.
     """
 
     rows: Numbers

@@ -1,4 +1,4 @@
-"""Available native kernels, and the inputs that they support."""
+"""Native kernels that are available, and the inputs that they support."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_native() -> ModuleType | None:
-    """The native kernels, where they were built."""
+    """Return the native kernels, if they were built."""
     from millpond.kernels import native
 
     return native if native.is_available() else None
 
 
 def native_for(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
-    """The native kernels where they serve this dtype and device; None elsewhere."""
-    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
-    return load_native() if wanted and dtype in NATIVE_DTYPES and device.type == "cpu" else None
+    """Return the native kernels if they serve this dtype and device, else None."""
+    is_wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    return load_native() if is_wanted and dtype in NATIVE_DTYPES and device.type == "cpu" else None

@@ -1,8 +1,7 @@
-"""The op set in plain torch, prompts in blocks of query rows.
+"""Op set in plain torch, prompts in blocks of query rows.
 
-Attention and the exact column sums of a prompt are made in one pass, without a (Q, N) matrix. What runs where neither
-the native kernels nor those of the GPU can: every dtype and device that torch has. Extra memory: Hq * block * N
-numbers.
+Attention and the exact column sums of a prompt are made in one pass, without a (Q, N) matrix. It runs where neither the
+native kernels nor those of the GPU can: every dtype and device that torch has. Extra memory: Hq * block * N numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ __all__ = [
 
 
 def block_rows(group: int) -> int:
-    """Query rows per block: few, so that little is computed above the diagonal and the logits stay in the cache.
+    """Return the query rows per block.
 
-    64 rows of a group of 4 took 0.76 of the time of 256 rows (4k queries, D=128, bf16, 2 cores of a Zen 5, products
-    in oneDNN); with one query head per KV head the matrix products want 128.
+    They are few, so that little is computed above the diagonal and the logits stay in the cache. 64 rows of a group of
+    4 took 0.76 of the time of 256 rows (4k queries, D=128, bf16, 2 cores of a Zen 5, products in oneDNN); with one
+    query head per KV head the matrix products want 128.
     """
     return max(64, min(128, 256 // group))
 
@@ -58,7 +58,7 @@ def block_rows(group: int) -> int:
 def _block_mask(
     q_pos: Tensor, past_pos: Tensor | None, n_past: int, begin: int, end: int, window: int
 ) -> Tensor | None:
-    """Hidden columns (Hkv or 1, rows, n_past + end) of the rows begin..end, or None if all are visible."""
+    """Return hidden columns (Hkv or 1, rows, n_past + end) of rows begin..end, or None."""
     rows = q_pos[begin:end, None]
     new = q_pos[None, :end]
     hidden_new = (new > rows) | (rows - new >= window) if window else new > rows
@@ -71,7 +71,10 @@ def _block_mask(
 
 
 def _logits(rows: Tensor, keys: Tensor, scale: float, softcap: float, past_log_masses: Tensor | None) -> Tensor:
-    """(Hkv, group, rows, n) logits in the wide dtype, from rows (Hkv, group, rows, D) and keys (Hkv, n, D)."""
+    """Return (Hkv, group, rows, n) logits in the wide dtype.
+
+    Rows are (Hkv, group, rows, D), keys (Hkv, n, D).
+    """
     n_kv_heads, group, n_rows, dim = rows.shape
     product = torch.bmm(rows.reshape(n_kv_heads, group * n_rows, dim), keys.transpose(1, 2))
     logits = product.to(wide(rows.dtype)).mul_(scale)
@@ -120,7 +123,7 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 
 
 def _column_sums(p: Tensor, how: Reduce) -> Tensor:
-    """(Hkv, n) from (Hkv, group, rows, n)."""
+    """Return (Hkv, n) from (Hkv, group, rows, n)."""
     if how is Reduce.MAX:
         return reduce_group(p, how, 1).sum(1)
     sums = p.sum((1, 2))

@@ -15,11 +15,11 @@ _FEW = 4096
 
 
 def crc32(data: Tensor, before: int = 0) -> int:
-    """The CRC-32 that zlib computes; Python's lock is free meanwhile.
+    """Return the CRC-32 that zlib computes; Python's lock is free meanwhile.
 
     Args:
         data: (n,) uint8 on the CPU, contiguous.
-        before: checksum of what comes before; 0: nothing does.
+        before: Checksum of the bytes before; 0 for none.
 
     Example:
         >>> import torch
@@ -33,8 +33,8 @@ def crc32(data: Tensor, before: int = 0) -> int:
             function = loaded[1].mp_crc32
             function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32]
             function.restype = ctypes.c_int64
-            found = int(function(data.data_ptr(), data.nbytes, before & 0xFFFFFFFF))
-            if found >= 0:
-                return found
+            crc = int(function(data.data_ptr(), data.nbytes, before & 0xFFFFFFFF))
+            if crc >= 0:
+                return crc
     numbers: Any = data.numpy()
     return zlib.crc32(numbers.data, before & 0xFFFFFFFF)

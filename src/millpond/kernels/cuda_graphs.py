@@ -18,27 +18,29 @@ from millpond.kernels.packed.regions import PackedRegions
 
 
 class GraphRecorder(Protocol):
-    """What records work."""
+    """Recorder of work on a device."""
 
     def __call__(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """What does the same again with the tensors that `work` reads and writes; it is run once before."""
+        """Return a replay of `work` on the same tensors, after running it once."""
         ...
 
 
 def recording() -> bool:
-    """Whether decoding steps on a GPU are recorded as graphs: MILLPOND_CUDA_GRAPHS says, by default they are.
+    """Whether decoding steps on a GPU are recorded as graphs.
+
+    MILLPOND_CUDA_GRAPHS decides; by default they are.
 
     Raises:
         OptionError: another value than 0 or 1.
     """
-    said = os.environ.get("MILLPOND_CUDA_GRAPHS", "1")
-    if said not in ("0", "1"):
-        raise OptionError(f"MILLPOND_CUDA_GRAPHS={said!r}: use 1 to record decoding steps as CUDA graphs, or 0")
-    return said == "1"
+    setting = os.environ.get("MILLPOND_CUDA_GRAPHS", "1")
+    if setting not in ("0", "1"):
+        raise OptionError(f"MILLPOND_CUDA_GRAPHS={setting!r}: use 1 to record decoding steps as CUDA graphs, or 0")
+    return setting == "1"
 
 
 def record_cuda(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A CUDA graph of `work`, which is run once before, so that all kernels are compiled and loaded."""
+    """Return a CUDA graph of `work`, which runs once before to compile and load its kernels."""
     with torch.cuda.device(device):
         stream, anchor = _shared(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
@@ -52,8 +54,9 @@ def record_cuda(work: Callable[[], None], device: torch.device) -> Callable[[], 
 
 @cache
 def _shared(device: int) -> tuple[Any, Any]:
-    """The stream of all records on a device, and a graph that keeps their memory: what one needs in between, another
-    may use too, since they never run at the same time.
+    """Return the stream of all records on a device, and a graph that keeps their memory.
+
+    Memory that one needs in between, another may use too, since they never run at the same time.
     """
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -78,16 +81,16 @@ WIDTH_STEP = 16
 
 
 class StepInputs:
-    """Places for what is new in a step of some layers.
+    """Fixed memory for the inputs of a step of some layers.
 
-    Page ids, budgets and lengths are copied in before a step, lengths and counts of the dead back behind it: so pages
-    may be added or sealed, and other sequences take the places of those that end.
+    Page ids, budgets and lengths are copied in before a step, lengths and counts of the dead back after it: so pages
+    may be added or quantized, and other sequences take the rows of those that end.
 
     Args:
-        regions: of a step of each layer, for whose sizes places are made.
+        regions: Regions of a step of each layer, whose sizes the memory has.
 
     Attributes:
-        regions: the same with these places, in which no sequence takes part until `take`.
+        regions: Regions in this memory, in which no sequence takes part until `take`.
     """
 
     def __init__(self, regions: Sequence[StepRegions]) -> None:
@@ -96,23 +99,26 @@ class StepInputs:
         self._copied: list[tuple[Tensor, ...]] = [()] * len(regions)
 
     def holds(self, regions: Sequence[StepRegions]) -> bool:
-        """Whether the tables of a step are no wider than the places for them."""
+        """Whether the tables of a step fit into this memory."""
         return all(
-            table.shape[1] <= own.shape[1]
-            for one, place in zip(regions, self.regions, strict=True)
-            for table, own in zip(_tables(one), _tables(place), strict=True)
+            table.shape[1] <= own_table.shape[1]
+            for region_set, place in zip(regions, self.regions, strict=True)
+            for table, own_table in zip(_tables(region_set), _tables(place), strict=True)
         )
 
     def take(self, regions: Sequence[StepRegions]) -> None:
-        """Copy those of a step. What is a tensor of its own whenever it changes is copied only then."""
+        """Copy the inputs of a step.
+
+        A tensor that is a new one whenever it changes is copied only then.
+        """
         self._q_pos.copy_(regions[0].q_pos)
-        for n, one in enumerate(regions):
-            given = _given(one)
-            if len(given) == len(self._copied[n]) and all(map(_is, given, self._copied[n])):
+        for n, region_set in enumerate(regions):
+            inputs = _given(region_set)
+            if len(inputs) == len(self._copied[n]) and all(map(_is, inputs, self._copied[n])):
                 continue
-            for tensor, own in zip(given, _given(self.regions[n]), strict=True):
-                (own if tensor.ndim == 1 else own[:, : tensor.shape[1]]).copy_(tensor)
-            self._copied[n] = given
+            for tensor, target in zip(inputs, _given(self.regions[n]), strict=True):
+                (target if tensor.ndim == 1 else target[:, : tensor.shape[1]]).copy_(tensor)
+            self._copied[n] = inputs
         _copy(_written(self.regions), _written(regions))
 
     def give_back(self, regions: Sequence[StepRegions]) -> None:
@@ -121,19 +127,27 @@ class StepInputs:
 
 
 def key_of(regions: Sequence[StepRegions]) -> tuple[Any, ...] | None:
-    """What a recorded step has noted by its address or value; None for steps that wait for the device."""
+    """Return the addresses and values that a recorded step depends on.
+
+    None for steps that wait for the device.
+    """
     numbers: list[float] = [len(regions[0].q_pos)]
-    found: list[Any] = []
-    for one in regions:
-        if one.kept is not None or one.least is not None:
+    fixed: list[Any] = []
+    for region_set in regions:
+        if region_set.kept is not None or region_set.least is not None:
             return None
-        numbers += (one.shape.scale, one.shape.softcap, one.shape.window, bool(one.plain.pages.n_arenas))
-        found += (one.plain.pages, one.plain.pages.bases, one.rule, one.shape.sink_logits)
-        if one.packed is not None:
-            packed = one.packed
+        numbers += (
+            region_set.shape.scale,
+            region_set.shape.softcap,
+            region_set.shape.window,
+            bool(region_set.plain.pages.n_arenas),
+        )
+        fixed += (region_set.plain.pages, region_set.plain.pages.bases, region_set.rule, region_set.shape.sink_logits)
+        if region_set.packed is not None:
+            packed = region_set.packed
             numbers.append(bool(packed.pages.n_arenas))
-            found += (packed.pages, packed.pages.bases, packed.channels, packed.balance, packed.key_scales, packed.rope)
-    return numbers, *found
+            fixed += (packed.pages, packed.pages.bases, packed.channels, packed.balance, packed.key_scales, packed.rope)
+    return numbers, *fixed
 
 
 def same_key(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -141,14 +155,16 @@ def same_key(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(key) == len(other) and bool(key[0] == other[0]) and all(map(_is, key[1:], other[1:]))
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+def _is(left: object, right: object) -> bool:
+    return left is right
 
 
-def _placed(one: StepRegions, q_pos: Tensor) -> StepRegions:
-    plain = replace(one.plain, table=_wider(one.plain.table), lens=one.plain.lens.clone())
-    packed = None if one.packed is None else _placed_codes(one.packed)
-    return replace(one, plain=plain, caps=one.caps.clone(), recent=one.recent.clone(), q_pos=q_pos, packed=packed)
+def _placed(regions: StepRegions, q_pos: Tensor) -> StepRegions:
+    plain = replace(regions.plain, table=_wider(regions.plain.table), lens=regions.plain.lens.clone())
+    packed = None if regions.packed is None else _placed_codes(regions.packed)
+    return replace(
+        regions, plain=plain, caps=regions.caps.clone(), recent=regions.recent.clone(), q_pos=q_pos, packed=packed
+    )
 
 
 def _placed_codes(packed: PackedRegions) -> PackedRegions:
@@ -156,26 +172,30 @@ def _placed_codes(packed: PackedRegions) -> PackedRegions:
 
 
 def _wider(table: Tensor) -> Tensor:
-    """(R, n) with the page ids of a table (R, <= n) and room for some more."""
-    wanted = table.shape[1] * 5 // 4
-    found = table.new_zeros(len(table), -(-max(wanted, 1) // WIDTH_STEP) * WIDTH_STEP)
-    found[:, : table.shape[1]] = table
-    return found
+    """Return (R, n) with the page ids of a table (R, <= n) and room for more."""
+    min_width = table.shape[1] * 5 // 4
+    widened = table.new_zeros(len(table), -(-max(min_width, 1) // WIDTH_STEP) * WIDTH_STEP)
+    widened[:, : table.shape[1]] = table
+    return widened
 
 
-def _tables(one: StepRegions) -> list[Tensor]:
-    return [one.plain.table] if one.packed is None else [one.plain.table, one.packed.table]
+def _tables(regions: StepRegions) -> list[Tensor]:
+    return [regions.plain.table] if regions.packed is None else [regions.plain.table, regions.packed.table]
 
 
-def _given(one: StepRegions) -> tuple[Tensor, ...]:
-    """What is another tensor whenever the host changes it."""
-    own = (one.plain.table, one.caps, one.recent)
-    return own if one.packed is None else (*own, one.packed.table, one.packed.lens)
+def _given(regions: StepRegions) -> tuple[Tensor, ...]:
+    """Return the tensors that are new ones whenever the host changes them."""
+    inputs = (regions.plain.table, regions.caps, regions.recent)
+    return inputs if regions.packed is None else (*inputs, regions.packed.table, regions.packed.lens)
 
 
 def _written(regions: Sequence[StepRegions]) -> list[Tensor]:
-    """What a step writes besides pages."""
-    return [t for one in regions for t in (one.plain.lens, *(() if one.packed is None else (one.packed.dead,)))]
+    """Return the tensors that a step writes besides pages."""
+    return [
+        t
+        for region_set in regions
+        for t in (region_set.plain.lens, *(() if region_set.packed is None else (region_set.packed.dead,)))
+    ]
 
 
 def _copy(to: list[Tensor], of: list[Tensor]) -> None:
@@ -190,13 +210,14 @@ class _Recording(NamedTuple):
 
 
 class RecordedDecode:
-    """`ops.decode` of one layer: a step like the one before is recorded, and replayed as long as they are alike.
+    """`ops.decode` of one layer: steps are recorded, and replayed while they are alike.
 
     Args:
-        record: how.
+        record: Recorder of a step.
 
     Attributes:
-        recorded, replayed: graphs that were made, and steps that they ran.
+        recorded: Graphs that were made.
+        replayed: Steps that the graphs ran.
     """
 
     def __init__(self, record: GraphRecorder) -> None:
@@ -206,7 +227,7 @@ class RecordedDecode:
         self.recorded = self.replayed = 0
 
     def decode(self, args: DecodeArgs) -> DecodeOutput:
-        """See `OpSet.decode`."""
+        """Decode as `OpSet.decode` does."""
         regions = [args.regions]
         key = key_of(regions)
         if key is None or self._key is None or not same_key(key, self._key):
@@ -217,12 +238,12 @@ class RecordedDecode:
             self._recording = self._make(args)
         inputs, rows, replay, outputs = self._recording
         inputs.take(regions)
-        for own, given in zip(rows, (args.q, args.k_new, args.v_new), strict=True):
-            own.copy_(given)
+        for target, source in zip(rows, (args.q, args.k_new, args.v_new), strict=True):
+            target.copy_(source)
         replay()
         self.replayed += 1
         inputs.give_back(regions)
-        return DecodeOutput(*(found.clone() for found in outputs[-1]))
+        return DecodeOutput(*(tensor.clone() for tensor in outputs[-1]))
 
     def _make(self, args: DecodeArgs) -> _Recording:
         inputs = StepInputs([args.regions])

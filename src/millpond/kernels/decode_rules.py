@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Signal(IntEnum):
-    """What the decode kernel writes into the score accumulator of each stored entry."""
+    """Attention that the decode kernel writes into the score accumulator of each stored entry."""
 
     NONE = 0  #: nothing: the accumulator is not read or written
     SUM = 1  #: acc <- decay * acc + p
@@ -18,7 +18,7 @@ class Signal(IntEnum):
 
 
 class Reduce(IntEnum):
-    """How the attention of the query heads of one GQA group becomes one number p per entry of the KV head."""
+    """Reduction of the attention of a GQA group to one number p per entry of the KV head."""
 
     MEAN = 0
     MAX = 1
@@ -26,7 +26,10 @@ class Reduce(IntEnum):
 
 
 class Evict(IntEnum):
-    """Which unprotected entry leaves when a region is full. The lowest value goes; ties go to the oldest."""
+    """Order in which unprotected entries leave a full region.
+
+    The lowest value goes; ties go to the oldest.
+    """
 
     NEVER = 0  #: the region grows
     ACC = 1  #: the accumulator
@@ -38,16 +41,17 @@ class Evict(IntEnum):
 
     @property
     def by_score(self) -> bool:
-        """Whether the accumulator says it."""
+        """Whether the accumulator decides."""
         return self in (Evict.ACC, Evict.ACC_MEAN, Evict.HEAVIEST)
 
 
 @dataclass(frozen=True, slots=True)
 class Spacing:
-    """A pattern of positions: unit n holds positions (n - shift) * width .. (n - shift + 1) * width - 1.
+    """Pattern of positions in units of `width`.
 
-    A position is worth 1 where its unit's number is a multiple of `stride` and 0 elsewhere; with stride 0 it is worth
-    the largest power of two that divides that number, and 2**31 where the number is 0.
+    Unit n holds positions (n - shift) * width .. (n - shift + 1) * width - 1. A position is worth 1 where its unit's
+    number is a multiple of `stride` and 0 elsewhere; with stride 0 it is worth the largest power of two that divides
+    that number, and 2**31 where the number is 0.
     """
 
     width: int = 1
@@ -57,17 +61,18 @@ class Spacing:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRule:
-    """The part of a policy that runs inside the decode kernel.
+    """Part of a policy that runs inside the decode kernel.
 
     Attributes:
-        signal: what goes into the accumulator.
-        reduce: reduction over the query heads of a group, applied to each query's probabilities.
-        evict: which entry leaves when a region holds as many entries as its cap.
-        decay: factor on the old accumulator per step, for `Signal.SUM`.
-        sinks: entries with position < sinks never leave.
-        shared: all KV heads of a sequence drop the same entry: the value is averaged over the KV heads first.
-            Their regions must hold the same positions in the same slots.
-        seed: of `Evict.RANDOM`. spacing: of `Evict.SPACED`.
+        signal: Attention that goes into the accumulator.
+        reduce: Reduction over the query heads of a group, applied to each query's probabilities.
+        evict: Order of evictions when a region holds as many entries as its cap.
+        decay: Factor on the old accumulator per step, for `Signal.SUM`.
+        sinks: Entries with position < sinks never leave.
+        shared: All KV heads of a sequence drop the same entry: the value is averaged over the KV heads first. Their
+            regions must hold the same positions in the same slots.
+        seed: Seed of `Evict.RANDOM`.
+        spacing: Pattern of `Evict.SPACED`.
     """
 
     signal: Signal = Signal.NONE
@@ -93,7 +98,7 @@ MOST_LEAST = 256
 
 
 def hash_priority(seed: int, head: Tensor, position: Tensor) -> Tensor:
-    """A 24-bit hash of (seed, head, position) as float32: the value of `Evict.RANDOM`."""
+    """Return a 24-bit hash of (seed, head, position) as float32, the value of `Evict.RANDOM`."""
     mask = 0xFFFFFFFF
     h = (position.long() * 0x9E3779B1 + head.long() * 0x85EBCA77 + (seed * 0xC2B2AE3D & mask)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
@@ -103,7 +108,7 @@ def hash_priority(seed: int, head: Tensor, position: Tensor) -> Tensor:
 
 
 def spaced_value(spacing: Spacing, positions: Tensor) -> Tensor:
-    """What positions are worth in a pattern, as float32: the value of `Evict.SPACED`."""
+    """Return the worth of positions in a pattern, float32: the value of `Evict.SPACED`."""
     unit = positions.long().clamp(min=0) // spacing.width + spacing.shift
     if spacing.stride:
         return (unit % spacing.stride == 0).float()
@@ -111,7 +116,10 @@ def spaced_value(spacing: Spacing, positions: Tensor) -> Tensor:
 
 
 def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, n_kv_heads: int) -> Tensor:
-    """The value (R, n) by which entries leave, lowest first. q_pos: (R, 1)."""
+    """Return the value (R, n) by which entries leave, lowest first.
+
+    q_pos: (R, 1).
+    """
     if rule.evict is Evict.OLDEST:
         return positions.float()
     if rule.evict is Evict.RANDOM:
@@ -130,17 +138,17 @@ def eviction_value(rule: DecodeRule, scores: Tensor, positions: Tensor, q_pos: T
 
 
 def in_spans(positions: Tensor, spans: Tensor) -> Tensor:
-    """(R, n) bool: which positions (R, n) lie in one of the spans (R, k, 2) of their row."""
+    """Return (R, n) bool: whether positions (R, n) are in a span (R, k, 2) of their row."""
     begin, end = spans[..., None].unbind(2)
     return ((positions[:, None] >= begin) & (positions[:, None] < end)).any(1)
 
 
-def in_full_spans(positions: Tensor, least: Tensor) -> Tensor:
-    """(R, n) bool: which positions (R, n) lie in a span of which their row holds no more than must stay.
+def in_full_spans(positions: Tensor, minimums: Tensor) -> Tensor:
+    """Return (R, n) bool: whether a position is in a span with no entries to spare.
 
-    least: (R, m, 3), [begin, end) and the fewest entries that stay.
+    positions (R, n); minimums (R, m, 3): [begin, end) and the fewest entries that stay.
     """
-    begin, end, fewest = least[..., None].unbind(2)
+    begin, end, fewest = minimums[..., None].unbind(2)
     inside = (positions[:, None] >= begin) & (positions[:, None] < end)
     return (inside & (inside.sum(2, keepdim=True) <= fewest)).any(1)
 
@@ -156,9 +164,9 @@ def choose_evicted(
     kept: Tensor | None = None,
     least: Tensor | None = None,
 ) -> Tensor:
-    """The column (R,) that leaves. Columns with position -1 are empty. Ties leave oldest first.
+    """Return the column (R,) that leaves, ties oldest first.
 
-    kept, least: `StepRegions`.
+    Columns with position -1 are empty; kept and least are those of `StepRegions`.
     """
     value = eviction_value(rule, scores, positions, q_pos, n_kv_heads).double()
     protected = (positions < rule.sinks) | (q_pos - positions < recent[:, None])

@@ -21,7 +21,7 @@ from millpond.kernels.thread_count import torch_on_all_threads
 
 
 class GatedActivation(enum.IntEnum):
-    """The activation of a gated feed-forward block; numbers as in the kernels."""
+    """Activation of a gated feed-forward block; numbers as in the kernels."""
 
     SILU = 1
     GELU = 2
@@ -35,7 +35,7 @@ _PLAIN = (torch.nn.Parameter, Tensor)
 def fits(x: Tensor, weights: Iterable[Tensor | None]) -> bool:
     """Whether the native kernels take x (..., n) with these weights.
 
-    They do where x has few rows and all lies on a CPU in one dtype, with contiguous rows, and the caller needs no
+    They do where x has few rows and all is on a CPU in one dtype, with contiguous rows, and the caller needs no
     gradients, autocast or another implementation.
     """
     from millpond.kernels import native
@@ -60,14 +60,24 @@ def _is_plain(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """X (N, n) -> (N,) each: the largest number of each row, NaN where it holds one, and its index, the first."""
+    """Return the largest number of each row of x (N, n), and its first index: (N,) each.
+
+    NaN where a row has one.
+    """
     from millpond.kernels import native
 
-    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
-    if wanted and x.is_cpu and x.dtype in NATIVE_DTYPES and x.stride(-1) == 1 and x.numel() and native.is_available():
+    is_wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    if (
+        is_wanted
+        and x.is_cpu
+        and x.dtype in NATIVE_DTYPES
+        and x.stride(-1) == 1
+        and x.numel()
+        and native.is_available()
+    ):
         return native.largest(x)
-    most, at = x.max(-1)
-    return most, at
+    maxima, at = x.max(-1)
+    return maxima, at
 
 
 #: Most relative difference between what a part of a model gives and what is computed here in its place, by dtype.
@@ -82,7 +92,7 @@ _ACTIVATE: dict[GatedActivation, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(NamedTuple):
-    """RMSNorm, or LayerNorm where `centred`. weight, bias: (n,)."""
+    """RMSNorm, or LayerNorm if `centred`; weight and bias (n,)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -92,11 +102,13 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layers that take the same rows: weights (n, k), plain or all quantized, with their biases (n,) or None.
+    """Linear layers of the same rows: weights (n, k), plain or all quantized, and biases (n,).
 
     Attributes:
-        whole: weight and bias of all one after another, which the parts are views of; None where they lie apart.
-        norm: of the rows, in front. act: of the outcome of the first part.
+        whole: Weight and bias of all parts, one after another, which the parts are views of; None if they are not
+            adjacent.
+        norm: Norm of the rows before.
+        act: Activation of the output of the first part.
     """
 
     parts: tuple[tuple[Weight, Tensor | None], ...]
@@ -106,7 +118,7 @@ class Projection:
 
     @cached_property
     def few(self) -> native.Linears:
-        """For a few rows on a CPU, as long as the weights stay where they are."""
+        """Kernel for a few rows on a CPU, valid as long as the weights stay in place."""
         gate = 0 if self.act is None else int(self.act)
         if self.norm is None:
             return native.Linears(self.parts, gate=gate)
@@ -116,7 +128,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Rest:
-    """What follows attention in a layer: a matrix of its own, then the two of the feed-forward."""
+    """Projections after attention in a layer: its output matrix, and two of the feed-forward."""
 
     out: Projection
     up: Projection
@@ -124,12 +136,15 @@ class Rest:
 
     @cached_property
     def few(self) -> native.Behind:
-        """As `Projection.few`."""
+        """Kernel for a few rows on a CPU, as `Projection.few`."""
         return native.Behind(self.out.few, self.up.few, self.down.few)
 
 
 def in_one_call(layers: Iterable[tuple[Projection, Rest]], head_dim: int) -> native.Layers:
-    """Layers for a few rows on a CPU, one of each sequence: as `Projection.few`, with attention in between."""
+    """Return layers for a few rows on a CPU, one of each sequence, attention included.
+
+    None if they cannot run so; otherwise as `Projection.few`.
+    """
     return native.Layers([(into.few, rest.few) for into, rest in layers], head_dim)
 
 
@@ -137,7 +152,7 @@ class DecoderOps:
     """Rows through torch.
 
     Attributes:
-        few: the rows are few, and native kernels take them.
+        few: Whether the rows are few, and native kernels take them.
     """
 
     few = False
@@ -151,7 +166,7 @@ class DecoderOps:
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
     def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
-        """Norm(x) through each matrix: (N, n) each, with contiguous rows."""
+        """Return norm(x) through each matrix: (N, n) each, with contiguous rows."""
         x = x if projection.norm is None else self.norm(x, projection.norm)
         if projection.whole is None:
             return [multiply_rows(x, *part) for part in projection.parts]
@@ -159,14 +174,17 @@ class DecoderOps:
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:
-        """act(norm(x) through the matrix); of two matrices, that of the first times the outcome of the second."""
+        """Return act(norm(x) through the matrix).
+
+        Of two matrices it is that of the first times the output of the second.
+        """
         opened, *closed = self.apart(x, projection)
         assert projection.act is not None, "of a feed-forward"
         opened = _ACTIVATE[projection.act](opened)
         return opened * closed[0] if closed else opened
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
-        """X through the matrix, plus the residual (N, n)."""
+        """Return x through the matrix, plus the residual (N, n)."""
         ((weight, bias),) = projection.parts
         if bias is None and isinstance(weight, Tensor) and has_products(x):
             rows, more = filled_up(x), filled_up(residual)
@@ -177,28 +195,34 @@ class DecoderOps:
     def heads(
         self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (N, heads, dim) of three matrices, of which the first two are turned: `rotate_`."""
+        """Return q, k, v (N, heads, dim) of three matrices; q and k are rotated by `rotate_`."""
         q, k, v = (part.view(len(x), -1, dim) for part in self.apart(x, projection))
         self.rotate_(q, k, cos, sin)
         return q, k, v
 
     def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
-        """X (N, width) behind a layer whose attention is `seen` (N, k): x += out(seen), then x + down(up(x))."""
+        """Return x (N, width) after a layer with attention `seen` (N, k).
+
+        x += out(seen), then x + down(up(x)).
+        """
         x = self.added(seen, rest.out, x)
         return self.added(self.activated(x, rest.up), rest.down, x)
 
     def rotate_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Turn the first `dim` numbers of the heads of q and k (N, heads, >= dim) in place; cos, sin (N, dim)."""
+        """Rotate the first `dim` numbers of heads of q and k (N, heads, >= dim) in place.
+
+        cos, sin: (N, dim).
+        """
         dim = cos.shape[-1]
         half = dim // 2
         for x in (q, k):
             turning = x[..., :dim]
-            other = torch.cat((-turning[..., half:], turning[..., :half]), -1)
-            turning.copy_(turning * cos[:, None] + other * sin[:, None])
+            turned = torch.cat((-turning[..., half:], turning[..., :half]), -1)
+            turning.copy_(turning * cos[:, None] + turned * sin[:, None])
 
 
 class NativeDense(DecoderOps):
-    """Rows through the native kernels; matrices of many rows through torch where `native.gemm` does not serve them."""
+    """Rows through native kernels; matrices of many rows through torch unless `gemm` serves."""
 
     def __init__(self, few: bool) -> None:
         self.few = few
@@ -210,30 +234,30 @@ class NativeDense(DecoderOps):
     def apart(self, x: Tensor, projection: Projection) -> list[Tensor]:
         if self.few:
             return projection.few(x)
-        whole = projection.whole
-        if whole is None:  # weights that lie apart: the same sums, matrix by matrix
+        joined = projection.whole
+        if joined is None:  # weights that lie apart: the same sums, matrix by matrix
             x = x if projection.norm is None else self.norm(x, projection.norm)
             return [
                 native.gemm(x, weight, bias) if _gemm_serves(weight, x) else multiply_rows(x, weight, bias)
                 for weight, bias in projection.parts
             ]
-        if not _gemm_serves(whole[0], x):
+        if not _gemm_serves(joined[0], x):
             return super().apart(x, projection)
-        together = native.gemm(x, whole[0], whole[1], norm=projection.norm)
+        together = native.gemm(x, joined[0], joined[1], norm=projection.norm)
         return list(torch.split(together, [len(weight) for weight, _ in projection.parts], -1))
 
     def activated(self, x: Tensor, projection: Projection) -> Tensor:
         if self.few:
             return projection.few(x)[0]
-        act, whole, halves = projection.act, projection.whole, len(projection.parts) == 2
-        if act is None or act is GatedActivation.GELU or whole is None:  # torch's erf is the faster
+        act, joined, halves = projection.act, projection.whole, len(projection.parts) == 2
+        if act is None or act is GatedActivation.GELU or joined is None:  # torch's erf is the faster
             return super().activated(x, projection)
-        if _gemm_serves(whole[0], x):
-            return native.gemm(x, whole[0], whole[1], norm=projection.norm, act=act, halves=halves)
+        if _gemm_serves(joined[0], x):
+            return native.gemm(x, joined[0], joined[1], norm=projection.norm, act=act, halves=halves)
         if not halves:
             return super().activated(x, projection)
         x = x if projection.norm is None else self.norm(x, projection.norm)
-        return native.gate(multiply_rows(x, *whole), act)
+        return native.gate(multiply_rows(x, *joined), act)
 
     def added(self, x: Tensor, projection: Projection, residual: Tensor) -> Tensor:
         if self.few:
@@ -258,7 +282,7 @@ class NativeDense(DecoderOps):
 
 
 class FixedOrder(DecoderOps):
-    """Any number of rows through the native kernels for a few: a row has the same bits whatever the others are."""
+    """Rows through native kernels for a few: a row's bits do not depend on other rows."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return _FEW.norm(x, norm)
@@ -277,8 +301,8 @@ class FixedOrder(DecoderOps):
         self, x: Tensor, projection: Projection, dim: int, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         pieces = zip(_pieces(x), _pieces(cos), _pieces(sin), strict=True)
-        found = [projection.few.heads(part, dim, *angles) for part, *angles in pieces]
-        q, k, v = (torch.cat(parts) for parts in zip(*found, strict=True))
+        heads = [projection.few.heads(part, dim, *angles) for part, *angles in pieces]
+        q, k, v = (torch.cat(parts) for parts in zip(*heads, strict=True))
         return q, k, v
 
     def behind(self, seen: Tensor, x: Tensor, rest: Rest) -> Tensor:
@@ -300,10 +324,12 @@ _TORCH, _FEW, _MANY, _FIXED = DecoderOps(), NativeDense(few=True), NativeDense(f
 
 
 def choose(x: Tensor, few: bool | None = None, *, fixed_order: bool = False) -> DecoderOps:
-    """The implementation for rows like x (N, width) without gradients.
+    """Return the implementation for rows like x (N, width) without gradients.
 
     Args:
-        few: as if they were few, or not. fixed_order: each row gets the bits that it has alone.
+        x: Rows.
+        few: Whether to treat them as few rows; None decides by their number.
+        fixed_order: Give each row the bits that it has alone.
     """
     if not serves(x):
         return _TORCH

@@ -20,19 +20,22 @@ ROW_STEP = 8
 
 
 def has_products(x: Tensor) -> bool:
-    """Whether torch multiplies numbers of this type, where they are, with instructions made for it."""
+    """Whether torch multiplies this dtype on its device with instructions made for it."""
     return not x.is_cpu or _on_cpu(x.dtype)
 
 
 def filled_up(x: Tensor) -> Tensor:
-    """X (N, k) and rows of 0 behind it up to a multiple of ROW_STEP; itself where torch keeps no programs for it."""
+    """Return x (N, k) with rows of 0 up to a multiple of ROW_STEP.
+
+    It is x itself where torch keeps no programs for it.
+    """
     missing = -len(x) % ROW_STEP
     if not missing or not x.is_cpu or x.dtype.itemsize != 2:
         return x
-    found = x.new_empty(len(x) + missing, x.shape[1])
-    found[: len(x)] = x
-    found[len(x) :] = 0
-    return found
+    padded = x.new_empty(len(x) + missing, x.shape[1])
+    padded[: len(x)] = x
+    padded[len(x) :] = 0
+    return padded
 
 
 @cache
@@ -45,15 +48,15 @@ def _on_cpu(dtype: torch.dtype) -> bool:
 
 
 def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight^T + bias. x: (..., k). weight: (n, k). bias: (n,) or None. -> (..., n) in x's dtype.
+    """Return x @ weight^T + bias in x's dtype, without gradients.
 
-    Without gradients: a caller that needs some uses torch's own function.
+    x (..., k), weight (n, k), bias (n,) or None -> (..., n). A caller that needs gradients uses torch's own function.
     """
     rows = x.reshape(-1, x.shape[-1])
     wide = filled_up(rows if has_products(x) else rows.float())
     with torch_on_all_threads():
-        found = _multiply(wide, weight, bias, x.dtype)
-    return found[: len(rows)].view(*x.shape[:-1], len(weight))
+        out = _multiply(wide, weight, bias, x.dtype)
+    return out[: len(rows)].view(*x.shape[:-1], len(weight))
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -75,7 +78,7 @@ FEW_ROWS = 32
 
 
 def _may_be_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether native kernels may take these tensors: neither gradients nor another implementation are requested."""
+    """Whether no gradients or other implementation are requested of these tensors."""
     dtype = x.dtype
     return (
         weight.dtype is dtype
@@ -113,7 +116,7 @@ def _is_bias(bias: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight^T + bias, at the speed of memory where x has few rows on a CPU.
+    """Return x @ weight^T + bias, at the speed of memory if x has few rows on a CPU.
 
     Products of up to FEW_ROWS rows, and of many of bf16 where `native.gemm` serves them, are summed in float32 in an
     order that depends neither on the threads nor on the other rows: a row of a batch has the bits of the row alone.
@@ -121,7 +124,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     asks for it.
 
     Args:
-        x: (..., k). weight: (n, k), rows contiguous, as torch.nn.Linear keeps it, or in codes. bias: (n,) or None.
+        x: (..., k).
+        weight: (n, k), rows contiguous, as torch.nn.Linear keeps it, or in codes.
+        bias: (n,) or None.
 
     Returns:
         (..., n) in x's dtype.
@@ -142,8 +147,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear_of_codes(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
-    native = load_native() if wanted and x.is_cpu and weight.is_cpu and x.dtype in NATIVE_DTYPES else None
+    is_wanted = os.environ.get("MILLPOND_KERNELS", "auto") in ("auto", "native")
+    native = load_native() if is_wanted and x.is_cpu and weight.is_cpu and x.dtype in NATIVE_DTYPES else None
     if native is not None and 0 < x.numel() <= FEW_ROWS * x.shape[-1]:
         few: Tensor = native.linear(x, weight, bias)
         return few

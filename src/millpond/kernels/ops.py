@@ -30,10 +30,10 @@ from millpond.kernels.packed.regions import PackedRegions
 
 
 class OpSet(Protocol):
-    """Implemented by the modules `reference`, `blockwise`, `native` and `gpu`, and by `ops`, which chooses one."""
+    """Ops of `reference`, `blockwise`, `native` and `gpu`, and of `ops`, which chooses."""
 
     def decode(self, args: DecodeArgs) -> DecodeOutput:
-        """One decoding step of one layer: attend, gather scores, choose the victim, store the new entry.
+        """Run one decoding step of one layer: attend, add to scores, choose the victim, store.
 
         Each query attends to the stored entries of its region and to the new one. A region that holds fewer entries
         than its cap (or whose rule never evicts) stores the new entry in slot lens[r]; a full one drops the entry of
@@ -52,10 +52,11 @@ class OpSet(Protocol):
         ...
 
     def decode_rows(self, args: DecodeRowsArgs) -> AttendOutput:
-        """A few new tokens of each sequence, as if decoded one after another with nothing scored and nothing evicted.
+        """Return the output of a few new tokens of each sequence.
 
-        Token i of a sequence attends to the stored entries and to the tokens up to itself, and each result has the bits
-        that `decode` gives for it where it comes alone. All are stored, in order, behind the entries that are there.
+        It is as if they were decoded one after another with nothing scored and nothing evicted. Token i of a sequence
+        attends to the stored entries and to the tokens up to itself, and each result has the bits that `decode` gives
+        for it where it comes alone. All are stored, in order, after the stored entries.
 
         Returns:
             (S, Hq, n, value_dim) in q's dtype, 0 where there is no token; lse (S, Hq, n), there -inf.
@@ -63,29 +64,31 @@ class OpSet(Protocol):
         ...
 
     def attend(self, args: AttendArgs) -> AttendOutput:
-        """Attention of many sequences' queries over entries that they share, which are read once for all of them.
+        """Attend from many sequences' queries to shared entries, read once for all of them.
 
-        The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2). What `decode` finds in the entries
-        of each sequence alone is given as `found`, and put together with it by the log-sum-exp, as `lse_merge` does.
+        The first of the two phases of ChunkAttention (Ye et al., 2024, section 3.2). The output of `decode` over the
+        entries of each sequence alone is given as `partial`, and put together with it by the log-sum-exp, as
+        `lse_merge` does.
         """
         ...
 
     def prefill(self, args: PrefillArgs) -> PrefillOutput:
-        """Causal attention of many new queries of one sequence, with the column sums of its probabilities.
+        """Attend causally from many new queries of one sequence, with column sums of attention.
 
         No (Q, N) matrix is kept: the work runs in blocks of query rows (but for `reference`).
         """
         ...
 
     def window_signal(self, args: WindowSignalArgs) -> Tensor:
-        """(Hkv, N) float32: sum_i reduce_h A[h, i, j] over a few queries i, each seeing every entry that is not newer.
+        """Return (Hkv, N) float32: the attention that a few queries pay to each entry.
 
-        A query that sees nothing adds nothing.
+        It is sum_i reduce_h A[h, i, j] over the queries i, each seeing every entry that is not newer. A query that sees
+        nothing adds nothing.
         """
         ...
 
     def write(self, regions: PageRegions, rows: EntryRows) -> None:
-        """Store chosen rows in plain pages; `regions.lens` is neither read nor written."""
+        """Store rows in plain pages; `regions.lens` is neither read nor written."""
         ...
 
     def read(self, regions: PageRegions, width: int) -> PaddedEntries:
@@ -93,7 +96,7 @@ class OpSet(Protocol):
         ...
 
     def write_packed(self, regions: PackedRegions, rows: EntryRows) -> None:
-        """Encode chosen rows into packed pages; `lens` and `dead` are neither read nor written.
+        """Encode rows into packed pages; `lens` and `dead` are neither read nor written.
 
         Raises:
             NumericsError: NaN, infinity, or a number beyond what the format's scales can hold. What `start` and `count`
@@ -102,21 +105,26 @@ class OpSet(Protocol):
         ...
 
     def read_packed(self, regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
-        """The entries of every region as numbers, padded to `width` >= max(lens), keys of `head_dim` channels."""
+        """Return the entries of every region as numbers, padded to `width` >= max(lens).
+
+        Keys have `head_dim` channels.
+        """
         ...
 
     def merge_slots(self, args: MergeArgs) -> None:
-        """Evict entries beyond the caps of regions, those of lowest value, and merge them into the kept ones.
+        """Evict entries of lowest value beyond the caps of regions, merging them into kept ones.
 
-        Runs after a decoding step, over the same regions, caps, recent and q_pos as `decode`. Region r evicts
-        lens[r] - caps[r] entries, none if that is not above 0. Value and protection are those of `decode`; of
-        equal ones the oldest is evicted. `MergeRule` says how they are merged; kept entries keep their positions.
-        The last entries of a region move into the freed slots.
+        Runs after a decoding step, over the same regions, caps, recent and q_pos as `decode`. Region r evicts lens[r] -
+        caps[r] entries, none if that is not above 0. Value and protection are those of `decode`; of equal ones the
+        oldest is evicted. `MergeRule` says how they are merged; kept entries keep their positions. The last entries of
+        a region move into the freed slots.
         """
         ...
 
     def admit(self, args: HeadRuleArgs) -> bool:
-        """Let the entries leave that no rule of their head keeps, and close the gaps: `HeadRules.leaving` after a step.
+        """Evict the entries that no rule of their head keeps, and close the gaps.
+
+        It does what `HeadRules.leaving` decides after a step.
 
         Returns:
             False where there is no kernel for it: then nothing was done.
@@ -124,10 +132,13 @@ class OpSet(Protocol):
         ...
 
     def absolute_sums(self, x: Tensor, y: Tensor) -> Tensor:
-        """sum_m |x_j . y_m| of each entry j with all vectors m of its head; none of the products is kept.
+        """Return sum_m |x_j . y_m| of each entry j with all vectors m of its head.
+
+        None of the products is kept.
 
         Args:
-            x: (H, N, dim). y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
+            x: (H, N, dim).
+            y: (H * sets, n, dim), the sets of head h are h * sets, h * sets + 1, ...
 
         Returns:
             (H, N) float32.
@@ -135,10 +146,13 @@ class OpSet(Protocol):
         ...
 
     def newest_alike(self, keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
-        """For each key the last other ones of its head whose cosine with it is above the threshold.
+        """Return for each key the last others of its head with a cosine above the threshold.
 
         Args:
-            keys: (H, N, dim). lens: (H,) int32, the first lens[h] of head h are there. most: of them, for each key.
+            keys: (H, N, dim).
+            lens: (H,) int32, keys of each head.
+            threshold: Cosine that must be exceeded.
+            most: Most keys to return for each key.
 
         Returns:
             their columns (H, N, most) int32, the last one first, -1 for none; their cosines (H, N, most) float32, 0 for
@@ -148,7 +162,7 @@ class OpSet(Protocol):
 
 
 def op_set(dtype: torch.dtype, device: torch.device) -> OpSet:
-    """The implementation that serves pages, or queries, of this dtype on this device.
+    """Return the implementation that serves pages, or queries, of this dtype on this device.
 
     Raises:
         OptionError: MILLPOND_KERNELS names an implementation that does not exist or cannot run here.
@@ -175,7 +189,7 @@ def op_set(dtype: torch.dtype, device: torch.device) -> OpSet:
 
 
 def decode(args: DecodeArgs) -> DecodeOutput:
-    """See `OpSet.decode`.
+    """Run `OpSet.decode`.
 
     Raises:
         OptionError: plain and packed regions that do not fit.
@@ -187,27 +201,27 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
-    """See `OpSet.decode_rows`."""
+    """Run `OpSet.decode_rows`."""
     return op_set(args.regions.pages.dtype, args.q.device).decode_rows(args)
 
 
 def attend(args: AttendArgs) -> AttendOutput:
-    """See `OpSet.attend`."""
+    """Run `OpSet.attend`."""
     return op_set(args.regions.pages.dtype, args.q.device).attend(args)
 
 
 def prefill(args: PrefillArgs) -> PrefillOutput:
-    """See `OpSet.prefill`."""
+    """Run `OpSet.prefill`."""
     return op_set(args.q.dtype, args.q.device).prefill(args)
 
 
 def window_signal(args: WindowSignalArgs) -> Tensor:
-    """See `OpSet.window_signal`."""
+    """Run `OpSet.window_signal`."""
     return op_set(args.q.dtype, args.q.device).window_signal(args)
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:
-    """See `OpSet.write`.
+    """Run `OpSet.write`.
 
     Raises:
         OptionError: log masses for pages that have none.
@@ -220,12 +234,12 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
 
 
 def read(regions: PageRegions, width: int) -> PaddedEntries:
-    """See `OpSet.read`."""
+    """Run `OpSet.read`."""
     return op_set(regions.pages.dtype, regions.device).read(regions, width)
 
 
 def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
-    """See `OpSet.write_packed`.
+    """Run `OpSet.write_packed`.
 
     Raises:
         OptionError: a start or a count that would cut a group; log masses for pages that have none; regions that lack
@@ -233,8 +247,8 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
     """
     grain = regions.pages.layout.grain
     if grain > 1:
-        for name, given in (("start", rows.start), ("count", rows.count)):
-            bad = given[given % grain != 0]
+        for name, indices in (("start", rows.start), ("count", rows.count)):
+            bad = indices[indices % grain != 0]
             if len(bad):
                 raise OptionError(
                     f"{name}={int(bad[0])} would cut a group: this layout is written in runs of {grain} slots"
@@ -247,25 +261,25 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
 
 
 def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
-    """See `OpSet.read_packed`."""
+    """Run `OpSet.read_packed`."""
     return op_set(torch.float32, regions.table.device).read_packed(regions, width, head_dim)
 
 
 def merge_slots(args: MergeArgs) -> None:
-    """See `OpSet.merge_slots`."""
+    """Run `OpSet.merge_slots`."""
     op_set(args.regions.pages.dtype, args.regions.device).merge_slots(args)
 
 
 def admit(args: HeadRuleArgs) -> bool:
-    """See `OpSet.admit`."""
+    """Run `OpSet.admit`."""
     return op_set(args.regions.pages.dtype, args.regions.device).admit(args)
 
 
 def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
-    """See `OpSet.absolute_sums`."""
+    """Run `OpSet.absolute_sums`."""
     return op_set(x.dtype, x.device).absolute_sums(x, y)
 
 
 def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
-    """See `OpSet.newest_alike`."""
+    """Run `OpSet.newest_alike`."""
     return op_set(keys.dtype, keys.device).newest_alike(keys, lens, threshold, most)

@@ -27,7 +27,7 @@ _ONE_PIECE = 1 << 62
 
 
 class PagePart(Enum):
-    """Which arrays of a page: keys and values, or codes; positions, scores and masses; or all."""
+    """Part of a page: keys and values, or codes; positions, scores and masses; or all."""
 
     CONTENTS = "contents"
     SIDES = "sides"
@@ -36,13 +36,14 @@ class PagePart(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowArrays:
-    """Arrays with as many rows each, cut into arenas of equal size, of which the last may be shorter.
+    """Arrays of as many rows each, in arenas of equal size, the last of which may be shorter.
 
     Attributes:
-        arenas: of each array, tensors (per_arena, ...). per_arena: rows, a power of two.
-        row_bytes: of each array; empty where they were not counted.
-        numbers: struct of the native kernels; None where they do not serve these arrays.
-        memory: what `numbers` points to besides the arenas.
+        arenas: Tensors (per_arena, ...) of each array.
+        per_arena: Rows of an arena, a power of two.
+        row_bytes: Bytes of a row of each array; empty if they were not counted.
+        numbers: Struct of the native kernels; None if they do not serve these arrays.
+        memory: Memory that `numbers` points to besides the arenas.
     """
 
     arenas: Sequence[Sequence[Tensor]]
@@ -53,17 +54,20 @@ class RowArrays:
 
     @classmethod
     def of_pages(cls, arrays: Arenas, part: PagePart) -> RowArrays:
-        """Pages of a pool, a row for each; good until the pool has other arenas."""
+        """Return the pages of a pool, a row for each; valid until the pool has other arenas."""
         return arrays.derived(part, lambda: cls._of_pages(arrays, part))
 
     @classmethod
     def of_slots(cls, arrays: Arenas) -> RowArrays:
-        """Slots of a pool's pages of natural rows, keys and values; slot s of page p is row `p * slots + s`."""
+        """Return the slots of a pool's pages of natural rows, keys and values.
+
+        Slot s of page p is row `p * slots + s`.
+        """
         return arrays.derived(RowArrays.of_slots, lambda: cls._of_slots(arrays))
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[Tensor]) -> RowArrays:
-        """Tensors (n, ...) of as many rows each."""
+        """Return tensors (n, ...) of as many rows each as arrays."""
         arenas = [[x] for x in tensors]
         if not all(x.is_cpu and x.is_contiguous() for x in tensors):
             return cls(arenas, _ONE_PIECE)
@@ -77,10 +81,13 @@ class RowArrays:
     def _of_pages(cls, arrays: Arenas, part: PagePart) -> RowArrays:
         sides = [arrays.positions, arrays.scores, *([arrays.log_masses] if arrays.masses else [])]
         contents = arrays.contents
-        chosen = [*(contents if part is not PagePart.SIDES else []), *(sides if part is not PagePart.CONTENTS else [])]
+        selected = [
+            *(contents if part is not PagePart.SIDES else []),
+            *(sides if part is not PagePart.CONTENTS else []),
+        ]
         in_bases = [*range(len(contents) if part is not PagePart.SIDES else 0)]
         in_bases += range(2, 2 + len(sides)) if part is not PagePart.CONTENTS else []
-        return cls._of(chosen, arrays.pages_per_arena, arrays, in_bases)
+        return cls._of(selected, arrays.pages_per_arena, arrays, in_bases)
 
     @classmethod
     def _of_slots(cls, arrays: Arenas) -> RowArrays:
@@ -90,9 +97,13 @@ class RowArrays:
 
     @classmethod
     def _of(cls, arenas: list[list[Tensor]], per_arena: int, arrays: Arenas, in_bases: list[int]) -> RowArrays:
-        """
+        """Return the arrays of a pool.
+
         Args:
-            in_bases: rows of `bases` with the addresses of the arrays.
+            arenas: Arenas of each array.
+            per_arena: Rows of an arena.
+            arrays: Arenas of the pool.
+            in_bases: Rows of `bases` with the addresses of the arrays.
         """
         if arrays.device.type != "cpu" or not arrays.n_arenas:
             return cls(arenas, per_arena)
@@ -103,7 +114,7 @@ class RowArrays:
         return cls(arenas, per_arena, row_bytes, numbers, (table, bases))
 
     def empty(self, n: int) -> list[Tensor]:
-        """Tensors (n, ...) on the CPU for rows of each array; (0,) of arrays without arenas."""
+        """Return CPU tensors (n, ...) for rows of each array; (0,) of arrays without arenas."""
         return [
             torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype) if pieces else torch.empty(0)
             for pieces in self.arenas
@@ -111,10 +122,14 @@ class RowArrays:
 
 
 def move_rows(source: RowArrays, source_rows: Rows | None, target: RowArrays, target_rows: Rows | None, n: int) -> None:
-    """Let rows of one group of arrays be rows of another; Python's lock is free meanwhile.
+    """Copy rows of one group of arrays into rows of another; Python's lock is free meanwhile.
 
     Args:
-        source_rows, target_rows: (n,) which; None: the first n. Those of the target differ.
+        source: Arrays to read.
+        source_rows: (n,) rows to read; None for the first n.
+        target: Arrays to write.
+        target_rows: (n,) rows to write, all different; None for the first n.
+        n: Number of rows.
     """
     if not n:
         return
@@ -127,11 +142,14 @@ def move_rows(source: RowArrays, source_rows: Rows | None, target: RowArrays, ta
 
 
 def take(source: RowArrays, rows: Rows) -> list[Tensor]:
-    """Rows (n,) of each array, on the CPU, as a copy (n, ...); (0,) of arrays that never had an arena."""
-    found = source.empty(len(rows))
+    """Return rows (n,) of each array on the CPU, as a copy (n, ...).
+
+    (0,) of arrays that never had an arena.
+    """
+    rows_read = source.empty(len(rows))
     if all(source.arenas):
-        move_rows(source, rows, RowArrays.of_tensors(found), None, len(rows))
-    return found
+        move_rows(source, rows, RowArrays.of_tensors(rows_read), None, len(rows))
+    return rows_read
 
 
 def serves() -> bool:
@@ -144,7 +162,7 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def _by_arena(per_arena: int, rows: Rows) -> list[tuple[int, Rows, Rows]]:
-    """For each arena that holds some of the rows: its number, which of `rows` (n,), and their rows in it."""
+    """Yield each arena with some of the rows: its number, their indices and rows in it."""
     rows = rows.astype(np.int64)
     arenas = rows // per_arena
     places = ((arena, np.flatnonzero(arenas == arena)) for arena in np.unique(arenas).tolist())
@@ -156,10 +174,10 @@ def _taken(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, n: int) 
     parts = _by_arena(per_arena, rows)
     if len(parts) == 1:
         return take_rows(pieces[parts[0][0]], parts[0][2])
-    found = torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype)
+    rows_read = torch.empty(n, *pieces[0].shape[1:], dtype=pieces[0].dtype)
     for arena, which, there in parts:
-        put_rows(found, which, take_rows(pieces[arena], there))
-    return found
+        put_rows(rows_read, which, take_rows(pieces[arena], there))
+    return rows_read
 
 
 def _put(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, content: Tensor) -> None:
@@ -171,41 +189,46 @@ def _put(pieces: Sequence[Tensor], per_arena: int, rows: Rows | None, content: T
 Numbers = npt.NDArray[np.int64]
 
 
-def pack_run(pages: RowArrays, ids: Rows, room: Tensor, generation: int) -> int:
-    """Put pages into a buffer, array after array, and 0 into what is left of it.
+def pack_run(pages: RowArrays, ids: Rows, buffer: Tensor, generation: int) -> int:
+    """Put pages into a buffer, array after array, and 0 into the rest of it.
 
     Args:
-        pages: of a pool. ids: (n,) which. room: (m,) uint8, contiguous, at least the bytes of the pages.
-        generation: what the checksum begins with.
+        pages: Pages of a pool.
+        ids: (n,) pages to pack.
+        buffer: (m,) uint8, contiguous, at least the bytes of the pages.
+        generation: Start value of the checksum.
 
     Returns:
         CRC-32 of the bytes of the pages.
     """
     if pages.numbers is not None and serves():
-        found = native_pages.pack(pages.numbers, ids, room, generation)
-        if found >= 0:
-            return found
-    views = _views(room, 0, len(ids), pages)
+        checked = native_pages.pack(pages.numbers, ids, buffer, generation)
+        if checked >= 0:
+            return checked
+    views = _views(buffer, 0, len(ids), pages)
     move_rows(pages, ids, RowArrays.of_tensors(views), None, len(ids))
     needed = sum(rows.nbytes for rows in views)
-    room.numpy()[needed:] = 0
-    return crc32(room[:needed], generation)
+    buffer.numpy()[needed:] = 0
+    return crc32(buffer[:needed], generation)
 
 
 def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: WantedPages, first: Numbers) -> int:
-    """Check runs, and put those pages of them that are wanted into a pool; Python's lock is free meanwhile.
+    """Check runs, and put their wanted pages into a pool; Python's lock is free meanwhile.
 
     Args:
-        data: (m,) uint8, contiguous. pages: of the pool. first: (n + 1,) int64, where what is `wanted` of each run
-            begins and the last ends.
+        data: (m,) uint8, contiguous.
+        runs: Runs in the buffer.
+        pages: Pages of the pool.
+        wanted: Pages to put into the pool.
+        first: (n + 1,) int64, first index in `wanted` of each run, and the end of the last.
 
     Returns:
         How many runs came before the first whose checksum is another one; nothing of that and later ones was taken.
     """
     if pages.numbers is not None and serves():
-        found = native_pages.unpack(data, runs, pages.numbers, wanted, first)
-        if found >= 0:
-            return found
+        checked = native_pages.unpack(data, runs, pages.numbers, wanted, first)
+        if checked >= 0:
+            return checked
     bounds = first.tolist()
     for n, (place, n_pages, generation, checksum) in enumerate(zip(*(x.tolist() for x in runs), strict=True)):
         views = _views(data, place, n_pages, pages)
@@ -217,11 +240,11 @@ def unpack_runs(data: Tensor, runs: RunsInBuffer, pages: RowArrays, wanted: Want
 
 
 def _views(data: Tensor, place: int, n_pages: int, pages: RowArrays) -> list[Tensor]:
-    """The arrays of a run that begins at a place, (n_pages, bytes of a page) uint8 each."""
-    found = []
+    """Return the arrays of a run that begins at a place, (n_pages, bytes of a page) uint8."""
+    runs_of_pages = []
     for pieces in pages.arenas:
         assert pieces[0].is_cpu, "a disk is read into the host's memory, byte by byte"
         nbytes = pieces[0][0].nbytes
-        found.append(data[place : place + n_pages * nbytes].view(n_pages, nbytes))
+        runs_of_pages.append(data[place : place + n_pages * nbytes].view(n_pages, nbytes))
         place += n_pages * nbytes
-    return found
+    return runs_of_pages

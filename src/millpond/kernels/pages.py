@@ -13,7 +13,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 #: Arenas whose addresses there is room for on a device.
-_LEAST_ROOM = 64
+_MIN_ROOM = 64
 
 
 class Arenas(ABC):
@@ -23,16 +23,16 @@ class Arenas(ABC):
     where there are others.
 
     Attributes:
-        pages_per_arena: a power of two.
-        slots: slots (tokens) per page, a power of two.
-        masses: whether slots carry a mass.
-        positions: per arena (pages_per_arena, slots) int32: the place of the entry in its own unpadded text.
-        scores: per arena (pages_per_arena, slots) float32: the accumulator of the policy.
-        log_masses: per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
+        pages_per_arena: Pages of an arena, a power of two.
+        slots: Slots (tokens) per page, a power of two.
+        masses: Whether slots carry a mass.
+        positions: Per arena (pages_per_arena, slots) int32, the position of the entry in its own unpadded text.
+        scores: Per arena (pages_per_arena, slots) float32, the accumulator of the policy.
+        log_masses: Per arena (pages_per_arena, slots) float32, only with `masses`: the log of how many entries a slot
             stands for, which attention adds to its logit. 0 for one entry as it came.
-        bases: (5, n) int64: the addresses of the one or two arrays of `contents`, of positions, scores and log masses,
-            on the pool's device; 0 for an array that there is not. On a CPU n is `n_arenas`; elsewhere there is room
-            for more, so that recorded steps go on with the same tensor when a pool grows.
+        bases: (5, n) int64, addresses of the one or two arrays of `contents`, of positions, scores and log masses, on
+            the pool's device; 0 for an array that does not exist. On a CPU n is `n_arenas`; elsewhere there is room for
+            more, so that recorded steps keep the same tensor when a pool grows.
     """
 
     pages_per_arena: int
@@ -48,15 +48,15 @@ class Arenas(ABC):
     @property
     @abstractmethod
     def contents(self) -> list[list[Tensor]]:
-        """The arenas of the arrays that hold keys and values, at most two."""
+        """Arenas of the arrays that hold keys and values, at most two."""
 
     @abstractmethod
     def _add_contents(self, n_pages: int) -> None:
-        """Allocate those of one more arena."""
+        """Allocate the arrays of keys and values of one more arena."""
 
     @property
     def arrays(self) -> list[list[Tensor]]:
-        """The arenas of every array that there is, in the order of `bases`."""
+        """Arenas of every array, in the order of `bases`."""
         return [*self.contents, self.positions, self.scores, *([self.log_masses] if self.masses else [])]
 
     @property
@@ -66,20 +66,26 @@ class Arenas(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, summed from the buffers themselves."""
-        return self.derived("nbytes", lambda: sum(t.numel() * t.element_size() for one in self.arrays for t in one))
+        return self.derived(
+            "nbytes",
+            lambda: sum(t.numel() * t.element_size() for arrays_of_part in self.arrays for t in arrays_of_part),
+        )
 
     def derived(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes of the arenas; it is kept until there are others."""
-        known = self._derived
-        if known is None:
-            known = self._derived = {}
-        if name not in known:
-            known[name] = make()
-        found: T = known[name]
-        return found
+        """Return what `make` makes of the arenas, cached until they change."""
+        cached_values = self._derived
+        if cached_values is None:
+            cached_values = self._derived = {}
+        if name not in cached_values:
+            cached_values[name] = make()
+        cached: T = cached_values[name]
+        return cached
 
     def add_arena(self, n_pages: int | None = None) -> None:
-        """Allocate one more arena, of `n_pages` pages if that is the last one. Live pages do not move."""
+        """Allocate one more arena, of `n_pages` pages if it is the last one.
+
+        Live pages do not move.
+        """
         n, p, dev = n_pages or self.pages_per_arena, self.slots, self.device
         self._add_contents(n)
         self.positions.append(torch.empty(n, p, dtype=torch.int32, device=dev))
@@ -89,59 +95,60 @@ class Arenas(ABC):
         self.refresh()
 
     def drop_last_arena(self) -> None:
-        """Give the memory of the last arena back. No live page may lie in it."""
+        """Release the memory of the last arena, which may hold no live page."""
         for arenas in self.arrays:
             arenas.pop()
         self.refresh()
 
     def resize_arena(self, number: int, n_pages: int) -> None:
-        """Let an arena have its first `n_pages` pages, at another address; 0: its memory is given back."""
+        """Keep the first `n_pages` pages of an arena, at another address; 0 releases its memory."""
         for arenas in self.arrays:
             before = arenas[number]
-            kept = min(len(before), n_pages)
+            n_kept = min(len(before), n_pages)
             arenas[number] = before.new_empty(n_pages, *before.shape[1:])
-            arenas[number][:kept] = before[:kept]
+            arenas[number][:n_kept] = before[:n_kept]
         self.refresh()
 
     def refresh(self) -> None:
-        """Note the addresses of the arenas again."""
+        """Write the addresses of the arenas again."""
         self._derived = None
         contents = [*self.contents, [], []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
-        found = torch.tensor(rows, dtype=torch.int64).view(len(rows), self.n_arenas)
+        bases = torch.tensor(rows, dtype=torch.int64).view(len(rows), self.n_arenas)
         if self.device.type == "cpu":
-            self.bases = found
+            self.bases = bases
             return
         if self.bases.device.type == "cpu" or self.bases.shape[1] < self.n_arenas:
-            room = max(_LEAST_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
-            self.bases = torch.zeros(len(rows), room, dtype=torch.int64, device=self.device)
-        self.bases[:, : self.n_arenas].copy_(found)
+            capacity = max(_MIN_ROOM, 1 << max(self.n_arenas - 1, 0).bit_length())
+            self.bases = torch.zeros(len(rows), capacity, dtype=torch.int64, device=self.device)
+        self.bases[:, : self.n_arenas].copy_(bases)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids): the copy of copy-on-write."""
+        """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids), for copy-on-write."""
         for arenas in self.arrays:
             rows = arenas[0].new_empty(len(source), *arenas[0].shape[1:])
-            for own, other in self._places(source):
-                rows[other] = arenas[own][source[other] % self.pages_per_arena]
-            for own, other in self._places(target):
-                arenas[own][target[other] % self.pages_per_arena] = rows[other]
+            for into, origin in self._places(source):
+                rows[origin] = arenas[into][source[origin] % self.pages_per_arena]
+            for into, origin in self._places(target):
+                arenas[into][target[origin] % self.pages_per_arena] = rows[origin]
 
     def _places(self, ids: Tensor) -> list[tuple[int, Tensor]]:
-        """For each arena, which of the pages `ids` lie in it."""
+        """Yield, for each arena, which of the pages `ids` are in it."""
         arena = ids // self.pages_per_arena
         return [(i, arena == i) for i in range(self.n_arenas)]
 
 
 @dataclass(slots=True)
 class PageArrays(Arenas):
-    """Arenas of pages of natural rows: a slot is one row of `key_dim` (or `value_dim`) numbers.
+    """Arenas of natural rows: a slot is a row of `key_dim` (or `value_dim`) numbers.
 
     Attributes:
-        keys: per arena (pages_per_arena, slots, key_dim), in the storage dtype.
-        values: per arena (pages_per_arena, slots, value_dim), in the storage dtype.
-        key_dim, value_dim: numbers per key and per value.
-        dtype: of keys and values.
+        key_dim: Numbers per key.
+        value_dim: Numbers per value.
+        dtype: Dtype of keys and values.
+        keys: Per arena (pages_per_arena, slots, key_dim), in the storage dtype.
+        values: Per arena (pages_per_arena, slots, value_dim), in the storage dtype.
     """
 
     pages_per_arena: int

@@ -24,13 +24,13 @@ BLOCK = 512 << 10
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A matrix (n, k) of codes.
+    """Matrix (n, k) of codes.
 
     Attributes:
         codes: (n, k / 32, 16) uint8 in 4 bits, number i of a group in the low half of byte i, number 16 + i in its high
             half; (n, k / 32, 32) int8 in 8 bits.
         scales: (n, 2, k / 32) float16, steps and least numbers; (n, 1, k / 32) in 8 bits, steps alone.
-        dtype: of the rows that it meets.
+        dtype: Dtype of the rows that it is multiplied with.
     """
 
     codes: Tensor
@@ -44,7 +44,9 @@ class QuantizedWeight:
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: int) -> QuantizedWeight:
-        """The codes nearest to weight (n, k); a group of equal numbers is exact as far as float16 holds the number.
+        """Return the codes nearest to weight (n, k).
+
+        A group of equal numbers is exact as far as float16 holds the number.
 
         Raises:
             OptionError: rows of no whole groups, or a number that is not finite or beyond float16.
@@ -55,12 +57,12 @@ class QuantizedWeight:
             )
         step = max(1, BLOCK // weight.shape[1])
         parts = [_quantize(weight[i : i + step].detach().float(), bits) for i in range(0, len(weight), step)]
-        codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
+        codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return cls(codes, scales, weight.dtype)
 
     @staticmethod
     def parts_of(n: int, k: int, bits: int) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[int, ...]]:
-        """Shape and dtype of the codes of a matrix (n, k), and the shape of its scales."""
+        """Return shape and dtype of the codes of a matrix (n, k), and the shape of its scales."""
         groups = k // GROUP
         if bits == 4:
             return ((n, groups, GROUP // 2), torch.uint8), (n, 2, groups)
@@ -68,7 +70,7 @@ class QuantizedWeight:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 4 if self.codes.shape[2] == GROUP // 2 else 8
 
     @property
@@ -83,27 +85,30 @@ class QuantizedWeight:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it lies in the host's memory."""
+        """Whether it is in the host's memory."""
         return self.codes.is_cpu
 
     def __len__(self) -> int:
         return self.codes.shape[0]
 
     def rows(self, begin: int, end: int) -> QuantizedWeight:
-        """Some of the rows, which share the memory."""
+        """Return some of the rows, which share the memory."""
         return replace(self, codes=self.codes[begin:end], scales=self.scales[begin:end])
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (N,) as numbers: (N, k) in its dtype, as an embedding gives them."""
+        """Return rows `ids` (N,) as numbers (N, k) in its dtype, as an embedding does."""
         return replace(self, codes=self.codes[ids], scales=self.scales[ids]).widen()
 
     def widen(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All rows as numbers: (n, k) in `dtype`, its own where that is None, each rounded once from float32."""
+        """Return all rows as numbers (n, k), each rounded once from float32.
+
+        They are in `dtype`, or in the weight's own if that is None.
+        """
         dtype = self.dtype if dtype is None else dtype
         native = load_native() if self.is_cpu else None
         if native is not None:
-            found: Tensor = native.widen(self.codes, self.scales, dtype)
-            return found
+            widened: Tensor = native.widen(self.codes, self.scales, dtype)
+            return widened
         codes, scales = self.codes, self.scales.float()[..., None]
         if self.bits == 8:
             return (codes.float() * scales[:, 0]).to(dtype).view(self.shape)
@@ -120,15 +125,15 @@ def _quantize(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits == 8:
         steps = (grouped.abs().amax(-1) / 127).half()
         scales = steps[:, None]
-        least = torch.zeros_like(steps)
+        lowest = torch.zeros_like(steps)
     else:
-        least, most = grouped.amin(-1).half(), grouped.amax(-1).half()  # torch's aminmax takes five times as long
-        steps = ((most.float() - least.float()) / 15).half()
-        scales = torch.stack([steps, least], 1)
+        lowest, highest = grouped.amin(-1).half(), grouped.amax(-1).half()  # torch's aminmax takes five times as long
+        steps = ((highest.float() - lowest.float()) / 15).half()
+        scales = torch.stack([steps, lowest], 1)
     if not bool(scales.isfinite().all()):
         raise OptionError("a matrix holds numbers not finite, or beyond float16 (65504): leave it in its dtype")
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)[..., None]
-    numbers = (grouped - least.float()[..., None]).mul_(inverse).round_()
+    numbers = (grouped - lowest.float()[..., None]).mul_(inverse).round_()
     if bits == 8:
         return numbers.clamp_(-127, 127).to(torch.int8), scales
     codes = numbers.clamp_(0, 15).to(torch.uint8)

@@ -1,6 +1,7 @@
-"""The op set in plain torch: slow and short, the reference for every other implementation.
+"""Op set in plain torch: slow and short, the reference for every other implementation.
 
-Meaning: see `OpSet`; shapes: `kernels.args`. Arithmetic runs in float32, in float64 where the pages are float64.
+Meaning is that of `OpSet`, shapes those of `kernels.args`. Arithmetic runs in float32, in float64 if the pages are
+float64.
 """
 
 from __future__ import annotations

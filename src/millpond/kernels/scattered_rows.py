@@ -23,38 +23,47 @@ BLOCK_ROWS = 32
 
 
 def attend_scattered(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape) -> Tensor:
-    """(Hq, R, value_dim) in the dtype of the queries.
+    """Return (Hq, R, value_dim) in the dtype of the queries.
 
     Args:
-        q: (Hq, R, key_dim) at positions q_pos (R,) int32, ascending. k: (Hkv, N, key_dim), v: (Hkv, N, value_dim), at
-            positions k_pos (Hkv or 1, N) int32, -1 for none; in any order.
+        q: (Hq, R, key_dim).
+        k: (Hkv, N, key_dim), in any order.
+        v: (Hkv, N, value_dim).
+        q_pos: (R,) int32, ascending positions of the queries.
+        k_pos: (Hkv or 1, N) int32, positions of the entries, -1 for none.
+        shape: Settings of the attention.
     """
     if not q.shape[1]:
         return q.new_empty(len(q), 0, v.shape[-1])
     if bool((k_pos == torch.arange(k.shape[1], dtype=k_pos.dtype, device=k.device)).all()):
         places = q_pos.tolist()
         return torch.cat([_in_order(q, k, v, q_pos, begin, end, shape) for begin, end in _blocks(places)], 1)
-    found = (p @ v.to(p.dtype)[:, None] for p, _ in _probabilities(q, k, q_pos, k_pos, shape))
-    return torch.cat([out.flatten(0, 1).to(q.dtype) for out in found], 1)
+    outputs = (p @ v.to(p.dtype)[:, None] for p, _ in _probabilities(q, k, q_pos, k_pos, shape))
+    return torch.cat([out.flatten(0, 1).to(q.dtype) for out in outputs], 1)
 
 
 def attention_to_parts(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape, parts: Tensor, n_parts: int
 ) -> Tensor:
-    """(R, n_parts) float32: the attention of each query to each part, the mean over the heads.
+    """Return (R, n_parts) float32: attention of each query to each part, mean over heads.
 
     Args:
-        parts: (N,) int64, the part of each key, `n_parts` for keys that count for none. The rest: as of
-            `attend_scattered`.
+        q: (Hq, R, key_dim).
+        k: (Hkv, N, key_dim), in any order.
+        q_pos: (R,) int32, ascending positions of the queries.
+        k_pos: (Hkv or 1, N) int32, positions of the entries, -1 for none.
+        shape: Settings of the attention.
+        parts: (N,) int64, the part of each key, `n_parts` for keys that count for none.
+        n_parts: Number of parts.
     """
     sums = [p.mean((0, 1)) for p, _ in _probabilities(q, k, q_pos, k_pos, shape)]
-    found = torch.cat(sums).float() if sums else q.new_zeros(0, k.shape[1], dtype=torch.float32)
-    out = torch.zeros(len(found), n_parts + 1, dtype=torch.float32, device=q.device)
-    return out.index_add_(1, parts, found)[:, :n_parts]
+    masses = torch.cat(sums).float() if sums else q.new_zeros(0, k.shape[1], dtype=torch.float32)
+    out = torch.zeros(len(masses), n_parts + 1, dtype=torch.float32, device=q.device)
+    return out.index_add_(1, parts, masses)[:, :n_parts]
 
 
 def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the queries that are taken together: long runs of neighbours, and a few of the others."""
+    """Yield (begin, end) of the queries to attend together: long runs, and a few of others."""
     runs: list[list[int]] = []
     for number, place in enumerate(places):
         if runs and places[number - 1] == place - 1:
@@ -75,29 +84,29 @@ def _blocks(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _in_order(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, begin: int, end: int, shape: AttentionShape) -> Tensor:
-    """`attend_scattered` of the queries begin..end, where the n-th entry is at position n."""
-    rows, own = q[:, begin:end], q_pos[begin:end]
-    first, last, n = int(own[0]), int(own[-1]), end - begin
-    past = torch.arange(first, dtype=own.dtype, device=own.device)[None] if first else None
+    """Run `attend_scattered` for queries begin..end, where the n-th entry is at position n."""
+    rows, positions = q[:, begin:end], q_pos[begin:end]
+    first, last, n = int(positions[0]), int(positions[-1]), end - begin
+    past = torch.arange(first, dtype=positions.dtype, device=positions.device)[None] if first else None
     if last - first + 1 == n:
-        return ops.prefill(PrefillArgs(rows, k[:, : last + 1], v[:, : last + 1], own, shape, past)).out
-    index = own.long()
+        return ops.prefill(PrefillArgs(rows, k[:, : last + 1], v[:, : last + 1], positions, shape, past)).out
+    index = positions.long()
     keys, values = (torch.cat([t[:, :first], t[:, index]], 1) for t in (k, v))
-    out, lse, _ = ops.prefill(PrefillArgs(rows, keys, values, own, shape, past))
-    between = torch.ones(last - first, dtype=torch.bool, device=own.device)
+    out, lse, _ = ops.prefill(PrefillArgs(rows, keys, values, positions, shape, past))
+    between = torch.ones(last - first, dtype=torch.bool, device=positions.device)
     between[index[:-1] - first] = False
     gaps = torch.nonzero(between).flatten() + first
     without_sink = replace(shape, sink_logits=None)  # which the first part has counted
-    parts = _probabilities(rows, k[:, gaps], own, gaps[None].to(own.dtype), without_sink)
-    found = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), other.flatten(0, 1)) for p, other in parts]
-    more, more_lse = (torch.cat(part, 1) for part in zip(*found, strict=True))
+    parts = _probabilities(rows, k[:, gaps], positions, gaps[None].to(positions.dtype), without_sink)
+    columns = [((p @ v[:, None, gaps].to(p.dtype)).flatten(0, 1), part_lse.flatten(0, 1)) for p, part_lse in parts]
+    more, more_lse = (torch.cat(part, 1) for part in zip(*columns, strict=True))
     return lse_merge(out, lse, more, more_lse)[0]
 
 
 def _probabilities(
     q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, shape: AttentionShape
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(Hkv, group, rows, N) and their log-sum-exp (Hkv, group, rows), of blocks of queries one after another."""
+    """Yield (Hkv, group, rows, N) and log-sum-exp (Hkv, group, rows), by blocks of queries."""
     n_kv_heads, dtype = len(k), wide(q.dtype)
     rows = q.to(dtype).reshape(n_kv_heads, len(q) // n_kv_heads, *q.shape[1:])
     keys = k.to(dtype)[:, None].transpose(-1, -2)

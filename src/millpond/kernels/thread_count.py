@@ -22,13 +22,19 @@ _local = _Local()
 
 
 def thread_count() -> int:
-    """Threads for a native kernel that this thread calls: torch's, those before `torch_on_one_thread` inside it."""
+    """Return the threads for a native kernel that this thread calls.
+
+    They are torch's, those before `torch_on_one_thread` inside it.
+    """
     return _local.count or torch.get_num_threads()
 
 
 @cache
 def _openmp(name: str) -> ctypes._NamedFuncPointer | None:
-    """A function of the runtime that torch has loaded; None where there is none, or its symbols cannot be seen."""
+    """Return a function of the OpenMP runtime that torch has loaded, or None.
+
+    None also if its symbols cannot be seen.
+    """
     try:
         return getattr(ctypes.CDLL(None), name, None)
     except (OSError, TypeError):
@@ -36,7 +42,7 @@ def _openmp(name: str) -> ctypes._NamedFuncPointer | None:
 
 
 def end_own_threads() -> None:
-    """End the threads that OpenMP keeps for loops of the calling thread; its next loop starts others.
+    """End the threads that OpenMP keeps for loops of this thread; its next loop starts others.
 
     Each thread that has run a loop keeps helpers. With those of two such threads there are more than CPUs, and then
     OpenMP lets helpers sleep as soon as they wait, also those that are in use: on two CPUs a short prompt took half as
@@ -49,7 +55,7 @@ def end_own_threads() -> None:
 
 @contextmanager
 def torch_on_one_thread() -> Iterator[None]:
-    """Torch's loops that this thread starts run on it alone; native kernels keep their threads.
+    """Run torch's loops of this thread on it alone; native kernels keep their threads.
 
     A loop of OpenMP ends when all of its threads have come to the end, milliseconds later where one has lost its core
     to another process. Between native kernels, whose threads do not wait like that, torch's loops are small. Only the
@@ -70,7 +76,7 @@ def torch_on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def torch_on_all_threads() -> Iterator[None]:
-    """Inside `torch_on_one_thread`: a large computation of torch's own has the threads of before."""
+    """Give torch all threads for a large computation inside `torch_on_one_thread`."""
     count, set_openmp = _local.count, _openmp("omp_set_num_threads")
     if not count or set_openmp is None:
         yield

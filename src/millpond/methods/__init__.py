@@ -12,5 +12,5 @@ method = METHODS.register
 
 
 def list_methods() -> list[str]:
-    """The names of all methods, sorted: those of this package and those that installed packages add."""
+    """Return the names of all methods, sorted, those of installed packages included."""
     return METHODS.names()

@@ -15,18 +15,18 @@ from millpond.policy.policy import Policy
 _OPTION = re.compile(r"/(?=[A-Za-z_]\w*=)")
 
 #: Characters of a method with its options in one text, and methods one inside another.
-MOST_TEXT, MOST_NESTED = 4_000, 8
+MAX_TEXT, MAX_NESTED = 4_000, 8
 
 
 def based_on(owner: str, text: str) -> Policy:
-    """The policy that `text` names: "h2o", or with options "snapkv/window=8/kernel=5".
+    """Return the policy that `text` names: "h2o", or with options "snapkv/window=8/kernel=5".
 
     Raises:
         OptionError: no such method or option, the method has no score, or the text is too long.
     """
-    if len(text) > MOST_TEXT or text.count("/score=") >= MOST_NESTED:
+    if len(text) > MAX_TEXT or text.count("/score=") >= MAX_NESTED:
         raise OptionError(
-            f"{owner}: score={brief(text)} must have at most {MOST_TEXT:,} characters and {MOST_NESTED} methods one "
+            f"{owner}: score={brief(text)} must have at most {MAX_TEXT:,} characters and {MAX_NESTED} methods one "
             "inside another"
         )
     name, options = base_spec(owner, text)
@@ -38,7 +38,7 @@ def based_on(owner: str, text: str) -> Policy:
 
 
 def base_spec(owner: str, text: str) -> tuple[str, dict[str, Any]]:
-    """The method that `text` names, and its options as text.
+    """Return the method that `text` names, and its options as text.
 
     What follows `score=` names the next method down: "pyramidkv/beta=10/score=snapkv/window=8".
 
@@ -59,7 +59,7 @@ def base_spec(owner: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def merge_steps(owner: str, every: int, merges: bool) -> int:
-    """`every` entries gather before they are merged while decoding, if the method `merges` then.
+    """Return `every`, the entries that gather between two merges while decoding.
 
     Raises:
         OptionError: more than 1 for a method that does not merge while decoding.

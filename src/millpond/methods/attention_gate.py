@@ -15,10 +15,11 @@ from millpond.kernels.decode_rules import UNBOUNDED
 from millpond.methods import method
 from millpond.option_files import FILE, read_file
 from millpond.option_ranges import POSITIONS, SHARE, SOME_POSITIONS
+from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_allocation import Ada
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.needs import Needs
-from millpond.policy.policy import WAY_OUT, EvictionPlan, Policy, with_rest
+from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.trained import FindGates, Gated
 from millpond.policy.trained.file import gates_of
@@ -28,12 +29,13 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class GatedHeads:
-    """Each head keeps its entries whose value is above the threshold, those that are protected, and never too few.
+    """Allocation that keeps entries above a threshold and protected ones, and never too few.
 
     Where that is more than the budget, the highest values of all heads together stay, and the total is the budget.
 
     Attributes:
-        threshold: 0 to 1. least: entries that a head keeps at least: a count, or a share of those it has.
+        threshold: 0 to 1.
+        least: Entries that a head keeps at least: a count, or a share of those it has.
     """
 
     threshold: float = 0.5
@@ -51,27 +53,28 @@ class GatedHeads:
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         counts = (valid & (pinned | (value > self.threshold))).sum(1)
-        held = valid.sum(1)
-        least = self._least(held)
-        if budget < int(least.max()):
-            least = least.clamp(max=budget)
-        counts = torch.minimum(counts.maximum(least), held)
+        n_entries = valid.sum(1)
+        min_entries = self._least(n_entries)
+        if budget < int(min_entries.max()):
+            min_entries = min_entries.clamp(max=budget)
+        counts = torch.minimum(counts.maximum(min_entries), n_entries)
         if int(counts.sum()) <= len(value) * budget:
             return counts
         return Ada(alpha=0.0).keep_counts(value, valid, pinned, budget)
 
-    def _least(self, held: Tensor) -> Tensor:
-        """(H,) int64, at least 1: what heads that hold `held` (H,) keep whatever the gate says."""
+    def _least(self, n_entries: Tensor) -> Tensor:
+        """Return (H,) int64, at least 1: entries that heads of `n_entries` (H,) always keep."""
         if isinstance(self.least, float):
-            return held.new_tensor([max(1, math.ceil(round(self.least * n, 9))) for n in held.tolist()])
-        return held.new_full(held.shape, max(1, self.least))
+            return n_entries.new_tensor([max(1, math.ceil(round(self.least * n, 9))) for n in n_entries.tolist()])
+        return n_entries.new_full(n_entries.shape, max(1, self.least))
 
 
 @dataclass(frozen=True, slots=True)
 class GatePolicy(Policy):
-    """Entries are flagged when they are written; plans drop those without a flag that are no longer among the newest.
+    """Policy that drops entries which a gate did not flag once they are no longer the newest.
 
-    Plans come at the end of a prompt or turn and, with every_step, whenever `plan_every` entries have come in since.
+    Entries are flagged when they are written. Plans come at the end of a prompt or turn and, with every_step, whenever
+    `plan_every` entries have come in since.
     """
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class GatePolicy(Policy):
 
     @property
     def gates(self) -> Gates | None:
-        """The networks; None until `with_gates` has found those of a model."""
+        """Networks of the gates; None until `with_gates` gets those of a model."""
         return self.score.gates if isinstance(self.score, Gated) else None
 
     @property
@@ -98,7 +101,7 @@ class GatePolicy(Policy):
 
     @property
     def needs_budget(self) -> bool:
-        """The gates say how much is kept."""
+        """False: the gates decide how much is kept."""
         return False
 
     @property
@@ -115,7 +118,9 @@ class GatePolicy(Policy):
         return Policy.codec_refusal(self, codec)
 
     def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
-        """Choose what stays, under at most `budget` entries a head on average; a short later turn stays whole.
+        """Choose the entries to keep, at most `budget` a head on average.
+
+        A short later turn stays whole.
 
         Raises:
             BudgetError: what must be protected does not fit.
@@ -123,8 +128,8 @@ class GatePolicy(Policy):
         """
         short = view.turn if self.protect.keeps_short_turn(view.turn, budget) else 0
         newest = self.protect.newest(budget)
-        whole = replace(self, protect=replace(self.protect, recent=max(newest, short))) if short > newest else self
-        return Policy.plan(whole, view, budget, between=between)
+        policy = replace(self, protect=replace(self.protect, recent=max(newest, short))) if short > newest else self
+        return Policy.plan(policy, view, budget, between=between)
 
     def _caps(self, counts: Tensor, view: View, budget: int) -> Tensor:
         if self.every_step:  # what comes in is counted from here, also where nothing has left

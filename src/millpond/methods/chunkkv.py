@@ -21,7 +21,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class ChunkMean(WrappedScore):
-    """s_j = the mean of another score over the unprotected entries of j's chunk of `size` positions.
+    """s_j = the mean of a score over the unprotected entries of j's chunk of `size` positions.
 
     Entries of a chunk are equal, and ties go to the newest: of the last chunk that fits in part the newest stay.
     """

@@ -25,9 +25,10 @@ RIDGE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class LeverageAndAttention:
-    """s_j = blend * z(leverage_j) + z(attention_j), z to mean 0 and deviation 1 over all free entries of the layer.
+    """s_j = blend * z(leverage_j) + z(attention_j).
 
-    With blend None its weight is the share of the text that the budget does not hold.
+    z standardises to mean 0 and deviation 1 over all free entries of the layer. With blend None its weight is the share
+    of the text that the budget does not hold.
 
     leverage_j = x_j^T (X^T X)^-1 x_j, x_j the centred keys, seen through a random Gaussian matrix of `sketch` columns
     where keys have more dimensions (0: never). attention_j = ||v_j|| * mean_i A_ij over the queries i since j was
@@ -56,15 +57,15 @@ class LeverageAndAttention:
         return (blend * standard(leverage, view.free) + standard(smooth, view.free)).float()
 
 
-def leverage_scores(keys: Tensor, chosen: Tensor, sketch: int, seed: int) -> Tensor:
-    """(H, N) float64: statistical leverage of the chosen keys (H, N, D) within their head; 0 for the others."""
+def leverage_scores(keys: Tensor, selected: Tensor, sketch: int, seed: int) -> Tensor:
+    """Return (H, N) float64: leverage of the selected keys (H, N, D) in their head, else 0."""
     x = keys.double()
     if 0 < sketch < keys.shape[2]:
         make = torch.Generator().manual_seed(seed)
         x = x @ torch.randn(keys.shape[2], sketch, generator=make, dtype=x.dtype).to(x.device)
-    count = chosen.sum(1)[:, None, None].clamp(min=1)
-    x = torch.where(chosen[..., None], x, 0)
-    x = torch.where(chosen[..., None], x - x.sum(1, keepdim=True) / count, 0)
+    count = selected.sum(1)[:, None, None].clamp(min=1)
+    x = torch.where(selected[..., None], x, 0)
+    x = torch.where(selected[..., None], x - x.sum(1, keepdim=True) / count, 0)
     gram = x.transpose(1, 2) @ x
     ridge = RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1) + torch.finfo(x.dtype).tiny
     eye = torch.eye(gram.shape[1], device=x.device)
@@ -73,9 +74,9 @@ def leverage_scores(keys: Tensor, chosen: Tensor, sketch: int, seed: int) -> Ten
     return white.square().sum(1)
 
 
-def standard(value: Tensor, chosen: Tensor) -> Tensor:
-    """`value` (H, N) with mean 0 and deviation 1 over the chosen entries of all heads."""
-    picked = value[chosen].double()
+def standard(value: Tensor, selected: Tensor) -> Tensor:
+    """Return `value` (H, N) with mean 0 and deviation 1 over the selected entries of all heads."""
+    picked = value[selected].double()
     if picked.numel() < 2:
         return torch.zeros_like(value)
     return (value - picked.mean()) / picked.std().clamp(min=1e-6)

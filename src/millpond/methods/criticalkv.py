@@ -24,11 +24,11 @@ from millpond.policy.view import View, columns_of
 
 @dataclass(frozen=True, slots=True)
 class CriticalValues(WrappedScore):
-    """The best `first` of the free budget by attention a_j, the rest by (a_j + eps) * mean_h ||v_j W_h||_1.
+    """Order by attention a_j first, then by (a_j + eps) * mean_h ||v_j W_h||_1.
 
-    h runs over the query heads of the group, W_h is their part of the output projection. Those of the first stage
-    come before all others and keep their order. A norm is summed over at most `numbers` of the output's numbers, evenly
-    spread; 0 for all.
+    The best `first` of the free budget are chosen by attention. h runs over the query heads of the group, W_h is their
+    part of the output projection. Entries of the first stage come before all others and keep their order. A norm is
+    summed over at most `numbers` of the output's numbers, evenly spread; 0 for all.
     """
 
     first: float = 0.5
@@ -46,21 +46,24 @@ class CriticalValues(WrappedScore):
 
     def score(self, view: View, seed: int) -> Tensor:
         attention = self.base.score(view, seed)
-        room = (view.budget - (view.valid & ~view.free).sum(1)).clamp(min=0)
-        first = torch.tensor([math.floor(self.first * n) for n in room.tolist()], device=room.device)
-        chosen = keep_best(attention, view.free, torch.zeros_like(view.free), first)
+        free_entries = (view.budget - (view.valid & ~view.free).sum(1)).clamp(min=0)
+        first = torch.tensor([math.floor(self.first * n) for n in free_entries.tolist()], device=free_entries.device)
+        selected = keep_best(attention, view.free, torch.zeros_like(view.free), first)
         # only the others need their norms, at the cost of the whole output projection
-        columns = (~chosen).int().topk(int((~chosen).sum(1).max()), dim=1).indices
+        columns = (~selected).int().topk(int((~selected).sum(1).max()), dim=1).indices
         maps = view.output_maps
         step = -(-maps.shape[2] // self.numbers) if self.numbers else 1
         norms = output_norms(columns_of(view.stored("values"), columns), maps[..., ::step]).to(attention.dtype) * step
         value = torch.zeros_like(attention).scatter_(1, columns, (attention.gather(1, columns) + self.eps) * norms)
         above = torch.where(view.free, value, 0).amax()
-        return torch.where(chosen, 1 + above + attention, value)
+        return torch.where(selected, 1 + above + attention, value)
 
 
 def output_norms(values: Tensor, maps: Tensor) -> Tensor:
-    """(H, N): mean over the group of ||v_j W_h||_1, values (H, N, D), maps (H * group, D, hidden size)."""
+    """Return (H, N): mean over the group of ||v_j W_h||_1.
+
+    values (H, N, D), maps (H * group, D, hidden size).
+    """
     return ops.absolute_sums(values, maps.transpose(1, 2)) * len(values) / len(maps)
 
 

@@ -26,7 +26,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class AttentionDensity:
-    """Layer l has softmax_l(-f_l) of the budget, f_l the variance of the attention that its entries received.
+    """Budget of softmax_l(-f_l) for layer l, f_l the variance of its entries' attention.
 
     Attributes:
         scale: "relative": variances over the largest of all layers; "absolute": as they are; "heads": each head's
@@ -36,10 +36,10 @@ class AttentionDensity:
     scale: Literal["relative", "absolute", "heads"] = "relative"
 
     def check(self, n_layers: int) -> None:
-        """Fits every model."""
+        """Accept every model."""
 
     def measure(self, view: View) -> float:
-        """f_l before it is compared with those of other layers: a mean over the heads."""
+        """Return f_l before it is compared with other layers: a mean over the heads."""
         assert view.signal is not None, "the cache provides the signal that a score declares"
         density = view.signal.double().masked_fill(~view.valid, 0)
         count = view.counts.double()
@@ -51,24 +51,25 @@ class AttentionDensity:
         return float(variance.mean())
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for the measurements of all layers."""
         top = max(measured)
         if self.scale == "relative" and top > 0:
             measured = [f / top for f in measured]
-        least = min(measured)
-        return LayerTable(tuple(math.exp(least - f) for f in measured))
+        lowest = min(measured)
+        return LayerTable(tuple(math.exp(lowest - f) for f in measured))
 
 
 @dataclass(frozen=True, slots=True)
 class MergeAboveThreshold:
-    """An entry e that leaves is merged into c, the most alike, if u_e = max_c cos(k_e, k_c) >= tau, else dropped.
+    """Merge of an evicted e into the most alike c, if u_e = max_c cos(k_e, k_c) >= tau.
 
-    tau is the mean of u at the first merge of a sequence in a layer; later tau <- rate * mean(u) + (1 - rate) * tau.
-    Keys and values of c become w_c x_c + sum_e w_e x_e with w_e = exp(u_e) / Z, w_c = e / Z, Z = e + sum exp(u_e).
-    An entry that stands for m others counts m times. Accumulators are those of c.
+    Others are dropped. tau is the mean of u at the first merge of a sequence in a layer; later tau <- rate * mean(u) +
+    (1 - rate) * tau. Keys and values of c become w_c x_c + sum_e w_e x_e with w_e = exp(u_e) / Z, w_c = e / Z, Z = e +
+    sum exp(u_e). An entry that stands for m others counts m times. Accumulators are those of c.
 
     Attributes:
-        rate: of the moving average. sinks: first positions that take nothing in.
+        rate: Rate of the moving average.
+        sinks: First positions that take nothing in.
         shrinking: x_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
     """
 
@@ -82,7 +83,7 @@ class MergeAboveThreshold:
 
     @property
     def rule(self) -> MergeRule:
-        """See `SlotMerge`."""
+        """Rule of the kernel, or None: each step then ends with a plan."""
         return MergeRule(Weigh.COUNT if self.shrinking else Weigh.EXP, closed=self.sinks, rate=self.rate)
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:

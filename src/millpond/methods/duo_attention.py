@@ -28,9 +28,11 @@ class RetrievalHeads:
     """A KV head is a retrieval head if its number is above the threshold.
 
     Attributes:
-        threshold: 0 to 1. sinks, recent: first and newest positions, the ones that are near.
-        grows: retrieval heads keep all that comes while decoding.
-        table: the numbers, a row per layer; empty: the share of the observed attention that goes beyond what is near.
+        threshold: 0 to 1.
+        sinks: First positions that count as near.
+        recent: Newest positions that count as near.
+        grows: Retrieval heads keep all that comes while decoding.
+        table: The numbers, a row per layer; empty: the share of the observed attention that goes beyond what is near.
     """
 
     threshold: float = 0.5
@@ -48,11 +50,11 @@ class RetrievalHeads:
             raise OptionError(f"a table of head classes for {len(self.table)} layers; the model has {n_layers}")
 
     def decide(self, view: View) -> DividedHeads:
-        """Which heads of `view` are retrieval heads."""
+        """Return which heads of `view` are retrieval heads."""
         return DividedHeads(tuple(self.retrieval(view).tolist()), self.grows)
 
     def retrieval(self, view: View) -> Tensor:
-        """(H,) bool.
+        """Return (H,) bool.
 
         Raises:
             CacheMismatchError: the table is of another model.
@@ -73,7 +75,7 @@ class RetrievalHeads:
         return attention.masked_fill(near, 0).sum(1) / attention.sum(1)
 
     def layer_share(self, view: View) -> float:
-        """The share of a layer's heads that are retrieval heads."""
+        """Return the share of a layer's heads that are retrieval heads."""
         return float(self.retrieval(view).double().mean())
 
 
@@ -98,18 +100,18 @@ class DividedHeads:
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         entries = valid.sum(1).tolist()
-        least = int(self.floor((pinned & valid).sum(1), budget).max())
+        min_entries = int(self.floor((pinned & valid).sum(1), budget).max())
         total = min(budget * len(entries), sum(entries))
-        wanted = [float(total) if far else 0.0 for far in self.retrieval]
-        return torch.tensor(apportion(wanted, total, least, entries), device=value.device)
+        shares_wanted = [float(total) if far else 0.0 for far in self.retrieval]
+        return torch.tensor(apportion(shares_wanted, total, min_entries, entries), device=value.device)
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievalLayers:
-    """Every retrieval head of the model has the same budget, every streaming head what it protects.
+    """Equal budgets for all retrieval heads; streaming heads keep what they protect.
 
     Attributes:
-        shares: of each layer's KV heads that are retrieval heads.
+        shares: Share of each layer's KV heads that are retrieval heads.
 
     Example:
         >>> RetrievalLayers((1.0, 0.5, 0.0)).wanted(20, 8, [100] * 3)
@@ -142,30 +144,30 @@ class ProfiledLayers:
         """Fits every model."""
 
     def measure(self, view: View) -> float:
-        """The share of a layer's heads that are retrieval heads."""
+        """Return the share of a layer's heads that are retrieval heads."""
         return self.heads.layer_share(view)
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for layers of which this was measured."""
         return RetrievalLayers(tuple(measured))
 
 
-def distribute(amount: float, weights: Sequence[float], room: Sequence[float]) -> list[float]:
-    """Each weight times min(level, room), at the level where they add up to `amount`, or full.
+def distribute(amount: float, weights: Sequence[float], capacities: Sequence[float]) -> list[float]:
+    """Return each weight times min(level, capacity), at the level where their sum is `amount`.
 
     Example:
         >>> distribute(6.0, [1.0, 1.0, 0.5], [1.0, 9.0, 9.0])
         [1.0, 3.3333333333333335, 1.6666666666666667]
     """
     level = 0.0
-    for top in sorted(set(room)):
-        slope = sum(w for w, r in zip(weights, room, strict=True) if r >= top)
+    for top in sorted(set(capacities)):
+        slope = sum(w for w, r in zip(weights, capacities, strict=True) if r >= top)
         if slope * (top - level) >= amount:
             level += amount / slope if slope else 0.0
             break
         amount -= slope * (top - level)
         level = float(top)
-    return [w * min(level, r) for w, r in zip(weights, room, strict=True)]
+    return [w * min(level, r) for w, r in zip(weights, capacities, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

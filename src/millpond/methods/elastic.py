@@ -12,9 +12,10 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict, Signal
 from millpond.kernels.merge.rules import Links, mean
 from millpond.methods import method
-from millpond.option_ranges import MOST_POSITIONS, POSITIONS, Range
+from millpond.option_ranges import MAX_POSITIONS, POSITIONS, Range
+from millpond.policy.eviction_plan import EvictionPlan
 from millpond.policy.merging import Merged, joined_masses, own_scores
-from millpond.policy.policy import EvictionPlan, Policy
+from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Queries
 from millpond.policy.view import PARTS, View
@@ -22,13 +23,13 @@ from millpond.policy.view import PARTS, View
 
 @dataclass(frozen=True, slots=True)
 class MergeIntoAnchors:
-    """k_a <- mean of k_a and the k_e, and v_a likewise, over the entries e for which anchor a is the nearest.
+    """k_a <- mean of k_a and the k_e over the entries e whose nearest anchor is a; v_a likewise.
 
     Anchors are the entries that stay by their score, not by protection. Near is near in the text, ties to the left.
     An entry that stands for m others counts m times. Accumulators are the anchor's. Without an anchor all are dropped.
 
     Attributes:
-        shift: columns by which the merged entries lie before the evicted ones; the paper's code has one per sink.
+        shift: Columns by which the merged entries lie before the evicted ones; the paper's code has one per sink.
     """
 
     shift: int = 0
@@ -39,7 +40,7 @@ class MergeIntoAnchors:
         return Merged(keys, values, joined_masses(view, links), own_scores(view))
 
     def links(self, view: View, keep: Tensor) -> Links:
-        """Which entries are merged, and into which anchor."""
+        """Return which entries are merged, and into which anchor."""
         anchors = keep & view.free
         into, reachable = nearest_in_text(view.positions, anchors)
         taken = (view.valid & ~keep).roll(-self.shift, 1)
@@ -47,20 +48,20 @@ class MergeIntoAnchors:
 
 
 def nearest_in_text(positions: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """The column (H, N) int64 of the anchor nearest to each entry, itself where it is one; and whether there is any.
+    """Return the column (H, N) int64 of the anchor nearest to each entry, and whether one exists.
 
-    positions: (H, N), ascending where anchors (H, N) bool lie.
+    An anchor's is its own. positions: (H, N), ascending; anchors: (H, N) bool.
     """
     n = positions.shape[1]
     column = torch.arange(n, device=positions.device).expand_as(positions)
-    left = column.masked_fill(~anchors, -1).cummax(1).values
+    anchor_before = column.masked_fill(~anchors, -1).cummax(1).values
     right = column.masked_fill(~anchors, n).flip(1).cummin(1).values.flip(1)
     far = torch.iinfo(torch.int64).max
     place = positions.long()
-    to_left = (place - place.gather(1, left.clamp(min=0))).masked_fill(left < 0, far)
+    to_left = (place - place.gather(1, anchor_before.clamp(min=0))).masked_fill(anchor_before < 0, far)
     to_right = (place.gather(1, right.clamp(max=n - 1)) - place).masked_fill(right == n, far)
-    into = torch.where(to_left <= to_right, left, right)
-    reachable = (left >= 0) | (right < n)
+    into = torch.where(to_left <= to_right, anchor_before, right)
+    reachable = (anchor_before >= 0) | (right < n)
     return torch.where(reachable, into, column), reachable
 
 
@@ -70,7 +71,7 @@ _STANDING = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """s_j = sum_i mean_h A_hij over all query heads h of the layer and all queries i of the prompt.
+    """s_j = sum_i mean_h A_hij over all query heads h of the layer and queries i of the prompt.
 
     With `official_code` the best are those at whose place the order of the scores names a late place: it takes the
     entries of torch.argsort for ranks.
@@ -95,15 +96,14 @@ class Importance:
 
 @dataclass(frozen=True, slots=True)
 class AnchorPolicy(Policy):
-    """Plans merge; while decoding the entry at a fixed index leaves, counted in the order of positions.
+    """Policy whose plans merge; while decoding the entry at a fixed index leaves.
 
-    What lies before the index stays, what lies after it leaves in turn, oldest first: entries before it keep their
-    score, which is above 0, entries after it and new ones have 0, and the decode kernel takes the lowest and oldest.
+    The index is counted in the order of positions.
 
     Attributes:
-        distance: the index if above 0; below 0 it is counted from the end of what a plan keeps.
-        grow: a budget that is a share is one of all tokens seen, and grows while decoding.
-        official_code: keep one entry less, as the paper's code does.
+        distance: The index if above 0; below 0 it is counted from the end of what a plan keeps.
+        grow: A budget that is a share is one of all tokens seen, and grows while decoding.
+        official_code: Keep one entry less, as the paper's code does.
     """
 
     distance: int = -25
@@ -129,11 +129,14 @@ class AnchorPolicy(Policy):
         return self.grow
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The lowest stored score leaves; all heads hold the same, so each may read its own."""
+        """Return the rule by which the lowest stored score leaves.
+
+        All heads hold the same scores, so each may read its own.
+        """
         return replace(Policy.decode_rule(self, layer), evict=Evict.ACC, shared=False)
 
     def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
-        """Choose the anchors of `view` under `budget` entries per head, merge the others into them.
+        """Choose the anchors of `view` under `budget` entries per head, and merge the others.
 
         Raises:
             BudgetError: what must be protected does not fit.
@@ -142,15 +145,15 @@ class AnchorPolicy(Policy):
         less = int(self.official_code and bool((view.counts > budget).any()))
         plan = Policy.plan(self, view, budget - less, between=between)
         index = self._index(int(plan.keep[0].sum()) + less)
-        behind = plan.keep.cumsum(1) > index
-        scores = own_scores(view).clamp(min=_STANDING).masked_fill(behind, 0)
+        after = plan.keep.cumsum(1) > index
+        scores = own_scores(view).clamp(min=_STANDING).masked_fill(after, 0)
         merged = plan.merged or Merged(view.keys, view.values, view.masses.log().float(), scores)
         return replace(plan, caps=torch.full_like(plan.caps, budget), merged=replace(merged, scores=scores))
 
-    def _index(self, kept: int) -> int:
-        """The place of the entry that leaves, of `kept` at the end of the prompt."""
-        wanted = self.distance if self.distance > 0 else kept + self.distance
-        return max(0, min(wanted, kept - 1))
+    def _index(self, n_kept: int) -> int:
+        """Return the place of the entry that leaves, of `kept` at the end of the prompt."""
+        index = self.distance if self.distance > 0 else n_kept + self.distance
+        return max(0, min(index, n_kept - 1))
 
 
 @method("elastic", paper="arXiv:2407.18121")
@@ -158,7 +161,7 @@ def elastic(
     distance: Annotated[
         int,
         "place of the entry that leaves while decoding: below 0 from the end of the merged prompt, else an index",
-        Range(-MOST_POSITIONS, MOST_POSITIONS),
+        Range(-MAX_POSITIONS, MAX_POSITIONS),
     ] = -25,
     grow: Annotated[bool, "a budget in % is one of all tokens so far (the paper), else of the prompt alone"] = True,
     merge: Annotated[Literal["mean", "none"], "average the evicted into their anchor (the paper), or drop it"] = "mean",

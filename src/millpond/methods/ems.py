@@ -23,7 +23,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class MergeByImportance:
-    """Entries that leave and matter are merged into their class, a kept entry, or into the class of zero and dropped.
+    """Merge of entries that matter into their class: a kept entry, or zero, which drops them.
 
     Of a head's score, the best entries that make up `cover` of the sum matter, but no more than `most` times as many
     as are kept. R(x, c) = cos(k_x, k_c) cos(v_x, v_c) if both are positive, else -1; x belongs to the kept c of
@@ -31,7 +31,7 @@ class MergeByImportance:
     become their mean, keys the mean direction times the mean length. Accumulators are added up.
 
     Attributes:
-        sinks: first positions that take nothing in.
+        sinks: First positions that take nothing in.
     """
 
     threshold: float = 0.6

@@ -27,10 +27,9 @@ _REDUCE = {"mean": Reduce.MEAN, "max": Reduce.MAX}
 
 @dataclass(frozen=True, slots=True)
 class ExpectedAttentionScore:
-    """s_j = (a_j + eps) * ||v_j||, a_j = softmax_j(c mu.k_j + c^2 k_j^T Sigma k_j / 2), c the scale of the logits.
+    """s_j = (a_j + eps) * ||v_j||, a_j = softmax_j(c mu.k_j + c^2 k_j^T Sigma k_j / 2).
 
-    mu and Sigma are mean and covariance of the text's queries before RoPE, turned by the mean rotation of the `future`
-    positions to come: E exp(c q.k_j) of a Gaussian q. The softmax runs over the free entries, once per query head.
+    c is the scale of the logits.
     """
 
     future: int = 512
@@ -57,23 +56,26 @@ class ExpectedAttentionScore:
         return (attention + self.eps) * length
 
     def _attention(self, view: View) -> Tensor:
-        """(H, N): the expected attention, the query heads of a group reduced."""
+        """Return (H, N): the expected attention, the query heads of a group reduced."""
         keys = view.keys
-        shown, moments = moments_of(view)
+        moments_view, moments = moments_of(view)
         n_heads, _, dim = keys.shape
-        turn = mean_rotation(shown.rotate, dim, view.seen, self.future, keys.device)
+        turn = mean_rotation(moments_view.rotate, dim, view.seen, self.future, keys.device)
         mean = (moments.mean @ turn.T).to(keys.dtype).view(n_heads, -1, dim)
-        logits = shown.scale * (mean @ keys.transpose(1, 2))  # (H, group, N)
+        logits = moments_view.scale * (mean @ keys.transpose(1, 2))  # (H, group, N)
         if self.covariance:
             spread = (turn @ moments.covariance @ turn.T).to(keys.dtype).view(n_heads, -1, dim, dim)
-            logits += shown.scale**2 / 2 * quadratic_forms(keys, spread)
+            logits += moments_view.scale**2 / 2 * quadratic_forms(keys, spread)
         free = view.free[:, None]
         p = torch.softmax(logits.masked_fill(~free, float("-inf")), -1)
         return reduce_group(torch.where(free, p, 0), _REDUCE[self.reduce], 1)  # without free entries no softmax
 
 
 def quadratic_forms(keys: Tensor, matrices: Tensor) -> Tensor:
-    """(H, group, N): k_j^T M k_j of keys (H, N, D) and the matrices (H, group, D, D) of their head."""
+    """Return (H, group, N): k_j^T M k_j.
+
+    Keys are (H, N, D), the matrices of their heads (H, group, D, D).
+    """
     n_heads, group, dim, _ = matrices.shape
     side_by_side = matrices.transpose(1, 2).reshape(n_heads, dim, group * dim)
     parts = []

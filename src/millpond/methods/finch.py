@@ -21,9 +21,9 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class QuestionAttention:
-    """s_j = sum_i A_ij / n_j over the last `window` queries i, n_j how many of them come at or after j.
+    """s_j = sum_i A_ij / n_j over the last `window` queries i.
 
-    With `chunk` every chunk of `chunk` positions keeps the same share of its free entries, its best.
+    n_j is how many of them come at or after j.
     """
 
     window: int

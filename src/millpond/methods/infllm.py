@@ -20,11 +20,11 @@ TOGETHER = 512
 
 @dataclass(frozen=True, slots=True)
 class AlwaysAttended(Protect):
-    """What a query sees whatever is looked up: the sinks, the newest entries, and those that fill no block yet.
+    """Entries that every query sees: sinks, the newest, and those that fill no block yet.
 
     Attributes:
-        recent: the newest positions: a count or a share of the budget, never none or all of it.
-        block: entries that are looked up together.
+        recent: The newest positions: a count or a share of the budget, never none or all of it.
+        block: Entries that are looked up together.
     """
 
     recent: int | float = 0.5
@@ -38,22 +38,23 @@ class AlwaysAttended(Protect):
             raise OptionError(f"local={self.recent} must be a count of at least 1, or a share above 0 and below 1")
 
     def local(self, budget: int) -> int:
-        """The newest positions that a query sees, its own among them."""
+        """Return the newest positions that a query sees, its own among them."""
         return max(1, math.floor(self.recent * budget) if isinstance(self.recent, float) else self.recent)
 
     def blocks(self, budget: int) -> int:
-        """The blocks that fit besides what is always attended."""
+        """Return the blocks that fit besides what is always attended."""
         return (budget - self.sinks - self.local(budget) - self.block) // self.block
 
     def minimum(self) -> int:
-        """The smallest budget that leaves room for a block that is looked up."""
+        """Return the smallest budget that leaves room for a block that is looked up."""
         rest = self.sinks + 2 * self.block
         if isinstance(self.recent, float):  # the first budget of which the share leaves `rest`
             return math.floor((rest - 1) / (1 - self.recent)) + 1
         return rest + self.recent
 
     def check(self, budget: int) -> None:
-        """
+        """Check that sinks, newest entries and one block fit into `budget`.
+
         Raises:
             BudgetError: no block could be looked up.
         """
@@ -66,13 +67,13 @@ class AlwaysAttended(Protect):
 
 @dataclass(frozen=True, slots=True)
 class BlockRetrievalPolicy(Policy):
-    """Nothing leaves; the budget says how much of what is stored a query attends to.
+    """Policy that stores everything; its budget is how much of it a query attends to.
 
     Attributes:
-        protect: what is always attended.
-        representatives: entries of a block whose mean key stands for it.
-        together: queries of a prompt that look up one set of blocks.
-        far: where a looked-up entry stands: all at one distance, after the local ones, or where the text put them.
+        protect: Entries that are always attended.
+        representatives: Entries of a block whose mean key stands for it.
+        together: Queries of a prompt that look up one set of blocks.
+        far: Where a looked-up entry stands: all at one distance, after the local ones, or where the text put them.
     """
 
     protect: AlwaysAttended = field(default_factory=AlwaysAttended)

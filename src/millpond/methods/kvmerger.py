@@ -28,14 +28,12 @@ from millpond.policy.view import PARTS, View
 
 @dataclass(frozen=True, slots=True)
 class RunPivots(WrappedScore):
-    """The pivots of runs come before all other entries, by the attention of `base`; the others are below 0.
+    """Order of the pivots of runs, by the attention of `base`, before all other entries.
 
-    An entry and the one before it in its head join if cos(k_j, k_j-1) > eps. Without an eps the most alike pairs join,
-    as many as the budget asks. What is pinned and the `top` share of the budget by attention stay alone. The pivot of
-    a run is its entry of most attention.
+    Scores of the others are below 0.
 
     Attributes:
-        shared: one set of runs for all heads, by the means over them.
+        shared: One set of runs for all heads, by the means over them.
     """
 
     base: Score = field(default_factory=AccumulatedAttention)
@@ -58,11 +56,11 @@ class RunPivots(WrappedScore):
         return torch.where(pivot == column, attention, below)
 
     def attention(self, view: View, seed: int) -> Tensor:
-        """(H, N): what pivots are chosen by."""
+        """Return (H, N): what pivots are chosen by."""
         return self._across(self.base.score(view, seed))
 
     def runs(self, view: View, attention: Tensor) -> Tensor:
-        """(H, N) int64: the number of each entry's run, ascending; columns ascend in position."""
+        """Return (H, N) int64: the number of each entry's run, ascending like positions."""
         free = view.free
         alone = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
         free = free & ~alone
@@ -71,8 +69,8 @@ class RunPivots(WrappedScore):
         if self.eps is not None:
             joins = joinable & (alike > self.eps)
         else:
-            asked = (view.counts - view.budget).clamp(min=0)
-            joins = joinable & (rank_by_value(alike, joinable, torch.zeros_like(free)) < asked[:, None])
+            excess = (view.counts - view.budget).clamp(min=0)
+            joins = joinable & (rank_by_value(alike, joinable, torch.zeros_like(free)) < excess[:, None])
         return (~joins).cumsum(1) - 1
 
     def _across(self, x: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ class RunPivots(WrappedScore):
 
 @dataclass(frozen=True, slots=True)
 class GaussianRuns:
-    """The entry of a run that stays becomes k* = sum_i w_i k_i, v* = sum_i w_i v_i over the run.
+    """k* = sum_i w_i k_i, v* = sum_i w_i v_i over a run, for the entry of it that stays.
 
     w_i = g_i / sum g, g_i = exp(-||k_p - k_i||^2 / (2 sigma^2)), p the entry that stays; the one of most attention
     where several do. An entry that stands for m others counts m times. Accumulators are added up.
@@ -105,9 +103,9 @@ class GaussianRuns:
 
 
 def run_pivots(value: Tensor, run: Tensor, may: Tensor) -> Tensor:
-    """(H, N) int64: for each entry the column of highest value in its run among those that `may`, -1 for none.
+    """Return (H, N) int64: the column of highest value in each entry's run.
 
-    Ties go to the newest.
+    Only entries that `may` be pivots count; -1 for none.
     """
     value = value.double().masked_fill(~may, float("-inf"))
     highest = torch.full_like(value, float("-inf")).scatter_reduce(1, run, value, "amax").gather(1, run)

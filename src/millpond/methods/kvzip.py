@@ -10,7 +10,7 @@ from torch import Tensor
 from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
-from millpond.methods._base import MOST_TEXT
+from millpond.methods._base import MAX_TEXT
 from millpond.methods._options import Sinks
 from millpond.option_ranges import SHARE, SOME_POSITIONS, brief
 from millpond.policy.head_allocation import Ada
@@ -25,7 +25,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """s_j = max_i max_h A_hij over the queries i that repeat the prompt, and the query heads h of the group."""
+    """s_j = max_i max_h A_hij over queries i that repeat the prompt, h of the group."""
 
     queries: Queries = "none"
     window: int = 0
@@ -39,11 +39,12 @@ class Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class ReconstructionPolicy(Policy):
-    """After each prompt or turn the model repeats it over its cache; then a plan decides by the attention of that pass.
+    """Policy whose plans use the attention of the model repeating each prompt or turn.
 
     Attributes:
-        ask: what asks for the repetition, for the tokenizer to spell. ids: the same as token ids; None: not known yet.
-        chunk: tokens that are repeated in one pass.
+        ask: Text that asks for the repetition.
+        ids: The same as token ids; None: not known yet.
+        chunk: Tokens that are repeated in one pass.
     """
 
     ask: str = ""
@@ -93,12 +94,12 @@ def kvzip(
     every pass. Each later turn, and each chunk of a prompt in chunks, is repeated when it ends, with what was decoded
     before it; older entries keep the larger of their scores. Not for assisted generation.
     """
-    if len(ask) > MOST_TEXT:
-        raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MOST_TEXT:,}")
+    if len(ask) > MAX_TEXT:
+        raise OptionError(f"kvzip: ask={brief(ask)} has {len(ask):,} characters and may have {MAX_TEXT:,}")
     parts = [] if ask == "none" else ask.split(";")
     are_ids = all(part.isdecimal() for part in parts)
     ids = tuple(int(part) if len(part) <= ID_DIGITS else -1 for part in parts) if are_ids else None
-    if ids and not all(IDS.holds(one) for one in ids):
+    if ids and not all(IDS.holds(token_id) for token_id in ids):
         raise OptionError(f"kvzip: ask={brief(ask)}: token ids must be {IDS}")
     return ReconstructionPolicy(
         score=Rebuilt(),

@@ -12,7 +12,7 @@ from millpond.errors import OptionError
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.methods import method
 from millpond.methods._options import Chunk, ChunkedPrefill, Grow, Sinks
-from millpond.option_ranges import MOST_POSITIONS, Range
+from millpond.option_ranges import MAX_POSITIONS, Range
 from millpond.policy.policy import Policy
 from millpond.policy.protect import Protect
 from millpond.policy.scores.attention import Queries
@@ -22,7 +22,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class LagRelative:
-    """Chunks of `lag` positions after the sinks, each scored by the range of the next one that still has entries.
+    """Scores of chunks of `lag` positions by the range of the next chunk that has entries.
 
     u_jd = (x_jd - min_d) / (max_d - min_d) with the range of channel d in the next chunk; the spread of entry j is the
     softmax over its chunk of std_d(u_jd), averaged over keys and values. Each chunk evicts its lowest first, all
@@ -30,7 +30,9 @@ class LagRelative:
     after them: they stay before all others, the newest first.
 
     Attributes:
-        lag: positions of a chunk. sinks: positions before the first chunk. across: compare entries of all chunks.
+        lag: Positions of a chunk.
+        sinks: Positions before the first chunk.
+        across: Compare entries of all chunks.
     """
 
     lag: int = 128
@@ -59,17 +61,17 @@ class LagRelative:
 
 
 def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
-    """(H, n, width): the softmax over its chunk of the spread of each x (H, N, D)."""
+    """Return (H, n, width): the softmax over its chunk of the spread of each x (H, N, D)."""
     rows, present = chunks.take(x), chunks.present
     if bool(present.all()):
         low, high = rows.amin(2), rows.amax(2)
     else:
         none = ~present[..., None]
         low, high = rows.masked_fill(none, float("inf")).amin(2), rows.masked_fill(none, float("-inf")).amax(2)
-    behind = next_filled(present.any(-1))[..., None]
-    place = behind.clamp(max=len(low[0]) - 1).expand_as(low)
+    next_present = next_filled(present.any(-1))[..., None]
+    place = next_present.clamp(max=len(low[0]) - 1).expand_as(low)
     low, high = low.gather(1, place), high.gather(1, place)
-    has_range = (high > low) & (behind < len(low[0]))
+    has_range = (high > low) & (next_present < len(low[0]))
     away = rows - torch.where(has_range, low, 0)[:, :, None]
     scaled = away.div_(torch.where(has_range, high - low, float("inf"))[:, :, None])
     varied = scaled.sub_(scaled.mean(-1, keepdim=True))
@@ -78,7 +80,7 @@ def lag_relative(x: Tensor, chunks: ChunkLayout) -> Tensor:
 
 
 def next_filled(filled: Tensor) -> Tensor:
-    """(H, n): for each chunk the first later one that is filled (H, n); n where none is."""
+    """Return (H, n): for each chunk the first later one that is filled (H, n), or n."""
     n = filled.shape[1]
     number = torch.arange(n, device=filled.device).expand_as(filled)
     later = torch.where(filled, number, n).roll(-1, 1)
@@ -88,7 +90,7 @@ def next_filled(filled: Tensor) -> Tensor:
 
 @method("lagkv", paper="arXiv:2504.04704")
 def lagkv(
-    lag: Annotated[int, "positions of a chunk; each is measured by the next one", Range(2, MOST_POSITIONS)] = 128,
+    lag: Annotated[int, "positions of a chunk; each is measured by the next one", Range(2, MAX_POSITIONS)] = 128,
     sinks: Sinks = 4,
     across: Annotated[bool, "compare the entries of all chunks; else every chunk keeps the same number"] = False,
     prefill: ChunkedPrefill = "once",

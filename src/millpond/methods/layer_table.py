@@ -11,7 +11,7 @@ from millpond.policy.layer_allocation import LayerTable
 from millpond.policy.policy import Policy
 
 #: Weights of a table, and how many of them.
-WEIGHTS, MOST_LAYERS = Range(0.0, 1e6), 1_024
+WEIGHTS, MAX_LAYERS = Range(0.0, 1e6), 1_024
 
 
 @method("layer_table")
@@ -27,14 +27,14 @@ def layer_table(
     them: "3;1" falls from three to one. No layer keeps less than the method protects, or more than there is; the
     others make up for it.
     """
-    parts = table.split(";", MOST_LAYERS)
+    parts = table.split(";", MAX_LAYERS)
     try:
         weights = tuple(float(part) for part in parts)
     except ValueError:
         weights = ()
-    if not weights or len(weights) > MOST_LAYERS or not all(WEIGHTS.holds(weight) for weight in weights):
+    if not weights or len(weights) > MAX_LAYERS or not all(WEIGHTS.holds(weight) for weight in weights):
         raise OptionError(
-            f"layer_table: table={brief(table)} must be at most {MOST_LAYERS:,} numbers, {WEIGHTS}, with semicolons "
+            f"layer_table: table={brief(table)} must be at most {MAX_LAYERS:,} numbers, {WEIGHTS}, with semicolons "
             'between: "4;2;1;1"'
         )
     return replace(based_on("layer_table", score), layers=LayerTable(weights))

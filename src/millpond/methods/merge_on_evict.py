@@ -19,13 +19,13 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class MergeIntoNearest:
-    """v_c <- (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the entries e for which c is the most alike.
+    """v_c <- (v_c + sum_e w_e v_e) / (1 + sum_e w_e) over the entries e most alike to c.
 
     u_e = max_c cos(k_e, k_c), w_e = u_e ||v_e|| / (||v_e|| + ||v_c||). Entries with u_e below `threshold` are dropped.
     An entry that stands for m others counts m times. Accumulators are the target's.
 
     Attributes:
-        sinks: first positions that take nothing in.
+        sinks: First positions that take nothing in.
     """
 
     threshold: float = 0.0

@@ -22,11 +22,13 @@ from millpond.policy.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class SparsePrefillPolicy(Policy):
-    """Nothing leaves, and decoding attends to everything; the queries of a prompt attend to patterns of it.
+    """Policy that stores everything; queries of a prompt attend to patterns of it.
+
+    Decoding attends to everything.
 
     Attributes:
-        pattern: of every head that the table does not name.
-        table: by layer and query head.
+        pattern: Pattern of every head that the table does not name.
+        table: By layer and query head.
     """
 
     pattern: Pattern = field(kw_only=True)
@@ -52,7 +54,9 @@ class SparsePrefillPolicy(Policy):
 
 
 def make_pattern(kind: str, first: int, second: int, last: int = 64) -> Pattern:
-    """A pattern by its name and two numbers, as a table of patterns has them; of blocks only the first one counts.
+    """Return a pattern by its name and its two numbers.
+
+    They are those of a table of patterns; of blocks only the first one counts.
 
     Raises:
         OptionError: no such kind, or a number below 1.
@@ -104,8 +108,11 @@ class VerticalSlash:
     by all. A block of rows attends to every column that a chosen diagonal crosses in it.
 
     Attributes:
-        vertical, slash: how many columns and diagonals. last: queries that choose.
-        first, nearest: columns and diagonals that are always chosen, as far as they exist.
+        vertical: Number of columns.
+        slash: Number of diagonals.
+        last: Queries that choose.
+        first: First columns that are always chosen, as far as they exist.
+        nearest: Nearest diagonals that are always chosen, as far as they exist.
     """
 
     vertical: int = 1000
@@ -139,7 +146,7 @@ class VerticalSlash:
         return look
 
     def choose(self, prompt: HeadPrompt) -> tuple[Tensor, Tensor]:
-        """(N,) bool: the chosen columns; (N,) bool: the chosen distances between a query and what it sees."""
+        """Return (N,) bool of columns, and (N,) bool of distances of a query to what it sees."""
         p = prompt.last_rows(min(self.last, len(prompt.q)))
         n_rows, n = p.shape
         padded = F.pad(p.flip(1), (0, n_rows))  # row r: distance o stands in column n_rows - 1 - r + o
@@ -149,10 +156,12 @@ class VerticalSlash:
 
 @dataclass(frozen=True, slots=True)
 class BlockSparse:
-    """Blocks of entries whose mean key is most like the mean query of a block of rows, and the newest block.
+    """Blocks of entries whose mean key is most like the mean query of a block of rows.
+
+    The newest block is always among them.
 
     Attributes:
-        blocks: how many blocks of BLOCK entries a block of rows attends to.
+        blocks: Blocks of BLOCK entries that a block of rows attends to.
     """
 
     blocks: int = 100
@@ -180,11 +189,11 @@ class BlockSparse:
         def look(begin: int, end: int) -> Tensor:
             rows = prompt.q[begin - prompt.first : end - prompt.first].to(kind).mean(0)
             worth = (means @ rows)[: -(-end // BLOCK)]
-            own = begin // BLOCK  # in a later turn blocks of rows and of entries need not begin together
-            worth[own:] = torch.inf
-            most = max(self.blocks, len(worth) - own)
-            chosen = worth.argsort(descending=True, stable=True)[:most].sort().values
-            places = (starts[chosen, None] + torch.arange(BLOCK, device=starts.device)).flatten()
+            own_block = begin // BLOCK  # in a later turn blocks of rows and of entries need not begin together
+            worth[own_block:] = torch.inf
+            max_blocks = max(self.blocks, len(worth) - own_block)
+            selected = worth.argsort(descending=True, stable=True)[:max_blocks].sort().values
+            places = (starts[selected, None] + torch.arange(BLOCK, device=starts.device)).flatten()
             return places[places < end]
 
         return look
@@ -201,7 +210,10 @@ def _times(number: int, ratio: float) -> int:
 
 
 def _best(sums: Tensor, n: int, always: int) -> Tensor:
-    """(N,) bool: the n largest, the first `always` before all others; ties to the first."""
+    """Return (N,) bool: the n largest, the first `always` before all others.
+
+    Ties go to the first.
+    """
     sums = sums.clone()
     sums[:always] = torch.inf
     return torch.zeros_like(sums).bool().index_fill_(0, sums.argsort(descending=True, stable=True)[:n], True)
@@ -243,8 +255,12 @@ def minference(
     faster than dense attention where few of the pairs of query and entry are computed, and slower where scattered
     diagonals leave little out.
     """
-    chosen = BlockSparse(blocks) if pattern == "block_sparse" else make_pattern(pattern, vertical, slash, last)
-    return SparsePrefillPolicy(pattern=chosen.scaled(ratio), table=_table(patterns, last, ratio) if patterns else {})
+    selected_pattern = (
+        BlockSparse(blocks) if pattern == "block_sparse" else make_pattern(pattern, vertical, slash, last)
+    )
+    return SparsePrefillPolicy(
+        pattern=selected_pattern.scaled(ratio), table=_table(patterns, last, ratio) if patterns else {}
+    )
 
 
 def _table(path: str, last: int, ratio: float) -> dict[tuple[int, int], Pattern]:

@@ -41,7 +41,8 @@ class QueryFilter:
         return "rotated" if self.filters is None else "none"
 
     def score(self, view: View, seed: int) -> Tensor:
-        """
+        """Return (H, N) float32: <k_j, f>.
+
         Raises:
             CacheMismatchError: the filters are of another model.
         """
@@ -64,9 +65,10 @@ class QueryFilter:
 
 
 def query_directions(moments: QueryMoments, n_kv_heads: int) -> Tensor:
-    """(H, D) float64: the first right singular vector of each query head's queries, averaged over its group.
+    """Return (H, D) float64: the main direction of the queries of each KV head.
 
-    Its sign is the one with which the mean query has a positive projection.
+    It is the first right singular vector of each query head's queries, averaged over its group. Its sign is the one
+    with which the mean query has a positive projection.
     """
     first: Tensor = torch.linalg.eigh(moments.outer.nan_to_num())[1][..., -1]  # of Q^T Q, ascending
     along = (first * moments.mean).sum(-1, keepdim=True)  # NaN stays NaN, for the plan to report
@@ -119,5 +121,5 @@ def _load(path: str, flip: bool) -> torch.Tensor | None:
         raise OptionError(
             f"qfilters: filters={path!r} must hold one tensor of (layers, KV heads, head size); it has {shapes}"
         )
-    (found,) = tensors.values()
-    return -found if flip else found
+    (filters,) = tensors.values()
+    return -filters if flip else filters

@@ -48,9 +48,10 @@ class ImportanceAndRedundancy(WrappedScore):
 
 
 def mean_similarity(keys: Tensor, valid: Tensor, threshold: float, spared: int) -> Tensor:
-    """(H, N): mean_i S_ij over the valid entries i of keys (H, N, D), ascending in position, 0 where invalid.
+    """Return (H, N): mean_i S_ij over valid entries i of keys (H, N, D); 0 where invalid.
 
-    The sums of whole columns are dot products with the sum of all keys; what is spared is then taken out of them.
+    Columns ascend in position. The sums of whole columns are dot products with the sum of all keys; what is spared is
+    then taken out of them.
     """
     wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
     if not bool(valid.all()):

@@ -19,10 +19,12 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class LazyLayers:
-    """A layer is lazy if its queries pay more than `threshold` of their attention to the sinks and the newest tokens.
+    """Layers are lazy if sinks and newest tokens get more than `threshold` of their attention.
 
     Attributes:
-        threshold: of the attention, 0 to 1. sinks, recent: how many first and newest positions count.
+        threshold: Share of the attention, 0 to 1.
+        sinks: First positions that count.
+        recent: Newest positions that count.
     """
 
     threshold: float = 0.9
@@ -34,28 +36,34 @@ class LazyLayers:
             raise OptionError(f"threshold={self.threshold} is a share of the attention, 0 to 1")
 
     def check(self, n_layers: int) -> None:
-        """Fits every model."""
+        """Accept every model."""
 
     def measure(self, view: View) -> float:
-        """The share of a layer's attention, over all its heads, that stays with the sinks and the newest tokens."""
+        """Return the share of a layer's attention to the sinks and the newest tokens.
+
+        It is over all heads of the layer.
+        """
         assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
         near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
         return float(attention.masked_fill(~near, 0).sum() / attention.sum())
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
-        """The allocation for layers of which this was measured."""
+        """Return the allocation for the measurements of all layers."""
         return Divided(tuple(share > self.threshold for share in measured))
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """Lazy layers have what they protect, and the others share the rest evenly; all have the same if all are lazy."""
+    """Split that gives lazy layers what they protect, and the rest evenly to the others.
+
+    All have the same if all are lazy.
+    """
 
     lazy: tuple[bool, ...]
 
     def check(self, n_layers: int) -> None:
-        """Made for the layers that were measured."""
+        """Accept the model whose layers were measured."""
 
     def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
         eager = len(self.lazy) - sum(self.lazy)

@@ -21,7 +21,7 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class TokenEntropy:
-    """s_j = -log P(x_j | x_<j): what the model's own prediction gave the token that came.
+    """s_j = -log P(x_j | x_<j), the model's own prediction of the token that came.
 
     The first token of a text was predicted by nothing, and counts as the least expected of all.
     """
@@ -38,10 +38,10 @@ class TokenEntropy:
 
 @dataclass(frozen=True, slots=True)
 class EntropyPolicy(Policy):
-    """Scores come from the model's predictions, which are known when a pass ends, and are stored with the entries.
+    """Policy that scores tokens by the model's predictions, known at the end of a pass.
 
     Attributes:
-        decay: factor on every stored score when another round of a dialogue begins.
+        decay: Factor on every stored score when another round of a dialogue begins.
     """
 
     decay: float = 1.0
@@ -59,16 +59,19 @@ class EntropyPolicy(Policy):
 
     @property
     def gathers(self) -> bool:
-        """The scores are stored with the entries."""
+        """True: the scores are stored with the entries."""
         return True
 
     @property
     def needs_all_layers(self) -> bool:
-        """Nothing can leave before the model has predicted all tokens of the prompt."""
+        """True: nothing can leave before the model has predicted all tokens of the prompt."""
         return True
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The lowest stored score leaves; the scores of all heads are the same, so each may read its own."""
+        """Return the rule by which the lowest stored score leaves.
+
+        The scores of all heads are the same, so each may read its own.
+        """
         return replace(Policy.decode_rule(self, layer), shared=False)
 
 

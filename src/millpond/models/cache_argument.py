@@ -1,4 +1,4 @@
-"""The argument by which models of transformers take their cache: `cache` since 5.24, `past_key_values` before."""
+"""Keyword argument by which models of transformers take their cache: `cache` since 5.24, `past_key_values` before."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """The keyword argument that hands a cache to a model or to `generate`."""
+    """Return the keyword argument that passes a cache to a model or to `generate`."""
     return {CACHE_ARGUMENT: cache}
 
 
 def cache_among(arguments: dict[str, Any]) -> Any:
-    """The cache among keyword arguments, under either name; None where there is none."""
+    """Return the cache among keyword arguments, under either name, or None."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def with_cache(arguments: dict[str, Any], cache: Any) -> dict[str, Any]:
-    """The keyword arguments with this cache under the name that the installed transformers uses, and no other."""
+    """Return the keyword arguments with this cache instead of any other.
+
+    It is under the name that the installed transformers uses.
+    """
     return {name: value for name, value in arguments.items() if name not in CACHE_ARGUMENTS} | cache_argument(cache)
 
 
 def cache_of(output: Any) -> Any:
-    """The cache that a model's output carries."""
+    """Return the cache that a model's output carries."""
     return getattr(output, CACHE_ARGUMENT)

@@ -1,4 +1,4 @@
-"""Folder of the user in which downloaded and converted models are kept."""
+"""Folder of the user in which downloaded and converted models are stored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from millpond.errors import OptionError
 
 
 def cache_folder() -> Path:
-    """`$MILLPOND_CACHE`, else the platform's folder for caches; it need not exist yet."""
-    chosen = os.environ.get("MILLPOND_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
+    """Return `$MILLPOND_CACHE`, or the platform's folder for caches; it need not exist yet."""
+    folder = os.environ.get("MILLPOND_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "millpond"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millpond"
@@ -24,7 +24,9 @@ def make_room(folder: Path, n_bytes: int, purpose: str) -> int:
     """Create `folder`, and check that its disk has room for `n_bytes`.
 
     Args:
-        purpose: what needs the room, as the subject of the error's sentence.
+        folder: Folder to create.
+        n_bytes: Bytes that must be free.
+        purpose: Reason for the bytes, as the subject of the error's sentence.
 
     Returns:
         Bytes that are free.
@@ -46,7 +48,8 @@ def make_room(folder: Path, n_bytes: int, purpose: str) -> int:
 
 
 def check_folder(folder: Path, n_bytes: int = 0) -> None:
-    """
+    """Check that a folder exists, can be written, and has `n_bytes` free.
+
     Raises:
         OptionError: the folder is not there, cannot be written, or has less than `n_bytes` free.
     """
@@ -54,7 +57,7 @@ def check_folder(folder: Path, n_bytes: int = 0) -> None:
         raise OptionError(f"{folder}: there is no such folder; make it, or name another one")
     if not os.access(folder, os.W_OK):
         raise OptionError(f"{folder} cannot be written; name another folder")
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
     if free < n_bytes:
         raise OptionError(f"{folder} has {free:,} bytes free, and {n_bytes:,} are needed; make room")

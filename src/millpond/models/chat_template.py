@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 
 
 class Around(NamedTuple):
-    """What a template writes before and after the words of a user, the head of the answer included."""
+    """Text of a template before and after the words of a user, head of the answer included."""
 
     before: str
     behind: str
@@ -32,42 +32,51 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def around_user(tokenizer: PreTrainedTokenizerBase) -> Around:
-    """What stands around the one message of a user.
+    """Return the template's text around the one message of a user.
 
     Raises:
         OptionError: the template does not write the message as it is, or does not end.
     """
-    shown = write_chat(tokenizer, [{"role": "user", "content": _TEXT}], add_generation_prompt=True)
-    before, found, behind = shown.partition(_TEXT)
-    if not found:
+    chat_text = write_chat(tokenizer, [{"role": "user", "content": _TEXT}], add_generation_prompt=True)
+    before, text, after = chat_text.partition(_TEXT)
+    if not text:
         raise OptionError("this chat template does not show a message as it is; use --no-chat")
-    return Around(before, behind)
+    return Around(before, after)
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special token that the template writes behind an answer, where it writes one: a turn ends with it."""
+    """Return the special token that the template writes after an answer, if it writes one.
+
+    A turn ends with it.
+    """
     if not has_template(tokenizer):
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
-    behind = write_chat(tokenizer, messages).partition(_TEXT)[2].lstrip()
-    first = tokenizer.encode(behind, add_special_tokens=False)[:1] if behind else []
+    after = write_chat(tokenizer, messages).partition(_TEXT)[2].lstrip()
+    first = tokenizer.encode(after, add_special_tokens=False)[:1] if after else []
     return [i for i in first if i in tokenizer.all_special_ids]
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Ids that end an answer of a chat, as `eos_token_id` of `generate()`; None: those that the model names itself."""
+    """Return ids that end an answer of a chat, as `eos_token_id` of `generate()`.
+
+    None stands for those that the model names itself.
+    """
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    own = [named] if isinstance(named, int) else list(named or [])
-    return [*own, *(i for i in turn_ends(tokenizer) if i not in own)] or None
+    own_ids = [named] if isinstance(named, int) else list(named or [])
+    return [*own_ids, *(i for i in turn_ends(tokenizer) if i not in own_ids)] or None
 
 
 def chat_ids(
     tokenizer: Any, messages: Sequence[Message], template: str | None = None, how: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a conversation up to the head of the answer.
+    """Return the token ids of a conversation up to the head of the answer.
 
     Args:
-        template: another one than the tokenizer's. how: what the template is given besides.
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages of the conversation.
+        template: Template to use instead of the tokenizer's.
+        how: More arguments for the template.
 
     Raises:
         OptionError: no tokenizer or no template, no messages, one without a role, or tools or calls that the
@@ -80,26 +89,27 @@ def chat_ids(
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise OptionError(f"{repr(message)[:80]} is no message: write {{'role': 'user', 'content': 'text'}}")
-    given: dict[str, Any] = {} if template is None else {"chat_template": template}
-    said = [{**message, "content": _text_of(message.get("content"))} for message in messages]
-    given = {"add_generation_prompt": True, **given, **(how or {})}
-    shown = write_whole(tokenizer, said, **given)
-    without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in said]
-    for what, there, others in (
-        ("tools", bool(given.get("tools")), (said, {**given, "tools": None})),
-        ("calls of tools", any(one.get("tool_calls") for one in said), (without, given)),
+    template_option: dict[str, Any] = {} if template is None else {"chat_template": template}
+    texts = [{**message, "content": _text_of(message.get("content"))} for message in messages]
+    template_option = {"add_generation_prompt": True, **template_option, **(how or {})}
+    chat_text = write_whole(tokenizer, texts, **template_option)
+    without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in texts]
+    for feature, is_present, others in (
+        ("tools", bool(template_option.get("tools")), (texts, {**template_option, "tools": None})),
+        ("calls of tools", any(entry.get("tool_calls") for entry in texts), (without, template_option)),
     ):
-        if there and write_whole(tokenizer, others[0], **others[1]) == shown:
+        if is_present and write_whole(tokenizer, others[0], **others[1]) == chat_text:
             raise OptionError(
-                f"this model's chat template leaves {what} out, and the model would not read them: write them into a "
-                "message, take another template (chat_template=), or ask the server, which writes them into messages"
+                f"this model's chat template leaves {feature} out, and the model would not read them: write them "
+                "into a message, take another template (chat_template=), or ask the server, which writes them into "
+                "messages"
             )
-    ids: list[int] = tokenizer.encode(shown, add_special_tokens=False)
+    ids: list[int] = tokenizer.encode(chat_text, add_special_tokens=False)
     return ids
 
 
 def _text_of(content: Any) -> Any:
-    """What a message says, where it comes in parts of text.
+    """Return the text of a message, also if it comes in parts.
 
     Raises:
         OptionError: a part that is no text.

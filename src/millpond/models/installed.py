@@ -23,12 +23,12 @@ BUNDLED = Path(__file__).parent / "bundled"
 
 
 def installed_models() -> list[str]:
-    """The names of the installed models, sorted."""
+    """Return the names of the installed models, sorted."""
     return sorted(config.parent.name for folder in _folders() for config in folder.glob("*/config.json"))
 
 
 def installed_folder(name: str) -> Path | None:
-    """The folder of the model of that name; None where there is no such model.
+    """Return the folder of the model of that name, or None.
 
     Raises:
         OptionError: the model comes with millpond-models, which is not installed.
@@ -45,17 +45,23 @@ def installed_folder(name: str) -> Path | None:
 
 
 def heads_files() -> list[Path]:
-    """The files of trained heads and gates that come with the package and with millpond-models, each for one model."""
+    """Return the files of trained heads and gates in the package and in millpond-models.
+
+    Each is for one model.
+    """
     folders = [_HEADS, *(place / "heads" for place in _separate())]
     return sorted(file for folder in folders for file in folder.glob("*.safetensors"))
 
 
 def _folders() -> list[Path]:
-    """Where models lie."""
+    """Return the folders that hold models."""
     return [BUNDLED, *_separate()]
 
 
 def _separate() -> list[Path]:
-    """The folders of the package millpond-models, which is found, not imported; none where it is not installed."""
+    """Return the folders of the package millpond-models, or none.
+
+    The package is located, not imported.
+    """
     spec = find_spec("millpond_models")
     return [Path(place) for place in (spec.submodule_search_locations or () if spec else ())]

@@ -1,6 +1,6 @@
-"""Loading of a model and its tokenizer: from a folder, a GGUF file, the hub, or by the name of one that is at hand.
+"""Loading of a model and its tokenizer from a folder, a GGUF file, the hub, or by the name of an installed one.
 
-This module knows nothing of caches: what it returns is a stock transformers model.
+The module knows nothing of caches: it returns a stock transformers model.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ _OF_TOKENIZERS = re.compile(r"token|vocab|merges|spiece|tekken|\.(model|bpe|spm)
 
 
 def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
-    """What transformers should load: a folder that exists, that of a model at hand, or the hub id as it is.
+    """Return what transformers loads: an existing folder, or the hub id as it is.
 
-    A folder of the working directory comes before a model of the same name. A GGUF file, or a folder with one and
-    without a config.json, is converted to a folder in the user's cache at its first use.
+    The folder may be that of an installed or downloaded model. A folder of the working directory comes before a model
+    of the same name. A GGUF file, or a folder with one and without a config.json, is converted to a folder in the
+    user's cache at its first use.
 
     Args:
-        dtype: that a GGUF file is converted to, as for `load_model`; None: one that it was converted to before.
+        name: Local folder, GGUF file, name of a model, or hub id.
+        dtype: Dtype that a GGUF file is converted to, as for `load_model`; None for one that it was converted to
+            before.
 
     Raises:
         OptionError: the name of a model whose package is not installed, or that was not downloaded; a GGUF file that
@@ -83,28 +86,29 @@ def resolve(name: str | os.PathLike[str], dtype: str | None = "auto") -> str:
 def load_model(
     name: str | os.PathLike[str], dtype: str | torch.dtype = "auto", *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal language model, ready to generate.
+    """Return a causal language model, ready to generate.
 
     Args:
-        name: a local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
+        name: A local folder, a GGUF file, the name of a bundled or downloaded model, or a hub id.
         dtype: "auto" (as the weights were saved; quantized ones in bf16), "f32", "bf16" or "f16", or one of torch's
             dtypes or its name.
-        trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
+        trust_remote_code: Run the code in the model's folder, where it brings some; else it is refused.
 
     Raises:
-        OptionError: no such dtype, or nothing that can be loaded under that name. DataError: a damaged or hostile file.
+        OptionError: no such dtype, or nothing that can be loaded under that name.
+        DataError: a damaged or hostile file.
     """
     dtype = dtype_name(dtype) or "auto"
-    chosen: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
+    torch_dtype: str | torch.dtype = "auto" if dtype == "auto" else DTYPES[dtype]
 
     def load(path: str) -> PreTrainedModel:
         if not trust_remote_code and _is_strangers(path):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             check_parameters(config, _bytes_of_weights(Path(path)), f"{path}/config.json")
-        made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=chosen, trust_remote_code=trust_remote_code
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch_dtype, trust_remote_code=trust_remote_code
         )
-        return made
+        return loaded
 
     model = _load(name, load, dtype, trust_remote_code, "the model (config.json, generation_config.json, weights)")
     model.train(False)
@@ -112,30 +116,32 @@ def load_model(
 
 
 def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model of that name.
+    """Return the tokenizer of a model.
 
     Args:
-        trust_remote_code: run the code in the model's folder, where it brings some; else it is refused.
+        name: Name of the model as for `load_model`.
+        trust_remote_code: Run the code in the model's folder, where it brings some; else it is refused.
 
     Raises:
-        OptionError: nothing that can be loaded under that name. DataError: a damaged or hostile file.
+        OptionError: nothing that can be loaded under that name.
+        DataError: a damaged or hostile file.
     """
 
     def load(path: str) -> PreTrainedTokenizerBase:
         # the class that transformers chooses for some types of model replaces the rules of the file by its own
         kind: Any = PreTrainedTokenizerFast if (Path(path) / NOTE).exists() else AutoTokenizer
-        made = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if not isinstance(made, PreTrainedTokenizerBase):
-            raise OptionError(f"{path}: what is saved there as a tokenizer is a {type(made).__name__}")
+        tokenizer = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise OptionError(f"{path}: what is saved there as a tokenizer is a {type(tokenizer).__name__}")
         if not _is_installed(path):
-            check_templates(made, path)
-        return made
+            check_templates(tokenizer, path)
+        return tokenizer
 
     return _load(name, load, None, trust_remote_code, "the tokenizer (tokenizer_config.json, tokenizer.json)")
 
 
 def find_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that belongs to a model of that name; None for a local folder that holds no file of one.
+    """Return the tokenizer of a model, or None for a local folder without files of one.
 
     For some types of model transformers makes one without a vocabulary there, which turns every text to nothing.
 
@@ -149,11 +155,16 @@ def find_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def _load(
-    name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None, trust_remote_code: bool, what: str
+    name: str | os.PathLike[str], load: Callable[[str], T], dtype: str | None, trust_remote_code: bool, noun: str
 ) -> T:
-    """
+    """Load a model or a tokenizer by name, and tell users what failed.
+
     Args:
-        what: is loaded, and of which files, for errors.
+        name: Name of the model.
+        load: Loads it from a folder or hub id.
+        dtype: Dtype that a GGUF file is converted to.
+        trust_remote_code: Allow code of the model's folder.
+        noun: Name of what is loaded, and of its files, for errors.
     """
     path = resolve(name, dtype)
     is_local = Path(path).exists()
@@ -161,18 +172,19 @@ def _load(
         raise unknown("model", path, known_models())  # a typing mistake, not worth asking the hub
     try:
         with _without_bars(), _without_collecting():
-            found = path if is_local or _hub_answers() else _downloaded(path)
-            if not _is_installed(found):
-                _check(found, trust_remote_code)
-            return load(found)
+            source = path if is_local or _hub_answers() else _downloaded(path)
+            if not _is_installed(source):
+                _check(source, trust_remote_code)
+            return load(source)
     except MillpondError:
         raise
     except Exception as error:  # whatever the classes of transformers raise of what a stranger wrote
-        raise OptionError(_why(os.fspath(name), path if is_local else None, what, error)) from error
+        raise OptionError(_why(os.fspath(name), path if is_local else None, noun, error)) from error
 
 
 def _check(path: str, trust_remote_code: bool) -> None:
-    """
+    """Refuse a folder or a hub id whose files or configuration are no model's.
+
     Raises:
         DataError, OptionError: of a folder or a hub id, its files or its configuration are no model's.
     """
@@ -197,12 +209,12 @@ def _bytes_of_weights(folder: Path) -> int:
 
 
 def known_models() -> list[str]:
-    """Names of models that are at hand or can be downloaded, sorted."""
+    """Return names of models that are installed, downloaded or can be, sorted."""
     return sorted({*installed_models(), *downloadable_models()})
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: one request, where each file of a model would take six."""
+    """Whether the hub can be reached, by one request; each file of a model would take six."""
     try:
         huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=CONNECT_S)
     except Exception:  # of the HTTP client that this version of the hub's library is built on
@@ -211,7 +223,7 @@ def _hub_answers() -> bool:
 
 
 def _downloaded(name: str) -> str:
-    """The folder of an earlier download.
+    """Return the folder of an earlier download.
 
     Raises:
         OSError: there is none.
@@ -222,8 +234,8 @@ def _downloaded(name: str) -> str:
         raise OSError("the hub does not answer, and there is no earlier download") from None
 
 
-def _why(name: str, folder: str | None, what: str, error: Exception) -> str:
-    """Why nothing was loaded under a name, or of a folder."""
+def _why(name: str, folder: str | None, noun: str, error: Exception) -> str:
+    """Return why nothing was loaded under a name, or from a folder."""
     if "trust_remote_code" in str(error):
         return (
             f"model {name!r} brings code of its own, which is not run; if you have read it and trust it, "
@@ -231,7 +243,7 @@ def _why(name: str, folder: str | None, what: str, error: Exception) -> str:
         )
     if folder is not None and not isinstance(error, OSError) and Path(folder, "config.json").is_file():
         reason = " ".join((str(error).strip() or "no reason given").splitlines()[:2])[:500]
-        return f"{folder}: {what} cannot be loaded ({type(error).__name__}: {reason}); the files are damaged"
+        return f"{folder}: {noun} cannot be loaded ({type(error).__name__}: {reason}); the files are damaged"
     close = difflib.get_close_matches(name, known_models(), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     reason = str(error).strip().split("\n")[0]
@@ -243,20 +255,20 @@ def _why(name: str, folder: str | None, what: str, error: Exception) -> str:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """No progress bar for a load that takes a moment; the user's own setting comes back."""
+    """Hide progress bars of a load that takes a moment; the user's own setting comes back."""
     tools: Any = logging
-    shown = tools.is_progress_bar_enabled()
+    bars_enabled = tools.is_progress_bar_enabled()
     tools.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if bars_enabled:
             tools.enable_progress_bar()
 
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """No search for cycles while a vocabulary is read, which is a million objects and no cycle."""
+    """Stop the search for cycles while a vocabulary is read: a million objects, no cycle."""
     collected = gc.isenabled()
     gc.disable()
     try:

@@ -29,32 +29,41 @@ Floats = npt.NDArray[np.float64]
 BEHIND = 2**31 - 1
 
 
-def fewest(n_tokens: Ints, visible: Ints, wanted: Floats, free: Ints) -> Ints:
-    """(S, m) entries that each span keeps at least in every head.
+def fewest(n_tokens: Ints, visible: Ints, shares_wanted: Floats, free: Ints) -> Ints:
+    """Return (S, m) entries that each span keeps at least in every head.
 
     Args:
-        n_tokens: (S, m) that the layer sees of each span. visible: (S, 1) tokens of the text that it sees.
-        wanted: (S, m) share * B. free: (S, 1) F.
+        n_tokens: (S, m) tokens of each span that the layer sees.
+        visible: (S, 1) tokens of the text that the layer sees.
+        shares_wanted: (S, m) share * B.
+        free: (S, 1) F.
     """
-    found: Ints = np.floor(n_tokens * np.minimum(wanted, np.maximum(free, 0)) / np.maximum(visible, 1)).astype(np.int64)
-    return np.minimum(found, n_tokens)
+    shares: Ints = np.floor(n_tokens * np.minimum(shares_wanted, np.maximum(free, 0)) / np.maximum(visible, 1)).astype(
+        np.int64
+    )
+    return np.minimum(shares, n_tokens)
 
 
-def best_of_spans(value: Tensor, valid: Tensor, pinned: Tensor, positions: Tensor, least: Tensor) -> Tensor:
-    """(R, N) bool: of each span of a row as many entries as must stay, the pinned first, then its best.
+def best_of_spans(value: Tensor, valid: Tensor, pinned: Tensor, positions: Tensor, minimums: Tensor) -> Tensor:
+    """Return (R, N) bool: the entries that must stay of each span of a row.
+
+    Of a span they are the pinned entries first, then its best.
 
     Args:
-        value: (R, N), higher is kept. valid, pinned: (R, N) bool. positions: (R, N) int32, -1 for none.
-        least: (R, m, 3), spans [begin, end), ascending and disjoint, and entries that stay of each.
+        value: (R, N), higher is kept.
+        valid: (R, N) bool, False in columns without an entry.
+        pinned: (R, N) bool, entries that no score can evict.
+        positions: (R, N) int32, -1 for none.
+        minimums: (R, m, 3): spans [begin, end), ascending and disjoint, and the entries that stay of each.
     """
     order = priority(value, valid, pinned).argsort(dim=1, descending=True)
-    begin, end, count = (part.contiguous() for part in least.to(positions.dtype).unbind(2))
+    begin, end, count = (part.contiguous() for part in minimums.to(positions.dtype).unbind(2))
     place = positions.masked_fill(~valid, -1).gather(1, order).contiguous()
     span = torch.searchsorted(begin, place, right=True) - 1
-    own = span.clamp(min=0)
-    span = torch.where((span >= 0) & (place < end.gather(1, own)), span, least.shape[1])  # m: of none
+    span_index = span.clamp(min=0)
+    span = torch.where((span >= 0) & (place < end.gather(1, span_index)), span, minimums.shape[1])  # m: of none
     by_span, back = span.sort(dim=1, stable=True)
-    numbers = torch.arange(least.shape[1] + 1, device=place.device).expand(len(place), -1).contiguous()
+    numbers = torch.arange(minimums.shape[1] + 1, device=place.device).expand(len(place), -1).contiguous()
     first = torch.searchsorted(by_span.contiguous(), numbers)
     rank = torch.arange(place.shape[1], device=place.device) - first.gather(1, by_span)
     count = torch.cat([count, torch.zeros_like(count[:, :1])], 1)
@@ -67,8 +76,11 @@ class FairSpans:
     """Spans of one text as a plan of one layer sees them.
 
     Attributes:
-        spans: (m, 2), ascending and disjoint. n_tokens: (m,) that the layer sees of each. visible: of the text.
-        wanted: (m,) share * B. held: (H, m) entries of each that stay whatever the plan says.
+        spans: (m, 2), ascending and disjoint.
+        n_tokens: (m,) tokens of each span that the layer sees.
+        visible: Tokens of the text that the layer sees.
+        wanted: (m,) share * B.
+        held: (H, m) entries of each span that stay whatever the plan says.
     """
 
     spans: Ints
@@ -78,15 +90,19 @@ class FairSpans:
     held: Tensor
 
     def pinned(self, value: Tensor, valid: Tensor, pinned: Tensor, positions: Tensor, budget: int) -> Tensor:
-        """(H, N) bool: the entries that no score can evict, `pinned` ones among them.
+        """Return (H, N) bool: the entries that no score can evict, `pinned` ones included.
 
         Args:
-            value, valid, pinned, positions: (H, N). budget: entries per head that the plan may keep.
+            value: (H, N), higher is kept.
+            valid: (H, N) bool, False in columns without an entry.
+            pinned: (H, N) bool, entries pinned for other reasons.
+            positions: (H, N) int32, -1 for none.
+            budget: Entries per head that the plan may keep.
         """
         free = np.array([[budget - int((pinned & valid).sum(1).max())]])
         count = fewest(self.n_tokens[None], np.array([[self.visible]]), self.wanted[None], free)
         device = positions.device
-        left = (torch.from_numpy(count).to(device) - self.held).clamp(min=0)
+        remaining = (torch.from_numpy(count).to(device) - self.held).clamp(min=0)
         spans = torch.from_numpy(self.spans).to(device).expand(len(positions), -1, -1)
-        least = torch.cat([spans, left[..., None]], 2)
-        return pinned | best_of_spans(value, valid, pinned, positions, least)
+        minimums = torch.cat([spans, remaining[..., None]], 2)
+        return pinned | best_of_spans(value, valid, pinned, positions, minimums)

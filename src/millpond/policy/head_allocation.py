@@ -16,30 +16,35 @@ from millpond.policy.view import View
 
 
 class HeadAllocation(Protocol):
-    """Splits the budget of a layer over its KV heads."""
+    """Split of the budget of a layer over its KV heads."""
 
     @property
     def every(self) -> int:
-        """Decoding steps from one competition of the heads to the next; 0: what the plan gave them stays theirs."""
+        """Decoding steps between two competitions of the heads; 0 if they compete only in plans."""
         ...
 
     def floor(self, protected: Tensor, budget: Tensor | int) -> Tensor:
-        """Entries that no competition takes from a head that protects `protected`; int64 of any shape."""
+        """Return how many entries no competition takes from a head with `protected` ones.
+
+        int64 of any shape.
+        """
         ...
 
     def keep_counts(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
-        """Entries to keep per head, (H,) int64, with sum = min(H * budget, entries) exactly.
+        """Return entries to keep per head, (H,) int64; their sum is min(H * budget, entries).
 
         Args:
-            value: (H, N) float, higher is kept. valid, pinned: (H, N) bool; pinned entries are kept before others.
-            budget: entries per head on average.
+            value: (H, N) float, higher is kept.
+            valid: (H, N) bool, False in columns without an entry.
+            pinned: (H, N) bool, entries that are kept before others.
+            budget: Entries per head on average.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every head keeps the same number."""
+    """Allocation of the same number of entries to every head."""
 
     every: int = 0
 
@@ -52,11 +57,11 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Ada:
-    """Ada-KV: the heads of a layer compete in one top-k, each with a guaranteed floor (Feng et al., arXiv:2407.11550).
+    """Competition of the heads of a layer in one top-k, each with a guaranteed floor (Ada-KV).
 
-    Every head first keeps its protected entries and its best floor(alpha * (budget - protected)); the rest of
-    H * budget goes to the highest values of all heads together. This minimises the paper's bound on the output error
-    among all allocations that respect the floor.
+    Feng et al., arXiv:2407.11550. Every head first keeps its protected entries and its best floor(alpha * (budget -
+    protected)); the rest of H * budget goes to the highest values of all heads together. This minimises the paper's
+    bound on the output error among all allocations that respect the floor.
 
     With `every`, the heads of a full layer compete again at each such step of decoding: as many entries as came in
     leave, the lowest of all heads together. At the steps between each head evicts its own lowest.
@@ -89,13 +94,13 @@ class Ada:
         protected = (pinned & valid).sum(1)
         floor = torch.minimum(self.floor(protected, budget), valid.sum(1))
         secured = keep_best(value, valid, pinned, floor)
-        left = min(n_heads * budget, int(valid.sum())) - int(secured.sum())
-        if left <= 0:
+        remaining = min(n_heads * budget, int(valid.sum())) - int(secured.sum())
+        if remaining <= 0:
             return secured.sum(1)
         others = valid & ~secured
-        highest = priority(value, others, torch.zeros_like(pinned)).flatten().topk(left).indices
-        chosen = torch.zeros_like(secured).flatten().index_fill_(0, highest, True).view_as(secured)
-        return secured.sum(1) + chosen.sum(1)
+        highest = priority(value, others, torch.zeros_like(pinned)).flatten().topk(remaining).indices
+        selected = torch.zeros_like(secured).flatten().index_fill_(0, highest, True).view_as(secured)
+        return secured.sum(1) + selected.sum(1)
 
     def _blended(self, value: Tensor, valid: Tensor, pinned: Tensor, budget: int) -> Tensor:
         won = Ada(0.0).keep_counts(value, valid, pinned, budget)
@@ -108,8 +113,8 @@ class Ada:
         counts = torch.minimum(protected + shares.round().long(), stored)
         if int(counts.min()) > 0 and int(counts.sum()) <= total:
             return counts
-        least = max(1, int(protected.min()))
-        return counts.new_tensor(apportion((protected + shares).tolist(), total, least, stored.tolist()))
+        min_protected = max(1, int(protected.min()))
+        return counts.new_tensor(apportion((protected + shares).tolist(), total, min_protected, stored.tolist()))
 
 
 #: A key that no entry has: it leaves after all others.
@@ -117,11 +122,16 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 def lowest_scored(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor, n: int) -> Tensor:
-    """The `n` entries of each layer with the lowest values of all its heads together; ties leave oldest first.
+    """Return the `n` entries of each layer with the lowest values of all its heads together.
+
+    Ties leave oldest first.
 
     Args:
-        value: (S, H, N) float32. positions: (S, H, N) int32. free: (S, H, N) bool, which of them may leave.
-        spare: (S, H) int64, how many each head can do without.
+        value: (S, H, N) float32.
+        positions: (S, H, N) int32.
+        free: (S, H, N) bool, entries that may leave.
+        spare: (S, H) int64, how many entries each head can do without.
+        n: Entries to take from each layer.
 
     Returns:
         (S, H, N) bool, fewer than n where there are no more to spare.
@@ -135,45 +145,50 @@ def lowest_scored(value: Tensor, positions: Tensor, free: Tensor, spare: Tensor,
     if low.shape[1] == 1:  # sorted already
         return torch.zeros_like(free).scatter_(-1, column, low < _LAST)
     first = low.flatten(1).argsort(dim=1, stable=True)[:, :n]
-    chosen = torch.zeros_like(low, dtype=torch.bool).flatten(1).scatter_(1, first, True).view_as(low)
-    return torch.zeros_like(free).scatter_(-1, column, chosen & (low < _LAST))
+    selected = torch.zeros_like(low, dtype=torch.bool).flatten(1).scatter_(1, first, True).view_as(low)
+    return torch.zeros_like(free).scatter_(-1, column, selected & (low < _LAST))
 
 
 class DecidedHeads(HeadAllocation, Protocol):
-    """An allocation for the heads of one view."""
+    """Allocation for the heads of one view."""
 
     @property
     def grows(self) -> Tensor:
-        """(H,) bool: the heads that keep all that comes while decoding, until the next plan."""
+        """(H,) bool: the heads that keep everything decoded until the next plan."""
         ...
 
 
 @runtime_checkable
 class PromptHeadAllocation(Protocol):
-    """An allocation that depends on the layer or on the prompt; its heads never compete while decoding."""
+    """Allocation that depends on the layer or on the prompt.
+
+    Its heads never compete while decoding.
+    """
 
     @property
     def grows(self) -> bool:
-        """Some heads keep all that comes while decoding, until the next plan."""
+        """Whether some heads keep everything decoded until the next plan."""
         ...
 
     def check(self, n_layers: int) -> None:
-        """
+        """Check that the allocation fits a model of this many layers.
+
         Raises:
             OptionError: it does not fit a model of this many layers.
         """
         ...
 
     def decide(self, view: View) -> DecidedHeads:
-        """The allocation for the heads of `view`."""
+        """Return the allocation for the heads of `view`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AboveThreshold:
-    """Each head keeps its entries whose value is at least the threshold, those that are protected, and never none.
+    """Allocation that keeps every entry of at least the threshold and the protected ones.
 
-    Where that is more than the budget, the highest values of all heads together stay, and the total is the budget.
+    No head is left empty. Where that is more than the budget, the highest values of all heads together stay, and the
+    total is the budget.
     """
 
     threshold: float

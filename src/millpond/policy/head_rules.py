@@ -12,10 +12,11 @@ from torch import Tensor
 from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.decode_rules import DecodeRule, Evict
+from millpond.policy.eviction_plan import EvictionPlan
 from millpond.policy.head_allocation import Uniform, lowest_scored
 from millpond.policy.layer_allocation import EvenLayers
 from millpond.policy.needs import HeadRule, Heads, Needs, TokenSource
-from millpond.policy.policy import WAY_OUT, EvictionPlan, Policy
+from millpond.policy.policy import WAY_OUT, Policy
 from millpond.policy.scores.attention import AccumulatedAttention
 from millpond.policy.token_classes import PUNCTUATION, SPECIAL, TokenClasses
 from millpond.policy.view import View
@@ -23,10 +24,11 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class NestedPlan(EvictionPlan):
-    """A plan, and how its heads continue.
+    """Plan, and the rules by which its heads continue.
 
     Attributes:
-        kinds: (H,) int64, the `HeadRule` of each head. local: newest positions that `HeadRule.LOCAL` keeps.
+        kinds: (H,) int64, the `HeadRule` of each head.
+        local: Newest positions that `HeadRule.LOCAL` keeps.
     """
 
     kinds: Tensor
@@ -35,13 +37,14 @@ class NestedPlan(EvictionPlan):
 
 @dataclass(frozen=True, slots=True)
 class HeadRulesPolicy(Policy):
-    """Kinds of heads are chosen at the end of a prompt; while decoding each head admits what its kind keeps.
+    """Policy that chooses a rule per head at the end of a prompt, for the decoding after it.
 
     Attributes:
-        threshold: share of its attention that a head's kind must recover, on average over the prompt's queries.
-        frequent, local: shares of the text: entries of most attention, and newest positions of the prompt.
-        queries: recovery is measured on at most this many of them, evenly spread; 0 for all.
-        classes: of token ids.
+        threshold: Share of its attention that a head's kind must recover, on average over the prompt's queries.
+        frequent: Share of the text that is kept as entries of most attention.
+        local: Share of the text that is kept as newest positions of the prompt.
+        queries: Most queries that recovery is measured on, evenly spread; 0 for all.
+        classes: Classes of token ids.
     """
 
     threshold: float = 0.95
@@ -67,7 +70,7 @@ class HeadRulesPolicy(Policy):
 
     @property
     def needs_budget(self) -> bool:
-        """The threshold says how much is kept."""
+        """False: the threshold decides how much is kept."""
         return False
 
     @property
@@ -87,11 +90,16 @@ class HeadRulesPolicy(Policy):
         return Policy.codec_refusal(self, codec)
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """The kernel accumulates attention and stores every token; what no head admits leaves after the step."""
+        """Return the rule by which the kernel accumulates attention and stores every token.
+
+        Entries that no head admits leave after the step.
+        """
         return replace(Policy.decode_rule(self, layer), evict=Evict.NEVER)
 
     def plan(self, view: View, budget: int, *, between: bool = False) -> NestedPlan:
-        """Choose the kinds of the heads of `view`, and what stays under at most `budget` entries a head on average.
+        """Choose the rules of the heads of `view`, and the entries that stay.
+
+        They are at most `budget` entries a head on average.
 
         Raises:
             BudgetError: what must be protected does not fit.
@@ -102,13 +110,13 @@ class HeadRulesPolicy(Policy):
         if bool((view.signal.isnan() & view.valid).any()):
             raise NumericsError(f"layer {view.layer}: attention is NaN; check the model's weights and inputs")
         local = _share(self.local, view.seen)
-        most = budget * len(view.positions)
+        max_entries = budget * len(view.positions)
         heads = Heads(
             view.signal[None],
             view.positions[None],
             self.classes_of(view.ids, view.positions)[None],
             view.positions.new_full((1, len(view.positions)), HeadRule.FULL),
-            *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, most)),
+            *(torch.tensor([n], device=view.positions.device) for n in (view.seen, local, max_entries)),
         )
         outside = self.by_kind(heads)
         kinds = self._choose(view, outside, local)
@@ -117,11 +125,11 @@ class HeadRulesPolicy(Policy):
         return NestedPlan(view.valid & ~leave, kinds.new_full(kinds.shape, budget), kinds, local)
 
     def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The class of each entry; the first positions count as special tokens."""
+        """Return the class of each entry; the first positions count as special tokens."""
         return self.classes.of(ids).masked_fill(positions < self.protect.sinks, SPECIAL)
 
     def _choose(self, view: View, outside: Tensor, local: int) -> Tensor:
-        """(H,) int64: the cheapest kind that is enough for every query head of a KV head."""
+        """Return (H,) int64: the cheapest rule that is enough for every query head of a KV head."""
         if self.threshold == 1:
             return torch.full(view.positions.shape[:1], HeadRule.FULL, device=view.positions.device)
         enough = self.recovery(view, outside, local) >= self.threshold
@@ -129,33 +137,35 @@ class HeadRulesPolicy(Policy):
         return enough.int().argmax(-1).amax(1)
 
     def recovery(self, view: View, outside: Tensor, local: int) -> Tensor:
-        """(H, group, 5) float64: the share of each query head's attention that goes to what a kind keeps.
+        """Return (H, group, 5) float64: the share of each query head's attention by rule.
 
         mean_i sum_{j in C(i)} A_ij: an entry that is only local counts for the queries that are near to it.
 
         Args:
+            view: Layer with the attention of its queries.
             outside: (5, H, N) bool, see `by_kind`.
+            local: Newest positions that `HeadRule.LOCAL` keeps.
         """
         valid = view.valid[:, None]
         far = view.received(local, 0).double().masked_fill(~valid, 0)
         near = view.received(0, local).double().masked_fill(~valid, 0) if local else 0 * far
         total = near + far
         shares = [
-            torch.where(left[:, None], near if kind is HeadRule.LOCAL else 0, total).sum(-1)
-            for kind, left in zip(HeadRule, outside, strict=True)
+            torch.where(not_kept[:, None], near if kind is HeadRule.LOCAL else 0, total).sum(-1)
+            for kind, not_kept in zip(HeadRule, outside, strict=True)
         ]
         return torch.stack(shares, -1) / total.sum(-1)[..., None]
 
     def by_kind(self, heads: Heads) -> Tensor:
-        """(5, H, N) bool: what each kind would not keep of the entries of one sequence."""
+        """Return (5, H, N) bool: the entries of one sequence that each rule would not keep."""
         return torch.cat([self._outside(heads._replace(kinds=torch.full_like(heads.kinds, kind))) for kind in HeadRule])
 
     def quota(self, seen: Tensor) -> Tensor:
-        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        """Return (S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
         return torch.tensor([_share(self.frequent, n) for n in seen.tolist()], device=seen.device)
 
     def leaving(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: the entries that their head does not keep.
+        """Return (S, H, N) bool: the entries that their head does not keep.
 
         Frequent entries are the best ceil(frequent * seen) of those that nothing else keeps. Where all heads of a
         sequence together hold more than they may, the longest evict entries until the total is exact: first what
@@ -165,20 +175,20 @@ class HeadRulesPolicy(Policy):
         return self._within(heads, self._outside(heads))
 
     def _outside(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: the entries that are of no use to the kind of their head."""
+        """Return (S, H, N) bool: the entries that the rule of their head does not keep."""
         kind, valid = heads.kinds[..., None], heads.positions >= 0
         rest = valid & ~self._fixed(heads) & ~self._near(heads) & (kind < HeadRule.FULL)
         quota = self.quota(heads.seen)
         return _lowest(heads, rest, rest.sum(-1) - quota[:, None] * (heads.kinds >= HeadRule.FREQUENT))
 
     def _within(self, heads: Heads, leave: Tensor) -> Tensor:
-        """(S, H, N) bool: evicted entries, and further ones down to the most that a sequence may hold."""
+        """Return (S, H, N) bool: evicted entries, and more until a sequence is within its limit."""
         valid = heads.positions >= 0
         counts = (valid & ~leave).sum(-1)
         if not bool((counts.sum(1) > heads.most).any()):
             return leave
         pairs = zip(counts.tolist(), heads.most.tolist(), strict=True)
-        allowed = torch.tensor([shorten(row, most) for row, most in pairs], device=leave.device)
+        allowed = torch.tensor([shorten(row, max_entries) for row, max_entries in pairs], device=leave.device)
         newest = self._near(heads) & (_age(heads) <= allowed[..., None] // 2)
         unpinned = valid & (heads.positions >= self.protect.sinks)
         for free in (valid & ~self._fixed(heads) & ~newest, valid & (heads.classes != SPECIAL), unpinned):
@@ -187,22 +197,24 @@ class HeadRulesPolicy(Policy):
         return leave
 
     def _fixed(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: entries that stay for their tokens."""
+        """Return (S, H, N) bool: entries that stay because of their tokens."""
         punctuation = (heads.classes == PUNCTUATION) & (heads.kinds[..., None] >= HeadRule.PUNCTUATION)
         return (heads.classes == SPECIAL) | punctuation
 
     def _near(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: entries that stay for being new."""
+        """Return (S, H, N) bool: entries that stay because they are new."""
         return (_age(heads) <= heads.local[:, None, None]) & (heads.kinds[..., None] >= HeadRule.LOCAL)
 
 
 def _age(heads: Heads) -> Tensor:
-    """(S, H, N): positions since each entry, 1 for the newest."""
+    """Return (S, H, N): positions since each entry, 1 for the newest."""
     return heads.seen[:, None, None] - heads.positions
 
 
 def shorten(counts: Sequence[int], total: int) -> list[int]:
-    """The counts with a sum of at most `total`: the longest are cut to one length, or one more where they had most.
+    """Return the counts with a sum of at most `total`: the longest are cut to one length.
+
+    Those that were longest may keep one more.
 
     Example:
         >>> shorten([2, 9, 4, 9], 18)
@@ -216,12 +228,15 @@ def shorten(counts: Sequence[int], total: int) -> list[int]:
 
 
 def _share(share: float, n: int) -> int:
-    """ceil(share * n), where rounding of the product does not count."""
+    """Return ceil(share * n), where rounding of the product does not count."""
     return math.ceil(round(share * n, 9))
 
 
 def _lowest(heads: Heads, free: Tensor, spare: Tensor) -> Tensor:
-    """The `spare` (S, H) entries of least attention of each head among the free ones; ties leave oldest first."""
+    """Return the `spare` (S, H) free entries of least attention of each head.
+
+    Ties leave oldest first.
+    """
     n = int(spare.max())
     if n <= 0:
         return torch.zeros_like(free)

@@ -19,13 +19,16 @@ from millpond.policy.view import View
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The columns of a view as they are after merging; only those that stay are stored, at their own positions.
+    """Columns of a view after merging.
+
+    Only those that stay are stored, at their own positions.
 
     Attributes:
-        keys: (H, N, key_dim). values: (H, N, value_dim), as they are stored or wider.
+        keys: (H, N, key_dim).
+        values: (H, N, value_dim) in the dtype of the cache or a wider one.
         log_masses: (H, N) float32, the log of how many entries a slot stands for.
         scores: (H, N) float32, the accumulators.
-        memory: what the next merge of this sequence needs of this one; None for nothing.
+        memory: State for the next merge of this sequence; None for nothing.
     """
 
     keys: Tensor
@@ -36,30 +39,32 @@ class Merged:
 
 
 class Merge(Protocol):
-    """What becomes of the entries that leave."""
+    """Rule for the entries that leave."""
 
     def merge(self, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
-        """The columns of `view` after those that leave were taken into those that stay.
+        """Return the columns of `view` after those that leave are merged into those that stay.
 
         Args:
-            keep: (H, N) bool, the entries that stay; all that is pinned is among them.
+            view: Entries of one layer before the eviction.
+            keep: (H, N) bool, the entries that stay, all pinned ones among them.
             value: (H, N), the score that chose them.
+            seed: Seed of random draws.
         """
         ...
 
 
 @runtime_checkable
 class SlotMerge(Merge, Protocol):
-    """A merge that `ops.merge_slots` can carry on while decoding, without a plan."""
+    """Merge that `ops.merge_slots` can continue while decoding, without a plan."""
 
     @property
     def rule(self) -> MergeRule | None:
-        """What the kernel does; None: in this setting it cannot, and each step ends with a plan."""
+        """Rule of the kernel, or None: each step then ends with a plan."""
         ...
 
 
 def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int) -> Merged:
-    """What `rule` makes of a view. value: see `merging.merge`."""
+    """Return the columns of a view after `rule` has merged them; `value` as in `Merge.merge`."""
     entries = MergeColumns(view.stored("keys"), view.stored("values"), view.positions, own_scores(view), view.masses)
     before = torch.full((1,), torch.nan, dtype=torch.float64, device=keep.device)
     before = before if view.memory is None else view.memory.double().view(1)
@@ -69,24 +74,24 @@ def by_rule(rule: MergeRule, view: View, keep: Tensor, value: Tensor, seed: int)
 
 
 def joined_masses(view: View, links: Links) -> Tensor:
-    """(H, N) float32: the log of each mass, with that of the merged entries."""
+    """Return (H, N) float32: the log of each mass, with that of the merged entries."""
     return reference.joined_masses(view.masses, links)
 
 
 def joined_scores(view: View, links: Links) -> Tensor:
-    """(H, N) float32: the accumulators, with those of the merged entries."""
+    """Return (H, N) float32: the accumulators, with those of the merged entries."""
     scores = own_scores(view)
     return scores + sums(scores, links)
 
 
 def own_scores(view: View) -> Tensor:
-    """(H, N) float32: the accumulators as they are."""
+    """Return (H, N) float32: the accumulators of the view."""
     return torch.zeros(view.positions.shape, device=view.positions.device) if view.signal is None else view.signal
 
 
 @dataclass(frozen=True, slots=True)
 class NewestStay(WrappedScore):
-    """s_j = position of j; the attention of `base` is gathered for what merges by it."""
+    """s_j = position of j; the attention of `base` is recorded for merges that use it."""
 
     base: Score = field(default_factory=AccumulatedAttention)
     evict: Evict | None = None
@@ -97,16 +102,16 @@ class NewestStay(WrappedScore):
 
 @dataclass(frozen=True, slots=True)
 class SpreadOverNext:
-    """V_j += p_i V_i / n for each j of the n entries right behind entry i, at most `targets`; keys stay.
+    """V_j += p_i V_i / n for each j of the n entries after entry i, at most `targets`.
 
-    Entries are evicted one after another, the oldest first; a later one passes on what it received.
-    p_i = clamp(a_i / A, 0, 1), a the attention of `base` and A over what `over` says: the mean of the targets'
-    attention, the mean of the kept entries after the sinks, or the largest of all kept entries. With `draw` a value
-    is merged whole with probability p_i, or not at all: the draw is a hash of seed, layer, head and position. With
-    `bias` n masses of p_i / n go with the values, and V_j is the mean by mass.
+    Keys stay. Entries are evicted one after another, the oldest first; a later one passes on what it received. p_i =
+    clamp(a_i / A, 0, 1), a the attention of `base` and A over what `over` says: the mean of the targets' attention, the
+    mean of the kept entries after the sinks, or the largest of all kept entries. With `draw` a value is merged whole
+    with probability p_i, or not at all: the draw is a hash of seed, layer, head and position. With `bias` n masses of
+    p_i / n go with the values, and V_j is the mean by mass.
 
     Attributes:
-        targets: 0 for as many as stay.
+        targets: Entries that share a value; 0 for all that stay.
     """
 
     base: Score
@@ -122,7 +127,7 @@ class SpreadOverNext:
 
     @property
     def rule(self) -> MergeRule | None:
-        """See `SlotMerge`: where the accumulators are the attention of `base`."""
+        """Rule of the kernel, if the accumulators are the attention of `base`."""
         return self._rule if type(self.base) in (AccumulatedAttention, LastAttention) else None
 
     @property

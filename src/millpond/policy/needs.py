@@ -16,11 +16,11 @@ from millpond.policy.token_classes import TokenClasses
 
 
 class AlwaysSeen(Protocol):
-    """What a query sees whatever is looked up: the sinks, the newest entries, and those that fill no block yet."""
+    """Entries that every query sees: sinks, the newest, and those that fill no block yet."""
 
     @property
     def sinks(self) -> int:
-        """The first positions of the text."""
+        """First positions of the text."""
         ...
 
     @property
@@ -29,20 +29,20 @@ class AlwaysSeen(Protocol):
         ...
 
     def local(self, budget: int) -> int:
-        """The newest positions that a query sees, its own among them."""
+        """Return the newest positions that a query sees, its own among them."""
         ...
 
     def blocks(self, budget: int) -> int:
-        """The blocks that fit besides what is always attended."""
+        """Return how many blocks fit besides the entries that every query sees."""
         ...
 
 
 class BlockLookup(Protocol):
-    """How blocks are made, compared and looked up."""
+    """Making, comparing and looking up of blocks of entries."""
 
     @property
     def protect(self) -> AlwaysSeen:
-        """What is always attended."""
+        """Entries that every query sees."""
         ...
 
     @property
@@ -57,12 +57,12 @@ class BlockLookup(Protocol):
 
     @property
     def far(self) -> Literal["one_distance", "true"]:
-        """Where a looked-up entry stands: all at one distance after the local ones, or where the text put them."""
+        """Position of looked-up entries: one distance after the local ones, or their own."""
         ...
 
 
 class HeadRule(IntEnum):
-    """What a head keeps; each kind keeps all that the one before it does."""
+    """Rule of a head; each rule keeps all that the one before it does."""
 
     SPECIAL = 0  #: special tokens
     PUNCTUATION = 1  #: and punctuation
@@ -72,7 +72,7 @@ class HeadRule(IntEnum):
 
 
 class Heads(NamedTuple):
-    """The heads of some sequences at one moment."""
+    """Heads of some sequences at one moment."""
 
     value: Tensor  #: (S, H, N) float32, accumulated attention
     positions: Tensor  #: (S, H, N) int32, -1 for none
@@ -84,16 +84,16 @@ class Heads(NamedTuple):
 
 
 class HeadRules(Protocol):
-    """What heads of each kind keep while decoding."""
+    """Rules by which heads decode."""
 
     @property
     def threshold(self) -> float:
-        """Share of its attention that a head's kind must recover; 1 keeps everything."""
+        """Share of its attention that a head's rule must recover; 1 keeps everything."""
         ...
 
     @property
     def queries(self) -> int:
-        """Recovery is measured on at most this many of the prompt's queries; 0 for all."""
+        """Most of the prompt's queries that recovery is measured on; 0 for all."""
         ...
 
     @property
@@ -103,19 +103,19 @@ class HeadRules(Protocol):
 
     @property
     def protect(self) -> Protect:
-        """What no rule evicts."""
+        """Entries that no rule evicts."""
         ...
 
     def classes_of(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The class of each entry; the first positions count as special tokens."""
+        """Return the class of each entry; the first positions count as special tokens."""
         ...
 
     def quota(self, seen: Tensor) -> Tensor:
-        """(S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
+        """Return (S,) int64: how many frequent entries a head may keep of `seen` (S,) tokens."""
         ...
 
     def leaving(self, heads: Heads) -> Tensor:
-        """(S, H, N) bool: the entries that their head does not keep."""
+        """Return (S, H, N) bool: the entries that their head does not keep."""
         ...
 
 
@@ -124,7 +124,7 @@ BLOCK = 64
 
 
 class HeadPrompt(NamedTuple):
-    """The queries of one head, at positions N - Q .. N - 1, and all keys of its KV head."""
+    """Queries of one head at positions N - Q .. N - 1, and all keys of its KV head."""
 
     q: Tensor  #: (Q, D)
     k: Tensor  #: (N, D)
@@ -134,11 +134,11 @@ class HeadPrompt(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The position of the first query."""
+        """Position of the first query."""
         return len(self.k) - len(self.q)
 
     def last_rows(self, n: int) -> Tensor:
-        """(n, N): the attention of the last n queries."""
+        """Return (n, N): the attention of the last n queries."""
         kind = wide(self.q.dtype)
         logits = soft_cap(self.q[-n:].to(kind) @ self.k.to(kind).T * self.scale, self.softcap)
         column = torch.arange(len(self.k), device=self.q.device)
@@ -152,11 +152,11 @@ Look = Callable[[int, int], Tensor]
 
 
 class Pattern(Protocol):
-    """The attention pattern of a head on a prompt."""
+    """Attention pattern of a head on a prompt."""
 
     @property
     def near(self) -> tuple[int, int] | None:
-        """(first, width): entries from `first` on are seen by queries less than `width` behind; None: by all."""
+        """(first, width): entries from `first` reach queries less than `width` after; None: all."""
         ...
 
     def covers(self, n: int) -> bool:
@@ -164,19 +164,22 @@ class Pattern(Protocol):
         ...
 
     def scaled(self, ratio: float) -> Pattern:
-        """The pattern with `ratio` times as many entries."""
+        """Return the pattern with `ratio` times as many entries."""
         ...
 
     def look(self, prompt: HeadPrompt) -> Look:
-        """The entries that the queries of a prompt attend to, in blocks of BLOCK rows from the first query on."""
+        """Return the entries that the queries of a prompt attend to.
+
+        One tensor per block of BLOCK rows from the first query on.
+        """
         ...
 
 
 class PromptPatterns(Protocol):
-    """The attention patterns of each layer's heads on a prompt."""
+    """Attention patterns of each layer's heads on a prompt."""
 
     def patterns(self, layer: int, n_heads: int) -> list[Pattern]:
-        """Pattern of each query head of a layer.
+        """Return the pattern of each query head of a layer.
 
         Raises:
             CacheMismatchError: a head is named that there is not.
@@ -186,11 +189,11 @@ class PromptPatterns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptRepeat:
-    """The model says each prompt or turn again before there is a plan.
+    """Second reading of each prompt or turn by the model before there is a plan.
 
     Attributes:
-        ids: what asks for the repetition, as token ids; None until a tokenizer has spelled it.
-        chunk: tokens that are repeated in one pass.
+        ids: Token ids of the text that asks for the repetition; None until a tokenizer has encoded it.
+        chunk: Tokens that are repeated in one pass.
     """
 
     ids: tuple[int, ...] | None
@@ -199,10 +202,10 @@ class PromptRepeat:
 
 @dataclass(frozen=True, slots=True)
 class Entropies:
-    """Scores are -log P of each token in the model's own predictions.
+    """Need for -log P of each token in the model's own predictions.
 
     Attributes:
-        decay: factor on every stored score when another round of a dialogue begins.
+        decay: Factor on every stored score when another round of a dialogue begins.
     """
 
     decay: float = 1.0
@@ -210,17 +213,17 @@ class Entropies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a policy needs that the keys, values and attention of one layer do not give. The default: nothing.
+    """Needs of a policy beyond the keys, values and attention of one layer; default: none.
 
     Attributes:
-        whole_prompt: a prompt is read in one pass, because where it is cut would change the result.
-        uncut: a caller may not cut a prompt either; `whole_prompt` goes with it.
-        token_ids: the ids of all tokens that were read.
-        entropies: the model's predictions for all tokens.
-        prompt_repeat: a second reading of each prompt.
-        head_rules: a rule of its own for each KV head, and the queries of the prompt.
-        block_lookup: everything is stored, and queries look blocks of it up.
-        prompt_patterns: everything is stored, and the queries of a prompt attend to patterns of it.
+        whole_prompt: A prompt is read in one pass, because the result depends on where it is cut.
+        uncut: A caller may not cut a prompt either; `whole_prompt` goes with it.
+        token_ids: Ids of all tokens that were read.
+        entropies: Predictions of the model for all tokens.
+        prompt_repeat: Second reading of each prompt.
+        head_rules: Rule of its own for each KV head, and the queries of the prompt.
+        block_lookup: Storage of everything; queries look blocks of it up.
+        prompt_patterns: Storage of everything; the queries of a prompt attend to patterns of it.
     """
 
     whole_prompt: bool = False
@@ -238,10 +241,10 @@ NOTHING = Needs()
 
 
 class TokenSource(Protocol):
-    """What tokens are, and how a text is spelled."""
+    """Facts about tokens, and encoding of a text."""
 
     def classes(self, given: TokenClasses) -> TokenClasses:
-        """The classes, with those that are not given.
+        """Return the classes of token ids, completed by those that the source knows.
 
         Raises:
             OptionError: a class is not given and not known.
@@ -249,7 +252,7 @@ class TokenSource(Protocol):
         ...
 
     def spell(self, text: str) -> tuple[int, ...]:
-        """The token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
             OptionError: they are not known.

@@ -1,4 +1,4 @@
-"""A policy as the composition of a score, a protection, an allocation, triggers and a position rule."""
+"""Policy: a method as the composition of a score, a protection, an allocation, triggers and a position rule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from millpond.codec.spec import Codec
 from millpond.errors import NumericsError, OptionError
-from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Signal, Spacing
+from millpond.kernels.decode_rules import KEEP_ALL, UNBOUNDED, DecodeRule, Evict, Reduce, Spacing
 from millpond.option_ranges import check_parts
+from millpond.policy.decode_rule import room_order
+from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_allocation import HeadAllocation, PromptHeadAllocation, Uniform
 from millpond.policy.layer_allocation import EvenLayers, LayerAllocation, PromptLayers
 from millpond.policy.merging import Merge, Merged
@@ -33,51 +35,34 @@ WAY_OUT = "use codec='bf16', or another method"
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionPlan:
-    """The entries that one layer keeps of one sequence.
-
-    Attributes:
-        keep: (H, N) bool over the view's columns.
-        caps: (H,) int64: most entries each head may hold from now on.
-        merged: the view's columns after those that leave were taken into those that stay; None: they are dropped.
-        standing: (H, N) float32, stored with the entries as their scores; None: the scores they were chosen by.
-    """
-
-    keep: Tensor
-    caps: Tensor
-    merged: Merged | None = field(default=None, kw_only=True)
-    standing: Tensor | None = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
 class Policy:
-    """A method as a composition.
+    """Method as a composition.
 
     Attributes:
-        score: what decides; None keeps everything.
-        protect: what no score can evict.
-        layers: how the whole budget is split over the layers.
-        heads: how a layer's budget is split over its KV heads.
-        reduce: how the query heads of a GQA group become one number per KV head: mean, max or sum.
-        shared: all KV heads of a layer keep the same positions (the score is averaged over them).
-        every_step: evict at each decoding step; else the cache grows while decoding, and a short later turn stays
-            whole (`Protect.keeps_short_turn`), such as a question about a compressed text.
-        once: a sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
-        prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each
-            token of the prompt, as if it had been decoded; "chunks" evicts behind every `chunk` positions, so that no
-            layer ever holds more than budget + chunk entries per KV head.
-        chunk: positions between two evictions with prefill="chunks", counted from the beginning of the text, so that
-            it changes nothing in which passes a prompt is read.
-        stabilizers: newest entries that stay when a chunk ends and more of the prompt follows: a count, or a share of
+        score: Score that decides; None keeps everything.
+        protect: Entries that no score can evict.
+        layers: Split of the whole budget over the layers.
+        heads: Split of a layer's budget over its KV heads.
+        reduce: Reduction of the query heads of a GQA group to one number per KV head: mean, max or sum.
+        shared: All KV heads of a layer keep the same positions (the score is averaged over them).
+        every_step: Evict at each decoding step; else the cache grows while decoding, and a short later turn stays whole
+            (`Protect.keeps_short_turn`), such as a question about a compressed text.
+        once: A sequence that has lost entries loses no more; else each later turn ends with a plan for all of it.
+        prefill: "once" scores the whole prompt with full attention and plans at its end; "greedy" evicts at each token
+            of the prompt, as if it had been decoded; "chunks" evicts behind every `chunk` positions, so that no layer
+            ever holds more than budget + chunk entries per KV head.
+        chunk: Positions between two evictions with prefill="chunks", counted from the beginning of the text, so that it
+            changes nothing in which passes a prompt is read.
+        stabilizers: Newest entries that stay when a chunk ends and more of the prompt follows: a count, or a share of
             the budget.
         positions: "absolute" leaves keys where the text put them; "cache_relative" closes the gaps between entries by
             exact rotation: between sinks and recent ones at each step, so that no distance exceeds the cache; between
             entries anywhere before the positions end that the model was trained on.
-        merge: how entries that leave are taken into those that stay; None drops them.
-        mass_bias: attention adds the log of its mass to the logit of a slot that stands for several entries.
-        plan_every: while decoding as many entries gather beyond the budget before a plan evicts or merges them.
-        seed: of random scores and random merges.
-        bounded: what would grow while decoding stops at its budget, see `makes_room`.
+        merge: Merge of entries that leave into those that stay; None drops them.
+        mass_bias: Attention adds the log of its mass to the logit of a slot that stands for several entries.
+        plan_every: Entries that gather beyond the budget while decoding before a plan evicts or merges them.
+        seed: Seed of random scores and random merges.
+        bounded: Heads that would grow while decoding stop at their budget, see `makes_room`.
     """
 
     score: Score | None = None
@@ -124,7 +109,8 @@ class Policy:
         self._check_merge()
 
     def check_prompt(self, n_tokens: int) -> None:
-        """
+        """Refuse a prompt so long that these options would take far longer than others.
+
         Raises:
             OptionError: options under which so long a prompt would take far longer than others.
         """
@@ -178,32 +164,35 @@ class Policy:
 
     @property
     def needs(self) -> Needs:
-        """What is needed beyond keys, values and attention."""
+        """Needs beyond keys, values and attention."""
         return NOTHING
 
     @property
     def keeps_all(self) -> bool:
-        """Nothing is ever evicted."""
+        """Whether nothing is ever evicted."""
         return self.score is None
 
     @property
     def takes_budget(self) -> bool:
-        """A budget has a meaning: of what is kept, or where everything is, of what is attended to."""
+        """Whether a budget limits what is kept, or what is attended to if everything is kept.
+
+        It limits what is kept or, if everything is kept, what is attended to.
+        """
         return not self.keeps_all
 
     @property
     def needs_budget(self) -> bool:
-        """Where none is given, the default one applies."""
+        """Whether the default budget applies if none is given."""
         return self.takes_budget
 
     @property
     def observes_all(self) -> bool:
-        """The prompt's column sums over all queries are needed."""
+        """Whether the prompt's column sums over all queries are needed."""
         return self.score is not None and self.score.queries in ("all", "both")
 
     @property
     def window(self) -> int:
-        """How many of the prompt's last queries must be kept for the plan; 0 for none."""
+        """Number of the prompt's last queries that a plan needs; 0 for none."""
         return self.score.window if self.score is not None and self.score.queries in ("window", "both") else 0
 
     @property
@@ -213,93 +202,102 @@ class Policy:
 
     @property
     def sums_queries(self) -> bool:
-        """The moments of all queries are needed."""
+        """Whether the moments of all queries are needed."""
         return self.score is not None and self.score.queries in ("rotated", "unrotated")
 
     @property
     def entry_scores(self) -> RetainingHeads | None:
-        """What scores each entry when it is written; None where nothing does."""
-        found = retained(self.score)
-        return None if found is None else found.heads
+        """Networks that score each entry when it is written; None if there are none."""
+        trained = retained(self.score)
+        return None if trained is None else trained.heads
 
     @property
     def gates(self) -> Gates | None:
-        """What says of each entry when it is written whether it stays, given the text before it; None: nothing does."""
+        """Gates that flag each entry to stay or not when it is written; None if there are none."""
         return None
 
     @property
     def scores_entries(self) -> bool:
-        """Each entry is scored when it is written, and keeps that score."""
+        """Whether each entry is scored when it is written, and keeps that score."""
         return retained(self.score) is not None
 
     @property
     def needs_rotation(self) -> bool:
-        """Queries or keys are needed as they were before RoPE."""
+        """Whether queries or keys are needed as they were before RoPE."""
         return self.needs_unrotated_queries or self.scores_entries
 
     @property
     def sums_prompt(self) -> bool:
-        """A plan needs something of all queries of a prompt: column sums, moments, or the queries themselves."""
+        """Whether a plan needs all queries of a prompt: column sums, moments, or themselves."""
         return self.observes_all or self.sums_queries or self.needs.head_rules is not None
 
     @property
     def needs_unrotated_queries(self) -> bool:
-        """The queries are summed as they were before RoPE."""
+        """Whether the queries are summed as they were before RoPE."""
         return self.score is not None and self.score.queries == "unrotated"
 
     @property
     def plans_each_step(self) -> bool:
-        """Decoding steps end with a plan, because no rule of the decode kernel continues the score, or merges."""
+        """Whether decoding steps end with a plan: no kernel rule then scores, or merges.
+
+        No rule of the decode kernel then continues the score, or merges.
+        """
         return self.score is not None and self.every_step and (self.score.evict is None or self.merge is not None)
 
     @property
     def needs_all_layers(self) -> bool:
-        """Nothing can leave before all layers have read the prompt, because the layers' budgets depend on it."""
+        """Whether no entry can leave before all layers have read the prompt, to share the budget.
+
+        The budgets of the layers then depend on it.
+        """
         return isinstance(self.layers, PromptLayers)
 
     @property
     def grows(self) -> bool:
-        """The budget of a sequence follows its text while it is decoded, where that is a share (`AnchorPolicy`)."""
+        """Whether the budget of a sequence follows its text while it is decoded (`AnchorPolicy`)."""
         return False
 
     @property
     def makes_room(self) -> bool:
-        """Decoding steps evict where the method itself would grow, once the cache holds its budget (`bounded`)."""
+        """Whether decoding evicts at the budget where the method itself would grow (`bounded`)."""
         return self.bounded and self.grows_when_decoded
 
     @property
     def grows_when_decoded(self) -> bool:
-        """All that is decoded stays until the next plan, in some heads at least."""
+        """Whether some heads keep everything decoded until the next plan."""
         heads_grow = isinstance(self.heads, PromptHeadAllocation) and self.heads.grows
         return not self.keeps_all and (heads_grow or not self.every_step)
 
     @property
     def heads_are_uniform(self) -> bool:
-        """All KV heads of a layer hold the same number of entries."""
+        """Whether all KV heads of a layer hold the same number of entries."""
         return isinstance(self.heads, Uniform)
 
     @property
     def heads_alike(self) -> bool:
-        """All KV heads of all layers hold the same number of entries."""
+        """Whether all KV heads of all layers hold the same number of entries."""
         return self.heads_are_uniform and isinstance(self.layers, EvenLayers)
 
     @property
     def heads_may_keep_all(self) -> bool:
-        """Some heads may keep all of a prompt and of what is decoded, whatever the average is."""
+        """Whether some heads may keep a whole prompt and answer, whatever the average is."""
         return isinstance(self.heads, PromptHeadAllocation)
 
     @property
     def gathers(self) -> bool:
-        """The scores stored with the entries go into later plans."""
+        """Whether the scores stored with the entries go into later plans."""
         return self.observes_all or self.scores_entries
 
     @property
     def decode_allocation(self) -> HeadAllocation:
-        """How the heads of a full layer compete while decoding; not at all where the plan decides for each."""
+        """Competition of the heads of a full layer while decoding.
+
+        There is none if the plan decides for each.
+        """
         return Uniform() if isinstance(self.heads, PromptHeadAllocation) else self.heads
 
     def with_tokens(self, source: TokenSource) -> Policy:
-        """The policy with the facts about tokens that it needs; itself where it needs none.
+        """Return the policy with the facts about tokens that it needs, or itself if it needs none.
 
         Raises:
             OptionError: the source does not know it.
@@ -307,25 +305,28 @@ class Policy:
         return self
 
     def with_heads(self, find: FindHeads) -> Policy:
-        """The policy with the retaining heads of a model, where its score is theirs; itself for any other.
+        """Return the policy with the retaining heads of a model, or itself if its score uses none.
 
         Raises:
-            OptionError: there are none. CacheMismatchError: those that it names are another model's.
+            OptionError: there are none.
+            CacheMismatchError: those that it names are another model's.
         """
         if self.score is None or not self.scores_entries:
             return self
         return replace(self, score=with_heads(self.score, find))
 
     def with_gates(self, find: FindGates) -> Policy:
-        """The policy with the gates of a model, where it has some (`GatePolicy`); itself for any other.
+        """Return the policy with the gates of a model, or itself if it has none (`GatePolicy`).
 
         Raises:
-            OptionError: there are none. CacheMismatchError: those that it names are another model's.
+            OptionError: there are none.
+            CacheMismatchError: those that it names are another model's.
         """
         return self
 
     def check_budget(self, budget: int) -> None:
-        """
+        """Check that what must be protected, or stay when a chunk ends, fits into `budget`.
+
         Raises:
             BudgetError: what must be protected, or what must stay when a chunk ends, does not fit into `budget`.
         """
@@ -334,14 +335,18 @@ class Policy:
             self._protected(budget, True).check(budget)
 
     def _protected(self, budget: int, between: bool) -> Protect:
-        """What no score can evict; `between` chunks of a prompt, stabilizers among it."""
+        """Return the entries that no score can evict.
+
+        `between` chunks of a prompt stabilizers are among them.
+        """
         if not between:
             return self.protect
         newest = replace(self.protect, recent=self.stabilizers).newest(budget)
         return replace(self.protect, recent=max(newest, self.protect.newest(budget)))
 
     def check_codec(self, codec: Codec) -> None:
-        """
+        """Check that quantized entries give all that the method needs.
+
         Raises:
             OptionError: the method needs something that quantized entries cannot give.
         """
@@ -350,7 +355,7 @@ class Policy:
             raise OptionError(f"codec {codec.name!r}: {reason}")
 
     def codec_refusal(self, codec: Codec) -> str | None:
-        """Why entries cannot be stored in this number format, and what to do instead; None where they can."""
+        """Return why entries cannot be stored in a number format, with the way out, or None."""
         if self.positions == "cache_relative":
             return (
                 "this method turns stored keys to new positions, and codes cannot be turned; give positions='absolute'"
@@ -367,7 +372,7 @@ class Policy:
         return self._tier_refusal() if codec.tiered else None
 
     def _tier_refusal(self) -> str | None:
-        """Why nothing can go to a lower tier in place of being evicted."""
+        """Return why evicted entries cannot be demoted to fewer bits instead; None if they can."""
         if self.keeps_all:
             return (
                 "what a method would evict goes to the lower tier, and this one evicts nothing; use h2o, snapkv or "
@@ -383,7 +388,7 @@ class Policy:
         return None
 
     def kept_refusal(self) -> str | None:
-        """Why spans of a text cannot be kept in every head, and what to do instead; None where they can."""
+        """Return why spans of a text cannot be kept in every head, with the way out, or None."""
         if self.positions == "cache_relative" and isinstance(self.score, Recency):
             return (
                 "this method turns its first tokens to the places before its newest ones at each step, and has no such "
@@ -392,7 +397,7 @@ class Policy:
         return None
 
     def fair_refusal(self) -> str | None:
-        """Why spans of a text cannot have a share of the budget, and what to do instead; None where they can."""
+        """Return why spans cannot have a share of the budget, with the way out, or None."""
         if self.keeps_all:
             return self.kept_refusal()
         if self.heads_may_keep_all or type(self).plan is not Policy.plan:
@@ -404,41 +409,34 @@ class Policy:
         return None
 
     def layer_seed(self, layer: int) -> int:
-        """The seed of one layer."""
+        """Return the seed of one layer."""
         return (self.seed * 1_000_003 + layer * 7919 + 1) & 0x7FFFFFFF
 
     def decode_rule(self, layer: int) -> DecodeRule:
-        """What the decode kernel does for this policy at each step."""
-        if self.makes_room:
-            return self._room_rule(layer)
-        if self.score is None or not self.every_step:
+        """Return the rule by which the decode kernel evicts at each step."""
+        if self.score is None or not (self.every_step or self.makes_room):
             return KEEP_ALL
-        return DecodeRule(
-            signal=self.score.signal,
-            reduce=REDUCE[self.reduce],
-            evict=Evict.NEVER if self.score.evict is None or self.merge is not None else self.score.evict,
-            decay=self.decay,
+        shared = DecodeRule(
             sinks=self.protect.sinks,
             shared=self.shared,
             seed=self.layer_seed(layer),
             spacing=self.score.spacing if isinstance(self.score, Strided) else Spacing(),
         )
-
-    def _room_rule(self, layer: int) -> DecodeRule:
-        """Evictions from full regions: in the method's own order if that needs no attention, else by the last plan."""
-        assert self.score is not None, "a policy that keeps everything makes no room"
-        evict = self.score.evict
-        if evict is None or isinstance(self.heads, PromptHeadAllocation) or (evict.by_score and not self.gathers):
-            evict = Evict.ACC
-        spacing = self.score.spacing if isinstance(self.score, Strided) else Spacing()
-        return DecodeRule(
-            evict=evict, sinks=self.protect.sinks, shared=self.shared, seed=self.layer_seed(layer), spacing=spacing
-        )
+        if self.makes_room:
+            return replace(shared, evict=room_order(self.score, self.heads, gathers=self.gathers))
+        evict = Evict.NEVER if self.score.evict is None or self.merge is not None else self.score.evict
+        return replace(shared, signal=self.score.signal, reduce=REDUCE[self.reduce], evict=evict, decay=self.decay)
 
     def newest(self, layer: int, caps: Tensor, budget: int) -> Tensor:
-        """How many newest entries heads (H,) protect while decoding that may hold `caps` (H,), `budget` on average.
+        """Return how many of the newest entries each head protects while decoding, (H,).
 
-        Where room is made by the scores of the last plan, which new entries have none of, half of what sinks leave.
+        If eviction uses the scores of the last plan, which newer entries lack, at least half of the capacity that the
+        sinks leave is protected.
+
+        Args:
+            layer: Index of the layer.
+            caps: Most entries per head, (H,).
+            budget: Their mean.
         """
         newest = torch.full_like(caps, 0 if self.keeps_all else self.protect.newest(budget))
         if not self.makes_room or not self.decode_rule(layer).evict.by_score:
@@ -448,7 +446,10 @@ class Policy:
     def plan(self, view: View, budget: int, *, between: bool = False) -> EvictionPlan:
         """Choose the entries of `view` to keep under `budget` entries per head.
 
-        between: more of the prompt follows (prefill="chunks").
+        Args:
+            view: Entries of one layer of one sequence.
+            budget: Entries per head on average.
+            between: More of the prompt follows (prefill="chunks").
 
         Raises:
             BudgetError: what must be protected does not fit.
@@ -482,7 +483,7 @@ class Policy:
         return EvictionPlan(keep, caps, merged=self._merged(view, keep, value), standing=standing)
 
     def _merged(self, view: View, keep: Tensor, value: Tensor) -> Merged | None:
-        """What the policy's merge makes of the view; None where nothing leaves."""
+        """Return the columns of the view after the policy's merge; None if nothing leaves."""
         if self.merge is None or not bool((view.valid & ~keep).any()):
             return None
         return self.merge.merge(view, keep, value, self.layer_seed(view.layer))
@@ -496,15 +497,3 @@ class Policy:
             return counts
         fits = bool((counts <= budget).all())
         return counts.new_full(counts.shape, budget) if fits else with_rest(counts, budget)
-
-
-def with_rest(counts: Tensor, budget: int) -> Tensor:
-    """(H,) most entries of heads that hold `counts` (H,): these, and equal parts of what `budget` each leaves."""
-    return counts + (len(counts) * budget - counts.sum()).clamp(min=0) // len(counts)
-
-
-def on_sliding_layer(rule: DecodeRule) -> DecodeRule:
-    """The rule for a layer with a sliding window: what grows elsewhere drops the oldest here, where nothing sees it."""
-    if rule.evict is not Evict.NEVER:
-        return rule
-    return replace(rule, evict=Evict.OLDEST, signal=Signal.NONE, sinks=0)

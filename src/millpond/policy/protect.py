@@ -1,4 +1,4 @@
-"""Which entries no score can evict."""
+"""Protection of entries that no score can evict."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ SHORT_TURN_TOKENS = 64
 
 
 def kept_beyond_budget(n_kept: int, least: int, budget: int) -> str:
-    """Why kept spans are refused that leave of a budget less than a method protects.
+    """Return why kept spans are refused that leave less of a budget than a method protects.
 
     Args:
-        n_kept: their tokens, sinks left out. least: entries that the method protects. budget: entries per KV head.
+        n_kept: Tokens of the spans, sinks left out.
+        least: Entries that the method protects.
+        budget: Entries per KV head.
     """
     return (
         f"{n_kept} kept tokens and {least} entries that the method protects are more than the budget of {budget} "
@@ -31,9 +33,9 @@ class Protect:
     """Sinks, recent entries and a grace period.
 
     Attributes:
-        sinks: the first positions of the text, never evicted.
-        recent: the newest positions: a count (int) or a share of the budget (float in 0..1).
-        grace: steps for which a new entry cannot be evicted, whatever `recent` is.
+        sinks: The first positions of the text, never evicted.
+        recent: The newest positions: a count (int) or a share of the budget (float in 0..1).
+        grace: Steps for which a new entry cannot be evicted, whatever `recent` is.
     """
 
     sinks: int = 0
@@ -48,19 +50,23 @@ class Protect:
             raise OptionError(f"recent={self.recent} is a share of the budget, 0 to 1; give a whole number for a count")
 
     def newest(self, budget: int) -> int:
-        """How many of the newest positions are protected under a budget of `budget` entries."""
+        """Return how many of the newest positions are protected under `budget` entries."""
         count = math.floor(self.recent * budget) if isinstance(self.recent, float) else self.recent
         if isinstance(self.recent, float):
             count = min(count, budget - min(self.sinks, budget))
         return max(count, self.grace)
 
     def minimum(self) -> int:
-        """The smallest budget that leaves room for what is protected (a share of it takes what is left)."""
+        """Return the smallest budget with room for what is protected.
+
+        A share of the budget takes what is left.
+        """
         recent = 0 if isinstance(self.recent, float) else self.recent
         return max(1, self.sinks + max(recent, self.grace))
 
     def check(self, budget: int) -> None:
-        """
+        """Check that what must be protected fits into `budget` entries.
+
         Raises:
             BudgetError: what must be protected does not fit into `budget` entries.
         """
@@ -72,11 +78,11 @@ class Protect:
             )
 
     def keeps_short_turn(self, tokens: int, budget: int) -> bool:
-        """Whether a later turn of this many tokens stays whole: a short one, and at most half of what sinks leave."""
+        """Whether a later turn of `tokens` stays whole: short, and half of what sinks leave."""
         return tokens <= min(SHORT_TURN_TOKENS, (budget - self.sinks) // 2)
 
     def mask(self, view: View, budget: int, turn: int = 0) -> Tensor:
-        """(H, N) bool: the protected entries, and those of the newest `turn` tokens if `keeps_short_turn`."""
+        """Return (H, N) bool: the protected entries, and the newest `turn` if `keeps_short_turn`."""
         count = self.newest(budget)
         if self.keeps_short_turn(turn, budget):
             count = max(count, turn)

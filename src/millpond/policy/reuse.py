@@ -23,7 +23,8 @@ Recompute = Literal["auto"] | float
 
 
 def check_recompute(recompute: object) -> None:
-    """
+    """Check that `recompute` is "auto" or a number from 0 to 1.
+
     Raises:
         OptionError: neither "auto" nor a number from 0 to 1.
     """
@@ -35,7 +36,8 @@ def check_recompute(recompute: object) -> None:
 
 
 def check_pick(pick: object) -> None:
-    """
+    """Check that `pick` names a way to choose tokens.
+
     Raises:
         OptionError: no such pick.
     """
@@ -43,28 +45,31 @@ def check_pick(pick: object) -> None:
         raise unknown("pick", str(pick), get_args(Pick))
 
 
-def contextual_impact(received: Sequence[float], sizes: Sequence[int], own: float, size: int) -> float:
-    """CCI = 1 / (1 + exp(-a / b)), from 0.5 (inclusive) to 1 (equations 9 to 11).
+def contextual_impact(received: Sequence[float], sizes: Sequence[int], own_mass: float, size: int) -> float:
+    """Return CCI = 1 / (1 + exp(-a / b)), from 0.5 (inclusive) to 1 (equations 9 to 11).
 
     Args:
-        received: per earlier part, the attention that the chunk's tokens give it, summed over tokens and averaged over
-            layers and heads. sizes: tokens of these parts.
-        own: the same for the chunk itself. size: its tokens.
+        received: Per earlier part, the attention that the chunk's tokens give it, summed over tokens and averaged over
+            layers and heads.
+        sizes: Tokens of these parts.
+        own_mass: Attention that the chunk's tokens give the chunk itself.
+        size: Tokens of the chunk.
     """
-    a = sum(found / (size * n) for found, n in zip(received, sizes, strict=True))
-    b = own / size**2
+    a = sum(mass / (size * n) for mass, n in zip(received, sizes, strict=True))
+    b = own_mass / size**2
     return 1 / (1 + math.exp(-min(a / b, 50.0))) if b > 0 else 1.0
 
 
 def prefix_overlap(old: Sequence[str], received: Sequence[float], new: Sequence[str]) -> float:
-    """How much of a chunk's old context the new one has: beta' = beta (1 - gamma), from 0 to 1 (equations 6 to 8).
+    """Return how much of a chunk's old context the new one has (equations 6 to 8).
 
-    beta is the share of the attention to earlier parts that went to those of the new context too, and gamma the share
-    of pairs of these that stand in another order.
+    It is beta' = beta (1 - gamma), from 0 to 1. beta is the share of the attention to earlier parts that went to those
+    of the new context too, and gamma the share of pairs of these that are in another order.
 
     Args:
-        old: keys of the parts that the chunk was computed after, each once. received: as of `contextual_impact`.
-        new: keys of the parts that it stands after now.
+        old: Keys of the parts that the chunk was computed after, each once.
+        received: Attention as in `contextual_impact`.
+        new: Keys of the parts that it comes after now.
 
     Departs from the paper: without an old context the ratio is 0 / 0. It counts as 0 where there is a new one, so that
     a chunk that was computed alone is not taken as it is, and as 1 where there is none.
@@ -74,23 +79,30 @@ def prefix_overlap(old: Sequence[str], received: Sequence[float], new: Sequence[
     places = {key: place for place, key in reversed(list(enumerate(new)))}
     common = [key for key in old if key in places]
     total = sum(received)
-    beta = sum(found for key, found in zip(old, received, strict=True) if key in places) / total if total > 0 else 0.0
+    beta = sum(mass for key, mass in zip(old, received, strict=True) if key in places) / total if total > 0 else 0.0
     pairs = list(combinations([places[key] for key in common], 2))
     gamma = sum(first > second for first, second in pairs) / len(pairs) if pairs else 0.0
     return beta * (1 - gamma)
 
 
 def recompute_share(impact: float, overlap: float, alpha: float) -> float:
-    """CFO = clamp(alpha * CCI * (1 - beta'), 0, 1): the share of a chunk's tokens to compute again (equation 12)."""
+    """Return the share of a chunk's tokens to compute again (equation 12).
+
+    CFO = clamp(alpha * CCI * (1 - beta'), 0, 1).
+    """
     return min(max(alpha * impact * (1 - overlap), 0.0), 1.0)
 
 
 def pick_tokens(pick: Pick, scores: Tensor | None, n: int, share: float, seed: int = 0) -> Tensor:
-    """The tokens to compute again: ceil(share * n) numbers below n, int64, ascending.
+    """Return the tokens to compute again: ceil(share * n) numbers below n, int64, ascending.
 
     Args:
-        scores: (n,) the highest are picked: attention to earlier parts, or deviations of keys. None: there are none,
-            and the first tokens are taken, which a seam concerns most. seed: of "random".
+        pick: Way to choose them.
+        scores: (n,) scores of which the highest are picked: attention to earlier parts, or deviations of keys. None:
+            the first tokens are taken, which a seam affects most.
+        n: Tokens of the chunk.
+        share: Share of them to compute again.
+        seed: Seed of the pick "random".
     """
     count = min(n, math.ceil(share * n - 1e-9))
     if pick == "random":

@@ -1,4 +1,4 @@
-"""Methods under which a text may be longer than the model's context."""
+"""Policies of methods for texts longer than the model's context."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ WAY_OUT = "use h2o, tova, streaming or window, or overflow='refuse'"
 
 
 def rolling_policy(policy: Policy, method: str, coded: bool) -> Policy:
-    """The policy where gaps between entries close at the end of the model's context.
+    """Return the policy with gaps between entries closed at the end of the model's context.
 
     Args:
-        coded: some entries are stored as codes.
+        policy: Policy of the method.
+        method: Name of the method, for errors.
+        coded: Whether some entries are stored as codes.
 
     Returns:
         The same, but that gaps close only there: except for sinks that follow the newest entries at each step, where
@@ -35,7 +37,7 @@ def rolling_policy(policy: Policy, method: str, coded: bool) -> Policy:
 
 
 def _refusal(policy: Policy) -> str | None:
-    """Why positions of stored entries cannot change under a policy."""
+    """Return why positions of stored entries cannot change under a policy; None if they can."""
     if policy.keeps_all:
         return "it evicts nothing, and a text without end needs a cache that stays at its budget"
     if policy.merge is not None:

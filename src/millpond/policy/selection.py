@@ -10,12 +10,15 @@ _ENTRY_BITS = 31
 
 
 def priority(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
-    """(H, N) int64, no two alike, higher is kept longer: pinned first, then by value, the newest, the first head.
+    """Return (H, N) int64 priorities, no two alike, higher is kept longer.
 
-    What is not valid comes last. Values are compared as float32.
+    Pinned entries come first, then order is by value, the newest, the first head. Invalid ones come last. Values are
+    compared as float32.
 
     Args:
-        value: (H, N), higher is kept. valid, pinned: (H, N) bool. Columns ascend in position.
+        value: (H, N), higher is kept.
+        valid: (H, N) bool, False in columns without an entry. Columns ascend in position.
+        pinned: (H, N) bool, entries that are kept first.
     """
     bits = (value.float() + 0.0).view(torch.int32)  # + 0.0 makes one zero of the two
     ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
@@ -25,18 +28,18 @@ def priority(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
 
 
 def rank_by_value(value: Tensor, valid: Tensor, pinned: Tensor) -> Tensor:
-    """The rank (H, N) of each entry in its head by `priority`; 0 is kept longest."""
+    """Return the rank (H, N) of each entry in its head by `priority`; 0 is kept longest."""
     order = priority(value, valid, pinned).argsort(dim=1, descending=True)
     ranks = torch.arange(value.shape[1], device=value.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, ranks)
 
 
 def keep_best(value: Tensor, valid: Tensor, pinned: Tensor, counts: Tensor) -> Tensor:
-    """(H, N) bool: the `counts[h]` best valid entries of each head."""
-    most = min(int(counts.max()), value.shape[1])
-    if most <= 0:
+    """Return (H, N) bool: the `counts[h]` best valid entries of each head."""
+    max_count = min(int(counts.max()), value.shape[1])
+    if max_count <= 0:
         return torch.zeros_like(valid)
     key = priority(value, valid, pinned)
-    best = key.topk(most, dim=1).values
-    lowest = best.gather(1, (counts[:, None] - 1).clamp(0, most - 1))
+    best = key.topk(max_count, dim=1).values
+    lowest = best.gather(1, (counts[:, None] - 1).clamp(0, max_count - 1))
     return valid & (key >= lowest) & (counts[:, None] > 0)

@@ -1,4 +1,4 @@
-"""The part of a merging policy that `ops.merge_slots` runs after each decoding step, without a plan."""
+"""Step merge: the part of a merging policy that `ops.merge_slots` runs after each decoding step, without a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millpond.policy.scores.attention import (
 
 @dataclass(frozen=True, slots=True)
 class StepMergePlan:
-    """Which entries leave, what becomes of them, and whether that depends on the attention of the last queries too."""
+    """Evictions and merges of a decoding step, and whether they need recent attention."""
 
     leave: DecodeRule
     rule: MergeRule
@@ -29,7 +29,7 @@ class StepMergePlan:
 
 
 def slot_plan(policy: Policy, layer: int) -> StepMergePlan | None:
-    """Plan of `policy` for the kernel; None where only a plan can do it.
+    """Return the step merge of `policy` for the kernel; None if only a plan can do it.
 
     The kernel follows a merge that has a rule and a score that each entry has on its own; all heads have one budget.
     """
@@ -46,7 +46,10 @@ def slot_plan(policy: Policy, layer: int) -> StepMergePlan | None:
 
 
 def _order(score: Score) -> Evict | None:
-    """The order in which a score lets entries go, if it is one that the kernel knows. A class of its own is not."""
+    """Return the eviction order of a score that the kernel knows, or None.
+
+    A score of a user's own class is not known.
+    """
     if type(score) in (AccumulatedAttention, LastAttention, Recency, RandomPriority):
         return score.evict
     if type(score) is NewestStay:

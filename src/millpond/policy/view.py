@@ -18,7 +18,7 @@ Read = Callable[[Part], Tensor]
 
 
 def columns_of(part: Tensor, order: Tensor) -> Tensor:
-    """Columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n)."""
+    """Return the columns of a part of entries (H, N) or (H, N, dim) in the given order (H, n)."""
     if part.ndim == 2:
         return part.gather(1, order)
     n_heads, n, dim = part.shape
@@ -28,25 +28,25 @@ def columns_of(part: Tensor, order: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The entries of one layer of one sequence, in the order of their positions.
+    """Entries of one layer of one sequence, in the order of their positions.
 
     Attributes:
         positions: (H, N) int32, ascending along N; -1 where a head has no entry (all of these come last).
         signal: (H, N) float32, the attention that the score needs; None if it needs none.
-        seen: tokens of this sequence so far; the newest has position seen - 1.
-        turn: of them, those of the newest turn, where it is not the first; else 0.
-        layer: index of the layer.
-        sequence: which sequence of the batch that was first read; copies keep the number of their original.
-        budget: entries per head on average that the plan may keep; 0 outside a plan.
+        seen: Tokens of this sequence so far; the newest has position seen - 1.
+        layer: Index of the layer.
+        sequence: Row of the sequence in the batch that was first read; copies keep the number of their original.
+        turn: Tokens of the newest turn, if it is not the first; else 0.
+        budget: Entries per head on average that the plan may keep; 0 outside a plan.
         pinned: (H, N) bool, the entries that no score can evict; None outside a plan.
-        read_entries: returns keys and values when a score calls it; None where there are none to see.
-        outputs: returns the maps from values to the layer's output; None where no model is there.
-        tokens: returns the token ids of the entries; None where they are not known.
-        head_attention: returns attention by query head, see `received`; None where no queries are kept.
-        recent_attention: the attention of the last queries, see `window_signal`; None where no queries are kept.
-        log_masses: (H, N) float32, the log of how many entries each one stands for; None where each is one.
-        memory: what the last merge of this sequence left for the next; None for nothing.
-        fair: spans that keep a share of the budget; None for none.
+        read_entries: Returns keys and values when a score calls it; None if there are none to see.
+        outputs: Returns the maps from values to the layer's output; None if there is no model.
+        tokens: Returns the token ids of the entries; None if they are not known.
+        head_attention: Returns attention by query head, see `received`; None if no queries are kept.
+        recent_attention: Attention of the last queries, see `window_signal`; None if no queries are kept.
+        log_masses: (H, N) float32, the log of how many entries each one stands for; None if each is one.
+        memory: State of the last merge of this sequence for the next; None for nothing.
+        fair: Spans that keep a share of the budget; None for none.
     """
 
     positions: Tensor
@@ -68,17 +68,17 @@ class View:
 
     @property
     def keys(self) -> Tensor:
-        """(H, N, key_dim) float32 or wider: the keys as they are stored, after RoPE; 0 where there is no entry."""
+        """(H, N, key_dim) float32 or wider: keys as stored, after RoPE; 0 where there is no entry."""
         return self._part("keys")
 
     @property
     def values(self) -> Tensor:
-        """(H, N, value_dim) float32 or wider: the values as they are stored; 0 where there is no entry."""
+        """(H, N, value_dim) float32 or wider: values as stored; 0 where there is no entry."""
         return self._part("values")
 
     @property
     def output_maps(self) -> Tensor:
-        """(query heads, value_dim, hidden size): how each query head's output enters that of the layer."""
+        """(query heads, value_dim, hidden size): map of each query head's output to the layer's."""
         assert self.outputs is not None, "the cache of a model knows its output projections"
         return self.outputs()
 
@@ -97,22 +97,25 @@ class View:
 
     @property
     def window_signal(self) -> Tensor:
-        """(H, N) float32: the attention that each entry has received from the last queries alone."""
+        """(H, N) float32: attention that each entry has received from the last queries alone."""
         assert self.recent_attention is not None, "the cache keeps the last queries for a score that reads them"
         return self.recent_attention()
 
     def received(self, begin: int, end: int) -> Tensor:
-        """(H, group, N) float32: the attention that each entry has received from each query head of its KV head.
+        """Return (H, group, N) float32: attention to each entry from its KV head's query heads.
 
-        The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries
-        at least `begin` and less than `end` positions after the entry count; end=0: all from `begin` on. Of many
-        queries a policy may request some.
+        The queries are those since the last plan: of the prompt, or of a later turn or chunk of it. Only queries at
+        least `begin` and less than `end` positions after the entry count; end=0: all from `begin` on. Of many queries a
+        policy may request some.
         """
         assert self.head_attention is not None, "the cache keeps the queries for a policy that reads them"
         return self.head_attention(begin, end)
 
     def stored(self, part: Part) -> Tensor:
-        """(H, N, dim): the keys or the values in the dtype of the cache; anything where there is no entry."""
+        """Return (H, N, dim): keys or values in the dtype of the cache.
+
+        They are undefined where there is no entry.
+        """
         assert self.read_entries is not None, "the cache provides what it stores"
         return self.read_entries(part)
 
@@ -124,12 +127,12 @@ class View:
 
     @property
     def valid(self) -> Tensor:
-        """(H, N) bool: where there is an entry."""
+        """(H, N) bool: whether a column has an entry."""
         return self.positions >= 0
 
     @property
     def free(self) -> Tensor:
-        """(H, N) bool: the entries that the score decides about."""
+        """(H, N) bool: entries that the score decides about."""
         return self.valid if self.pinned is None else self.valid & ~self.pinned
 
     @property

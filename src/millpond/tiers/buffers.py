@@ -1,4 +1,4 @@
-"""Aligned buffers for direct reads, and slots: buffers with one owner at a time, which a loader fills."""
+"""Page-aligned buffers for direct reads, and slots: buffers that a loader fills, with one owner each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT = 4096
 
 
 def aligned_up(nbytes: int) -> int:
-    """The next multiple of `ALIGNMENT`.
+    """Return the next multiple of `ALIGNMENT`.
 
     Example:
         >>> aligned_up(1), aligned_up(4096)
@@ -25,12 +25,15 @@ def aligned_up(nbytes: int) -> int:
 
 
 def aligned_down(nbytes: int) -> int:
-    """The multiple of `ALIGNMENT` at or before `nbytes`."""
+    """Return the multiple of `ALIGNMENT` at or before `nbytes`."""
     return nbytes // ALIGNMENT * ALIGNMENT
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """(n,) uint8, n the next multiple of `ALIGNMENT`, in pages of its own, which go back to the system with it."""
+    """Return (n,) uint8 in pages of its own, n the next multiple of `ALIGNMENT`.
+
+    The pages return to the system with the tensor.
+    """
     pages = mmap.mmap(-1, max(aligned_up(nbytes), ALIGNMENT))
     with contextlib.suppress(AttributeError, OSError):  # not on Linux, or a system without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -38,7 +41,7 @@ def aligned_buffer(nbytes: int) -> Tensor:
 
 
 class SlotState(enum.Enum):
-    """Who owns a slot: no one, a ticket that is not waited for yet, or the one who reads it."""
+    """Owner of a slot: nobody, a ticket that is not waited for yet, or its reader."""
 
     FREE = "free"
     LOADING = "loading"
@@ -49,11 +52,11 @@ class Slot:
     """A buffer that is read only while nothing is written to it.
 
     Args:
-        data: (n,) uint8, from `aligned_buffer` or of a device.
+        data: (n,) uint8, from `aligned_buffer` or on a device.
 
     Attributes:
-        state: who owns it. Only the thread that reads slots changes it. view: of the bytes; empty where they are on a
-            device.
+        state: Its owner. Only the thread that reads slots changes it.
+        view: Memory of the bytes; empty if they are on a device.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -63,10 +66,10 @@ class Slot:
         self.view = memoryview(numbers)
 
     def to(self, state: SlotState, *, of: tuple[SlotState, ...]) -> None:
-        """The next state of one of the states `of`."""
+        """Change from one of the states `of` to `state`."""
         assert self.state in of, f"a slot that is {self.state.value} cannot become {state.value}"
         self.state = state
 
     def release(self) -> None:
-        """Its reader is done."""
+        """Free the slot after its reader is done."""
         self.to(SlotState.FREE, of=(SlotState.IN_USE,))

@@ -1,4 +1,4 @@
-"""Backend of a CUDA GPU: copies from pinned memory, in a stream of their own while kernels run."""
+"""CUDA device of a loader: copies from pinned memory in a stream of their own, while kernels run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PROBE_BYTES, _PROBES = 64 << 20, 4
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second: `link` from the host's pinned memory to the device, `memory` read on the device."""
+    """Bytes per second: of the link from pinned memory, and of reads on the device."""
 
     link: float
     memory: float
 
 
 class CudaCopy:
-    """A copy that an event of the copy stream ends."""
+    """Copy whose end an event of the copy stream marks."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -42,14 +42,15 @@ class CudaCopy:
 
 
 class CudaDevice:
-    """One GPU.
+    """One GPU that a loader copies to.
 
     Args:
-        where: "cuda" or "cuda:1". capacity_bytes: of its memory that may be used; None: no limit.
-        cuda: the module that gives streams and events, for tests.
+        where: "cuda" or "cuda:1".
+        capacity_bytes: Bytes of its memory that may be used; None for no limit.
+        cuda: Module that gives streams and events; tests pass their own.
 
     Attributes:
-        bytes_copied: to it, so far.
+        bytes_copied: Bytes copied to it so far.
     """
 
     def __init__(self, where: torch.device, capacity_bytes: int | None = None, *, cuda: Any = torch.cuda) -> None:
@@ -63,7 +64,7 @@ class CudaDevice:
         self._pinned: list[Tensor] = []
 
     def buffer(self, nbytes: int) -> Tensor:
-        """(n,) uint8 on the device."""
+        """Return (n,) uint8 on the device, n the next multiple of `ALIGNMENT`."""
         return torch.empty(aligned_up(nbytes), dtype=torch.uint8, device=self.where)
 
     def pin(self, source: Tensor) -> None:
@@ -81,14 +82,14 @@ class CudaDevice:
         self._pinned.append(source)
 
     def fence(self, slot: Slot) -> None:
-        """The next copy to this slot waits for the kernels that were launched before, which may read it."""
+        """Let the next copy to this slot wait for kernels launched before, which may read it."""
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self.where))
         with self._lock:
             self._fences[id(slot)] = event
 
     def copy(self, source: Tensor, slot: Slot, place: int = 0) -> CudaCopy:
-        """Begin to copy bytes of the host to a place in a slot; kernels that run meanwhile are not held up."""
+        """Begin to copy bytes of the host to `place` in a slot; running kernels are not held up."""
         with self._lock:
             fence = self._fences.get(id(slot))
             self.bytes_copied += len(source)
@@ -101,7 +102,7 @@ class CudaDevice:
         return CudaCopy(done)
 
     def measure(self) -> Bandwidths:
-        """The bandwidths of its link and of its memory, in some milliseconds."""
+        """Return the bandwidths of its link and of its memory, measured in some milliseconds."""
         source, slot = aligned_buffer(_PROBE_BYTES), Slot(self.buffer(_PROBE_BYTES))
         twin = self.buffer(_PROBE_BYTES)
         self.pin(source)

@@ -1,4 +1,4 @@
-"""Interface of a device for a loader, a simulated device, and the loader that fills slots of a device."""
+"""Devices that a loader fills: their interface, a simulated one, and the loader of their slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millpond.tiers.threads import ThreadBackend
 
 
 class Copying(Protocol):
-    """A copy to the device that is under way."""
+    """Copy to a device that is under way."""
 
     @property
     def done(self) -> bool:
@@ -26,15 +26,17 @@ class Copying(Protocol):
         ...
 
     def finish(self) -> DataError | None:
-        """Wait until the bytes are there; why they are not, or None."""
+        """Wait until the bytes have arrived; return the error of the copy, or None."""
         ...
 
 
 class Device(Protocol):
-    """An accelerator, or what stands for one.
+    """Accelerator, or its stand-in, whose memory a loader fills.
 
     Attributes:
-        tier: its memory. where: of its tensors. bytes_copied: to it, so far.
+        tier: Tier of its memory.
+        where: Device of its tensors.
+        bytes_copied: Bytes copied to it so far.
     """
 
     tier: Tier
@@ -42,37 +44,42 @@ class Device(Protocol):
     bytes_copied: int
 
     def buffer(self, nbytes: int) -> Tensor:
-        """(n,) uint8 on the device, n at least `nbytes`."""
+        """Return (n,) uint8 on the device, n at least `nbytes`."""
         ...
 
     def pin(self, source: Tensor) -> None:
-        """Make copies from `source` (n,) uint8 of the host fast; it stays where it is until `close`."""
+        """Make copies from `source` (n,) uint8 of the host fast; it must not move until `close`."""
         ...
 
     def fence(self, slot: Slot) -> None:
-        """The next copy to this slot waits for all work that was given to the device before."""
+        """Let the next copy to this slot wait for all work queued on the device before."""
         ...
 
     def copy(self, source: Tensor, slot: Slot, place: int = 0) -> Copying:
-        """Begin to copy bytes (n,) uint8 of the host to a place in a slot; `source` stays as it is meanwhile."""
+        """Begin to copy bytes (n,) uint8 of the host to `place` in a slot.
+
+        `source` must not change before the copy ends.
+        """
         ...
 
     def close(self) -> None:
-        """End what it has begun, and unpin memory."""
+        """End all copies, and unpin memory."""
         ...
 
 
 class SimulatedDevice:
-    """What stands for an accelerator where there is none: what is computed from must be copied there first.
+    """Stand-in for an accelerator, to whose memory data must be copied before use.
 
-    It shows that copies, their order and the reuse of slots are right; it says nothing of the speed of a device.
+    It shows that copies, their order and the reuse of slots are right; it says nothing about the speed of a device.
 
     Args:
-        capacity_bytes: of its memory; None: no limit. bytes_per_s: of copies; None: as fast as the host's memory.
-        backend: who copies; None: one thread.
+        capacity_bytes: Bytes of its memory; None for no limit.
+        bytes_per_s: Bandwidth of copies; None for that of the host's memory.
+        backend: Runs the copies; None for one thread.
+        sleep: Waits so many seconds; tests pass their own.
 
     Attributes:
-        bytes_copied: to it, so far.
+        bytes_copied: Bytes copied to it so far.
     """
 
     def __init__(
@@ -90,17 +97,17 @@ class SimulatedDevice:
         self._backend = backend or ThreadBackend()
 
     def buffer(self, nbytes: int) -> Tensor:
-        """(n,) uint8."""
+        """Return (n,) uint8 of the host, n the next multiple of `ALIGNMENT`."""
         return aligned_buffer(nbytes)
 
     def pin(self, source: Tensor) -> None:
-        """Nothing: all memory is the host's."""
+        """Do nothing: all memory is the host's."""
 
     def fence(self, slot: Slot) -> None:
-        """Nothing: who releases a slot has computed with it."""
+        """Do nothing: a slot's reader has computed with it before it releases it."""
 
     def copy(self, source: Tensor, slot: Slot, place: int = 0) -> Errand:
-        """Begin to copy bytes (n,) uint8 of the host to a place in a slot of the device; `source` stays as it is."""
+        """Begin to copy bytes (n,) uint8 to `place` in a slot; `source` must not change meanwhile."""
 
         def task() -> None:
             began = time.perf_counter()
@@ -114,19 +121,19 @@ class SimulatedDevice:
         return errand
 
     def close(self) -> None:
-        """End its thread."""
+        """End the thread that copies."""
         self._backend.close()
 
 
 class Arrival:
-    """One slot of a device that is being filled; used as a `Ticket` of a loader."""
+    """One slot of a device that is being filled; used like a `Ticket` of a loader."""
 
     def __init__(self, slot: Slot, errands: Sequence[Copying]) -> None:
         self.slot = slot
         self._errands = errands
 
     def wait(self) -> Slot:
-        """The slot, in use by the caller until it is released.
+        """Wait for the slot, which the caller then uses until it releases it.
 
         Raises:
             DataError: a read failed; the slot is free.
@@ -138,7 +145,7 @@ class Arrival:
         return self.slot
 
     def cancel(self) -> None:
-        """Give the slot up, when what is on its way there has come."""
+        """Free the slot once the copies on their way have ended."""
         self._finish()
         self.slot.to(SlotState.FREE, of=(SlotState.LOADING,))
 
@@ -147,17 +154,19 @@ class Arrival:
 
 
 class DeviceLoader:
-    """Fills slots of a device.
+    """Loader of slots of a device, by way of slots of the host.
 
     Args:
-        loader: reads the files. through: slots of the host that reads pass, each used in turn.
+        loader: Reads the files.
+        device: Device of the slots.
+        through: Slots of the host that reads pass through, used in turn.
     """
 
     def __init__(self, loader: Loader, device: Device, through: Sequence[Slot]) -> None:
         self._loader, self._device, self._through = loader, device, through
 
     def read(self, extents: Sequence[Extent], slot: Slot) -> Arrival:
-        """Begin to fill a free slot from files: each part is copied as soon as it was read."""
+        """Begin to fill a free slot from files; each part is copied as soon as it is read."""
         slot.to(SlotState.LOADING, of=(SlotState.FREE,))
         self._device.fence(slot)
         errands: list[Errand] = []

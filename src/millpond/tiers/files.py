@@ -1,4 +1,4 @@
-"""Files that are read and written past the page cache, in small requests that do not wait for Python's lock."""
+"""Files read and written past the page cache, in small requests that do not wait for Python's lock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUEST_BYTES = 2 << 20
 
 
 def read_file(fd: int, room: memoryview, offset: int) -> int:
-    """Fill `room` from an offset of a file; returns how many bytes there were until its end.
+    """Fill `room` from an offset of a file; return how many bytes there were until its end.
 
     Raises:
         OSError: of the system.
@@ -31,29 +31,30 @@ def read_file(fd: int, room: memoryview, offset: int) -> int:
     function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     function.restype = ctypes.c_int64
     place = ctypes.addressof(ctypes.c_char.from_buffer(room))
-    found = int(function(fd, place, len(room), offset, REQUEST_BYTES))
-    if found == -errno.ENOSYS:
+    num_read = int(function(fd, place, len(room), offset, REQUEST_BYTES))
+    if num_read == -errno.ENOSYS:
         return os.preadv(fd, [room], offset)
-    if found < 0:
-        raise OSError(-found, os.strerror(-found))
-    return found
+    if num_read < 0:
+        raise OSError(-num_read, os.strerror(-num_read))
+    return num_read
 
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class ReadableFile(Protocol):
-    """What a loader reads from.
+    """File that a loader reads from.
 
     Attributes:
-        path: shown in errors. size: bytes of the file.
+        path: Name shown in errors.
+        size: Bytes of the file.
     """
 
     path: Path
     size: int
 
     def read_into(self, offset: int, room: memoryview) -> int:
-        """Read as many bytes as there are, at most `len(room)`; returns how many.
+        """Read up to `len(room)` bytes at an offset; return how many were read.
 
         Raises:
             OSError: of the system.
@@ -62,10 +63,10 @@ class ReadableFile(Protocol):
 
 
 class WritableFile(ReadableFile, Protocol):
-    """What a loader writes to, too."""
+    """File that a loader also writes to."""
 
     def write_from(self, offset: int, data: memoryview) -> int:
-        """Write `data`; returns how many bytes were written.
+        """Write `data`; return how many bytes were written.
 
         Raises:
             OSError: of the system.
@@ -74,12 +75,12 @@ class WritableFile(ReadableFile, Protocol):
 
 
 class DirectFile:
-    """A file that is read with O_DIRECT where its file system has it, else through the page cache, which is emptied.
+    """File read with O_DIRECT if supported, else through the page cache, which is emptied.
 
     Offsets, lengths and addresses of reads are multiples of `ALIGNMENT`; the last read of a file is shorter.
 
     Attributes:
-        direct: whether reads pass the page cache by.
+        direct: Whether reads bypass the page cache.
 
     Raises:
         DataError: the file cannot be opened.
@@ -125,7 +126,10 @@ class DirectFile:
         return os.open(self.path, flags)
 
     def _go_on_buffered(self, error: OSError) -> None:
-        """The file system opens files for direct access and refuses this; other errors are raised."""
+        """Continue through the page cache if direct access is refused; raise other errors.
+
+        Some file systems open files with O_DIRECT and refuse the reads.
+        """
         if error.errno != errno.EINVAL or not self.direct:
             raise error
         self.direct = False
@@ -138,10 +142,10 @@ class DirectFile:
 
 
 class ScratchFile(DirectFile):
-    """A file without a name that this process reads and writes; with the process it is gone, however that ends.
+    """Nameless file that this process reads and writes; it vanishes however the process ends.
 
     Args:
-        folder: where its bytes lie.
+        folder: Folder on whose disk the bytes are stored.
 
     Raises:
         DataError: no file can be made there.
@@ -154,7 +158,9 @@ class ScratchFile(DirectFile):
         self.size = 0
 
     def write_from(self, offset: int, data: memoryview) -> int:
-        """Write `data`, whose length, address and offset are multiples of `ALIGNMENT`; returns how many bytes.
+        """Write `data`; return how many bytes were written.
+
+        Its length, address and offset are multiples of `ALIGNMENT`.
 
         Raises:
             OSError: of the system.
@@ -170,7 +176,7 @@ class ScratchFile(DirectFile):
         return n
 
     def grow(self, nbytes: int) -> None:
-        """Reserve `nbytes` of the disk behind those that were reserved before.
+        """Reserve `nbytes` more of the disk, after those reserved before.
 
         Raises:
             DataError: the disk lacks them; nothing was reserved.
@@ -179,7 +185,7 @@ class ScratchFile(DirectFile):
             os.posix_fallocate(self._fd, self.size, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self.size)  # what was found before the disk was full
+                os.ftruncate(self._fd, self.size)  # what was reserved before the disk was full
             free = os.fstatvfs(self._fd)
             raise DataError(
                 f"{self.path}: {nbytes:,} more bytes for KV are wanted and {free.f_bavail * free.f_frsize:,} are free "

@@ -1,4 +1,4 @@
-"""Return of freed memory that the C library keeps to the system, after large requests and between layers."""
+"""Return of freed memory to the system, which the C library would keep, after large requests and between layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def map_large_blocks() -> None:
-    """From now on let large blocks have mappings of their own, which go back when they are freed (glibc)."""
+    """From now on give large blocks their own mappings, which return when freed (glibc)."""
     option = _function("mallopt")
     if option is not None:
         option(_MMAP_THRESHOLD, MAPPED_BYTES)
@@ -27,20 +27,20 @@ def map_large_blocks() -> None:
 
 
 def give_back() -> None:
-    """Return what was freed, where the allocator keeps it (glibc); it takes milliseconds."""
+    """Return freed memory that the allocator keeps to the system (glibc), in milliseconds."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 class GivingBack:
-    """Returns of freed memory, at most every `EVERY_S` seconds."""
+    """Clock that returns freed memory at most every `EVERY_S` seconds."""
 
     def __init__(self) -> None:
         self._last = -EVERY_S
 
     def between_sweeps(self) -> None:
-        """Return what was freed if it is time for it."""
+        """Return freed memory if `EVERY_S` seconds have passed since the last time."""
         now = time.monotonic()
         if now >= self._last + EVERY_S:
             self._last = now
@@ -49,7 +49,7 @@ class GivingBack:
 
 @cache
 def _function(name: str) -> Any:
-    """A function of the allocator; None where there is none such."""
+    """Return a function of the C library, or None if it has none of that name."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
@@ -67,10 +67,14 @@ _read = 0
 
 
 def give_back_after(query_bytes: int) -> None:
-    """Before a layer attends to a part of a prompt: return what was freed, where passes are long or were many (glibc).
+    """Return freed memory before a layer attends, if passes are long or were many (glibc).
+
+    Entries that stay are written between the large temporaries of the layers, whose gaps later temporaries do not fit
+    into: without this the heap grows by more than the entries at every layer of a long pass, and slowly over the many
+    short passes of a stream.
 
     Args:
-        query_bytes: of the layer's queries in host memory.
+        query_bytes: Bytes of the layer's queries in host memory.
 
     Entries that stay are written between the large temporaries of the layers, which then fit into no gap that they
     left: without this the heap grows by more than the entries at every layer of a long pass, and slowly over the many

@@ -14,11 +14,12 @@ Kind = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place with a capacity.
+    """Memory or disk with a capacity.
 
     Attributes:
-        name: by which a ledger knows it. kind: where it is.
-        capacity_bytes: most bytes that it may hold; None for no limit.
+        name: Key of the tier in a ledger.
+        kind: Kind of memory.
+        capacity_bytes: Most bytes that it may hold; None for no limit.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Tier:
 
 
 class Holding:
-    """Bytes of a tier that one purpose has taken, until they are released."""
+    """Bytes of a tier taken for one purpose until they are released."""
 
     def __init__(self, ledger: Ledger, tier: str, purpose: str, nbytes: int) -> None:
         self.tier, self.purpose, self.nbytes = tier, purpose, nbytes
@@ -42,10 +43,12 @@ class Holding:
 
 
 class Ledger:
-    """Bytes that are taken of some tiers, by purpose. Memory is taken here before it is allocated.
+    """Record of the bytes taken of each tier, by purpose.
+
+    Memory is taken here before it is allocated.
 
     Args:
-        tiers: those that bytes can be taken of.
+        tiers: Tiers that bytes can be taken of.
 
     Raises:
         BudgetError: more is taken of a tier than it has; nothing changes then.
@@ -80,20 +83,20 @@ class Ledger:
         return Holding(self, tier, purpose, nbytes)
 
     def used(self, tier: str) -> int:
-        """Bytes that are taken now."""
+        """Return the bytes taken now."""
         return sum(self._taken[tier].values())
 
     def peak(self, tier: str) -> int:
-        """Most bytes that were taken at a time."""
+        """Return the most bytes that were taken at a time."""
         return self._peak[tier]
 
     def free(self, tier: str) -> int | None:
-        """Bytes that can be taken; None where the tier has no limit."""
+        """Return the bytes that can still be taken, or None if the tier has no limit."""
         capacity = self._tiers[tier].capacity_bytes
         return None if capacity is None else capacity - self.used(tier)
 
     def by_purpose(self, tier: str) -> Mapping[str, int]:
-        """Bytes that are taken now, by purpose."""
+        """Return the bytes taken now, by purpose."""
         return {purpose: nbytes for purpose, nbytes in self._taken[tier].items() if nbytes}
 
     def _give_back(self, holding: Holding) -> None:

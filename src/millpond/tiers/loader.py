@@ -1,4 +1,4 @@
-"""Loader: fills slots from files and writes them to files in the background, and says when and whether it could."""
+"""Loader that fills slots from files and writes them to files in the background, and reports failures."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes of a file that goes to a place in a slot.
+    """Run of bytes of a file, and where it goes in a slot.
 
     Attributes:
-        offset, nbytes: in the file, multiples of `ALIGNMENT`. needed: bytes of these that there must be; the others may
-            lie behind the end of the file. place: in the slot. checksum: CRC-32 of the `needed` bytes; None: not
-            checked.
+        file: File to read.
+        offset: First byte in the file, a multiple of `ALIGNMENT`.
+        nbytes: Bytes to read, a multiple of `ALIGNMENT`.
+        needed: Bytes of these that must exist; the rest may be past the end of the file.
+        place: First byte in the slot.
+        checksum: CRC-32 of the `needed` bytes; None if they are not checked.
     """
 
     file: ReadableFile
@@ -40,19 +43,19 @@ class Extent:
 
 
 class Backend(Protocol):
-    """Who carries out reads."""
+    """Executor of the tasks of a loader."""
 
     def submit(self, slot: int, task: Callable[[], None]) -> None:
-        """Run a task later, after all earlier ones of the same slot; of different slots in any order."""
+        """Run a task later, after all earlier ones of its slot; slots are in no order."""
         ...
 
     def close(self) -> None:
-        """Finish what was submitted, and end."""
+        """Finish all submitted tasks, and end."""
         ...
 
 
 class Ticket:
-    """One read into a slot, which is waited for or cancelled."""
+    """One read into a slot, to be waited for or cancelled."""
 
     def __init__(self, slot: Slot, extents: Sequence[Extent]) -> None:
         self.slot = slot
@@ -67,7 +70,7 @@ class Ticket:
         return self._done.is_set()
 
     def wait(self) -> Slot:
-        """The slot with what was read, in use by the caller until it is released.
+        """Wait for the filled slot, which the caller then uses until it releases it.
 
         Raises:
             DataError: the read failed; the message has the file, the offset, the bytes wanted and got. The slot is
@@ -82,12 +85,12 @@ class Ticket:
         return self.slot
 
     def cancel(self) -> None:
-        """Give the slot up. A read in progress ends first: the next one of the slot comes after it."""
+        """Free the slot. A read in progress ends first: the slot's next read comes after it."""
         self._cancelled = True
         self.slot.to(SlotState.FREE, of=(SlotState.LOADING,))
 
     def run(self) -> None:
-        """Read, unless it was cancelled; the backend calls it."""
+        """Read the extents unless the ticket was cancelled; the backend calls this."""
         try:
             for extent in self._extents:
                 self._read(extent)
@@ -97,8 +100,8 @@ class Ticket:
             self._done.set()
 
     def _read(self, extent: Extent) -> None:
-        """Read an extent; once more where its checksum is another one."""
-        found = None
+        """Read an extent, a second time if its checksum differs."""
+        crc = None
         for _ in range(_TRIES):
             for begin in range(0, extent.nbytes, REQUEST_BYTES):
                 if self._cancelled:
@@ -107,25 +110,25 @@ class Ticket:
                 self._request(extent, begin, end)
             if extent.checksum is None:
                 return
-            found = crc32(self.slot.data[extent.place : extent.place + extent.needed])
-            if found == extent.checksum:
+            crc = crc32(self.slot.data[extent.place : extent.place + extent.needed])
+            if crc == extent.checksum:
                 return
         raise DataError(
             f"{extent.file.path} at offset {extent.offset:,}: {extent.needed:,} bytes have the checksum "
-            f"{found:08x} instead of {extent.checksum:08x}; the file was damaged: remove it, so that it is made again"
+            f"{crc:08x} instead of {extent.checksum:08x}; the file was damaged: remove it, so that it is made again"
         )
 
     def _request(self, extent: Extent, begin: int, end: int) -> None:
-        room = self.slot.view[extent.place + begin : extent.place + end]
+        buffer = self.slot.view[extent.place + begin : extent.place + end]
         needed = min(end, extent.needed) - begin
-        transfer(extent.file.read_into, extent.file, extent.offset + begin, room, needed, "read")
+        transfer(extent.file.read_into, extent.file, extent.offset + begin, buffer, needed, "read")
 
 
 class Errand:
-    """One task of a backend that is waited for: a read that is handed on, or a write.
+    """One task of a backend to be waited for: a read that is passed on, or a write.
 
     Attributes:
-        error: why it failed; None while it is under way, or where it did not.
+        error: Error of the task; None while it is under way, or if it did not fail.
     """
 
     def __init__(self, task: Callable[[], None]) -> None:
@@ -139,12 +142,12 @@ class Errand:
         return self._done.is_set()
 
     def finish(self) -> DataError | None:
-        """Wait until it is over; returns its `error`."""
+        """Wait until the task is over; return its `error`."""
         self._done.wait()
         return self.error
 
     def run(self) -> None:
-        """The backend calls it."""
+        """Run the task; the backend calls this."""
         try:
             self._task()
         except BaseException as error:  # whatever it was, the one who waits gets it
@@ -154,21 +157,26 @@ class Errand:
 
 
 def as_data_error(error: BaseException) -> DataError:
-    """What a task of a backend has raised, for the one who waits for it."""
+    """Turn an exception of a backend's task into the error that its waiter gets."""
     if isinstance(error, DataError):
         return error
-    found = DataError(f"a task of the loader failed with {type(error).__name__}: {error}")
-    found.__cause__ = error
-    return found
+    wrapped = DataError(f"a task of the loader failed with {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def transfer(
     move: Callable[[int, memoryview], int], file: ReadableFile, offset: int, room: memoryview, needed: int, verb: str
 ) -> None:
-    """Read or write, once more where it fails.
+    """Read or write a run of bytes, a second time if it fails.
 
     Args:
-        move: of the file: reads or writes at an offset, and returns how many bytes. needed: that it must be.
+        move: Method of the file that reads or writes at an offset and returns how many bytes it moved.
+        file: File named in the error.
+        offset: First byte in the file.
+        room: Memory to read to or write from.
+        needed: Bytes that must be moved.
+        verb: "read" or "written", for the error.
 
     Raises:
         DataError: it failed twice; the message has the file, the offset, the bytes wanted and got.
@@ -190,9 +198,10 @@ def transfer(
 
 
 class Loader:
-    """Reads extents into slots and writes slots. A slot has one owner; order is kept within a slot only.
+    """Loader that reads extents into slots and writes slots.
 
-    One thread uses it; the backend's threads only fill slots.
+    A slot has one owner; order is kept within a slot only. One thread uses the loader; the backend's threads only fill
+    slots.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -206,23 +215,29 @@ class Loader:
         return ticket
 
     def hand_on(self, extent: Extent, slot: Slot, take: Callable[[Tensor], None]) -> Errand:
-        """Read at most a slot's bytes, and give them to `take` in the background; other reads of the slot come after.
+        """Read up to a slot's bytes and pass them to `take` in the background.
+
+        Other reads of the slot come after.
 
         Args:
-            slot: whose owner only hands on what is read through it.
-            take: called with (n,) uint8, the bytes that were needed, which are others after it has returned. What it
-                raises is the error of the errand.
+            extent: Bytes to read, at most a slot's.
+            slot: Slot used for the read; its owner only passes on what is read through it.
+            take: Called with the needed bytes, (n,) uint8, which change after it returns. An exception of it is the
+                error of the errand.
         """
 
         def task() -> None:
-            room = slot.view[: extent.nbytes]
-            transfer(extent.file.read_into, extent.file, extent.offset, room, extent.needed, "read")
+            buffer = slot.view[: extent.nbytes]
+            transfer(extent.file.read_into, extent.file, extent.offset, buffer, extent.needed, "read")
             take(slot.data[: extent.needed])
 
         return self._errand(slot, task)
 
     def write(self, slot: Slot, file: WritableFile, offset: int, nbytes: int) -> Errand:
-        """Write the first `nbytes` of a slot; its owner lets no one else write there before that is over."""
+        """Write the first `nbytes` of a slot to a file.
+
+        Nobody else may write to the slot meanwhile.
+        """
 
         def task() -> None:
             transfer(file.write_from, file, offset, slot.view[:nbytes], nbytes, "written")

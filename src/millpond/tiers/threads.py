@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class ThreadBackend:
-    """Threads that take tasks in their order, but never two of one slot at a time.
+    """Threads that run tasks in order, but never two of one slot at a time.
 
     Args:
-        n_threads: one thread that reads 4 MiB at a time fills most disks.
+        n_threads: Number of threads; one that reads 4 MiB at a time fills most disks.
     """
 
     def __init__(self, n_threads: int = 1) -> None:
@@ -26,14 +26,14 @@ class ThreadBackend:
             thread.start()
 
     def submit(self, slot: int, task: Callable[[], None]) -> None:
-        """Run a task later, after all earlier ones of the same slot."""
+        """Run a task later, after all earlier ones of its slot."""
         with self._changed:
             assert not self._closed, "a closed backend takes no tasks"
             self._tasks.append((slot, task))
             self._changed.notify()
 
     def close(self) -> None:
-        """Finish what was submitted, and end the threads; a second call changes nothing."""
+        """Finish all submitted tasks, and end the threads; a second call changes nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -51,7 +51,7 @@ class ThreadBackend:
                     self._changed.notify_all()
 
     def _take(self) -> tuple[int, Callable[[], None]] | None:
-        """The next task whose slot no thread works on; None at the end."""
+        """Wait for the next task whose slot no thread works on; None at the end."""
         with self._changed:
             while True:
                 for n, (slot, task) in enumerate(self._tasks):

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from millpond.kernels import native
-from millpond.kernels.native import abi, library
+from millpond.kernels.native import library, structs
 
 
 @contextmanager
@@ -16,10 +16,10 @@ def running(isa: str) -> Iterator[None]:
     """The kernels of one instruction set inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MILLPOND_ISA", isa)
-        library.load.cache_clear(), abi.entry_point.cache_clear()
+        library.load.cache_clear(), structs.entry_point.cache_clear()
         assert native.isa() == isa
         yield
-    library.load.cache_clear(), abi.entry_point.cache_clear()
+    library.load.cache_clear(), structs.entry_point.cache_clear()
 
 
 @contextmanager

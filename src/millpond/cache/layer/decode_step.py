@@ -24,7 +24,8 @@ from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeRowsArgs, StepRegions
 from millpond.kernels.decode_rules import KEEP_ALL, DecodeRule, Evict, Signal, choose_evicted
 from millpond.kernels.eager.pages import scatter
-from millpond.policy.policy import Policy, on_sliding_layer
+from millpond.policy.decode_rule import on_sliding_layer
+from millpond.policy.policy import Policy
 
 
 def evict_due(table: PageTable, rule: DecodeRule, q_pos: Tensor, active: np.ndarray, window: int) -> None:

@@ -23,9 +23,10 @@ from millpond.errors import BudgetError, OptionError
 from millpond.kernels import ops
 from millpond.kernels.args import MergeArgs
 from millpond.kernels.decode_rules import UNBOUNDED, Reduce
+from millpond.policy.eviction_plan import EvictionPlan, with_rest
 from millpond.policy.head_rules import NestedPlan
 from millpond.policy.merging import Merged
-from millpond.policy.policy import REDUCE, EvictionPlan, Policy, with_rest
+from millpond.policy.policy import REDUCE, Policy
 from millpond.policy.protect import kept_beyond_budget
 from millpond.policy.step_merge import StepMergePlan, slot_plan
 from millpond.policy.view import View, columns_of

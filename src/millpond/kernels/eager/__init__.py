@@ -1,1 +1,1 @@
-"""The ops in plain torch, one file each, and their helpers. Shapes and meaning: see `kernels.op_set`."""
+"""Ops in plain torch, one file each, and their helpers; shapes and meaning as in `kernels.ops`."""

@@ -10,27 +10,27 @@ from millpond.kernels.eager.pages import read
 from millpond.kernels.eager.softmax import INF, lse_merge, reduce_group, soft_cap, softmax_with_sink, wide, with_masses
 
 
-def nothing_found(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """What queries q (S, Hq, key_dim) find where there are no entries: out and lse as `attend` returns them."""
+def empty_output(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the output of queries q (S, Hq, key_dim) over no entries: out and lse."""
     out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
     return out, torch.full(q.shape[:2], -INF, dtype=torch.float32, device=q.device)
 
 
 def attend(args: AttendArgs) -> AttendOutput:
-    q, regions, chosen = args.q, args.regions, slice(None) if args.members is None else args.members
+    q, regions, members = args.q, args.regions, slice(None) if args.members is None else args.members
     n_kv_heads, dtype = len(regions.table), wide(q.dtype)
     width = int(regions.lens.max()) if n_kv_heads else 0
     keys, values, positions, _, log_masses = read(regions, width)
-    some = q[chosen].to(dtype)
+    some = q[members].to(dtype)
     rows = some.transpose(0, 1).reshape(n_kv_heads, -1, len(some), q.shape[2])  # (Hkv, group, S, D)
     logits = soft_cap(rows @ keys.to(dtype)[:, None].transpose(-1, -2) * args.scale, args.softcap)
     logits = with_masses(logits, log_masses)
     p, shared_lse = softmax_with_sink(logits, (positions >= 0)[:, None, None], None)
     shared = (p @ values.to(dtype)[:, None]).flatten(0, 1).transpose(0, 1).float()
-    out, lse = nothing_found(q, regions.pages.value_dim) if args.found is None else args.found
-    before, whole = out[chosen].float(), shared_lse.flatten(0, 1).T.float()
-    merged, lse[chosen] = lse_merge(before, lse[chosen], shared, whole)
-    out[chosen] = merged.to(out.dtype)
+    out, lse = empty_output(q, regions.pages.value_dim) if args.partial is None else args.partial
+    before, full_lse = out[members].float(), shared_lse.flatten(0, 1).T.float()
+    merged, lse[members] = lse_merge(before, lse[members], shared, full_lse)
+    out[members] = merged.to(out.dtype)
     return AttendOutput(out, lse)
 
 
@@ -39,7 +39,7 @@ ROWS = 64
 
 
 def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_heads: int) -> Tensor:
-    """(Hkv, Q, n_past + Q) bool: what each query may see."""
+    """Return (Hkv, Q, n_past + Q) bool: the columns that each query may see."""
     n = len(q_pos)
     new = q_pos.expand(n_kv_heads, n)
     past = past_pos.expand(n_kv_heads, -1) if past_pos is not None else new[:, :0]
@@ -50,7 +50,7 @@ def visible_columns(q_pos: Tensor, past_pos: Tensor | None, window: int, n_kv_he
 
 
 def query_weights(n: int, decay: float, like: Tensor) -> Tensor:
-    """(n,) what the attention of each of n queries still counts for at the last one: decay**(n - 1 - i)."""
+    """Return (n,) weights of n queries at the last one: decay**(n - 1 - i)."""
     later = torch.arange(n - 1, -1, -1, dtype=like.dtype, device=like.device)
     return torch.pow(decay, later)
 
@@ -78,9 +78,9 @@ def window_signal(args: WindowSignalArgs) -> Tensor:
 
 
 def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
-    """What the queries from `begin` on give, ROWS of them at most."""
-    own = slice(begin, begin + ROWS)
-    q, k, q_pos, k_pos, shape = args.q[:, own], args.k, args.q_pos[own], args.k_pos, args.shape
+    """Return the attention of the queries from `begin` on, ROWS of them at most."""
+    row_slice = slice(begin, begin + ROWS)
+    q, k, q_pos, k_pos, shape = args.q[:, row_slice], args.k, args.q_pos[row_slice], args.k_pos, args.shape
     n_kv_heads, dtype = len(k), wide(args.q.dtype)
     rows = q.to(dtype).view(n_kv_heads, -1, *q.shape[1:])  # (Hkv, group, w, D)
     logits = soft_cap(rows @ k.to(dtype)[:, None].transpose(-1, -2) * shape.scale, shape.softcap)
@@ -90,7 +90,9 @@ def _window_rows(args: WindowSignalArgs, begin: int) -> Tensor:
     if shape.window:
         visible &= distance < shape.window
     if args.lse is not None:
-        p = torch.exp(logits - args.lse[:, own].to(dtype).view(*rows.shape[:3], 1)).masked_fill(~visible[:, None], 0.0)
+        p = torch.exp(logits - args.lse[:, row_slice].to(dtype).view(*rows.shape[:3], 1)).masked_fill(
+            ~visible[:, None], 0.0
+        )
     else:
         sink = shape.sink_logits.to(dtype).view(n_kv_heads, -1, 1, 1) if shape.sink_logits is not None else None
         p, _ = softmax_with_sink(logits, visible[:, None], sink)
@@ -114,14 +116,14 @@ def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tup
     unit = torch.nn.functional.normalize(keys.to(wide(keys.dtype)), dim=-1)
     n = keys.shape[1]
     column = torch.arange(n, device=keys.device)
-    there = column < lens[:, None]
+    exists = column < lens[:, None]
     at = torch.full((*keys.shape[:2], most), -1, dtype=torch.int32, device=keys.device)
     cosines = torch.zeros(at.shape, dtype=unit.dtype, device=keys.device)
     for begin in range(0, n, SCAN_ROWS):
         rows = slice(begin, begin + SCAN_ROWS)
         cosine = unit[:, rows] @ unit.transpose(1, 2)
-        alike = (cosine > threshold) & there[:, None] & there[:, rows, None] & (column != column[rows, None])
+        alike = (cosine > threshold) & exists[:, None] & exists[:, rows, None] & (column != column[rows, None])
         last = torch.where(alike, column, -1).topk(min(most, n), -1).values
-        found = cosine.gather(2, last.clamp(min=0))
-        at[:, rows, :n], cosines[:, rows, :n] = last.int(), torch.where(last >= 0, found, 0)
+        gathered = cosine.gather(2, last.clamp(min=0))
+        at[:, rows, :n], cosines[:, rows, :n] = last.int(), torch.where(last >= 0, gathered, 0)
     return at, cosines

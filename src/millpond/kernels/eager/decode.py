@@ -27,7 +27,7 @@ from millpond.kernels.pages import PageArrays
 
 
 def decode(args: DecodeArgs) -> DecodeOutput:
-    """Over plain pages: what lies in packed ones is not read."""
+    """Decode over plain pages; entries in packed ones are not read."""
     q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
     (pages, table, lens), rule, shape = regions.plain.parts, regions.rule, regions.shape
     n_seq, n_heads, _ = q.shape
@@ -94,7 +94,10 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 
 def decode_packed(args: DecodeArgs) -> DecodeOutput:
-    """As one region of numbers: both parts are copied into one, `decode` runs, and what it did is undone."""
+    """Decode over plain and packed pages as one region of numbers.
+
+    Both parts are copied into one, `decode` runs, and its changes are written back.
+    """
     regions = args.regions
     if regions.packed is None:
         return decode(args)
@@ -116,30 +119,30 @@ def decode_packed(args: DecodeArgs) -> DecodeOutput:
             target = slot
         elif slot < int(before[r]):
             joined.bury(r, slot)
-        here, one = slice(r, r + 1), torch.ones_like(lens[:1])
-        given = EntryRows(
-            target * one,
-            one,
+        row, ones = slice(r, r + 1), torch.ones_like(lens[:1])
+        new_rows = EntryRows(
+            target * ones,
+            ones,
             torch.zeros(1, 1, dtype=torch.int32, device=lens.device),
-            k_stored.reshape(-1, 1, k_stored.shape[-1])[here],
-            v_stored.reshape(-1, 1, v_stored.shape[-1])[here],
+            k_stored.reshape(-1, 1, k_stored.shape[-1])[row],
+            v_stored.reshape(-1, 1, v_stored.shape[-1])[row],
             q_pos[r // width].reshape(1, 1),
             scores[r, slot].reshape(1, 1),
         )
-        write(PageRegions(pages, table[here], lens[here]), given)
+        write(PageRegions(pages, table[row], lens[row]), new_rows)
         lens[r] += int(target == plain_n)
     return DecodeOutput(out.to(args.q.dtype), lse, evicted)
 
 
 class _Joined:
-    """The plain and the packed entries of every region in one pool of float32, tombstones left out."""
+    """Plain and packed entries of every region in one pool of float32, without tombstones."""
 
     def __init__(self, regions: PageRegions, packed: PackedRegions, head_dim: int) -> None:
         pages, table, lens = regions.parts
         self.plain, self.plain_table, self.plain_lens, self.packed = pages, table, lens, packed
-        n_regions, most = len(lens), int(packed.lens.max()) if len(lens) else 0
+        n_regions, max_packed = len(lens), int(packed.lens.max()) if len(lens) else 0
         dense = read(regions, int(lens.max()) if n_regions else 0)
-        coded = read_packed(packed, most, head_dim)
+        coded = read_packed(packed, max_packed, head_dim)
         self.alive = [(coded[2][r, : int(packed.lens[r])] >= 0).nonzero()[:, 0] for r in range(n_regions)]
         masses = pages.masses or packed.pages.masses
         rows: list[list[Tensor]] = []
@@ -147,11 +150,11 @@ class _Joined:
             n = int(lens[r])
             pair = [(d[r, :n].float(), c[r, self.alive[r]]) for d, c in zip(dense[:4], coded[:4], strict=True)]
             if masses:
-                own, theirs = (
+                own_sums, theirs = (
                     t[r] if t is not None else torch.zeros(w, device=lens.device)
-                    for t, w in ((dense[4], dense[0].shape[1]), (coded[4], most))
+                    for t, w in ((dense[4], dense[0].shape[1]), (coded[4], max_packed))
                 )
-                pair.append((own[:n], theirs[self.alive[r]]))
+                pair.append((own_sums[:n], theirs[self.alive[r]]))
             rows.append([torch.cat(p) for p in pair])
         self.lens = torch.tensor([len(row[0]) for row in rows], dtype=torch.int32).to(lens.device)
         width = int(self.lens.max()) + 1 if n_regions else 1
@@ -169,19 +172,19 @@ class _Joined:
         return PageRegions(self.pages, self.table, self.lens)
 
     def new_slots(self, q_pos: Tensor, before: Tensor) -> dict[int, int]:
-        """Where the new entry of each region lies, for those that stored it."""
+        """Return the slot of the new entry of each region that stored it."""
         heads = len(before) // len(q_pos)
-        found = {}
+        last_slots = {}
         for r in range(len(before)):
             position = int(q_pos[r // heads])
-            held = self.pages.positions[0][r, : int(self.lens[r])]
-            slots = (held == position).nonzero()[:, 0] if position >= 0 else held[:0]
+            positions = self.pages.positions[0][r, : int(self.lens[r])]
+            slots = (positions == position).nonzero()[:, 0] if position >= 0 else positions[:0]
             if len(slots):
-                found[r] = int(slots[-1])
-        return found
+                last_slots[r] = int(slots[-1])
+        return last_slots
 
     def put_scores(self, scores: Tensor, before: Tensor, new: dict[int, int]) -> None:
-        """Write the accumulators back to where the entries came from."""
+        """Write the accumulators back to the pages that the entries came from."""
         for r in range(len(before)):
             n = int(self.plain_lens[r])
             slots = torch.arange(n, device=self.plain_lens.device)
@@ -196,14 +199,14 @@ class _Joined:
     def bury(self, r: int, slot: int) -> None:
         """Leave a tombstone in the packed slot that became slot `slot` of the joined region."""
         pages = self.packed.pages
-        own = int(self.alive[r][slot - int(self.plain_lens[r])])
-        arena, at = divmod(int(self.packed.table[r, own // pages.slots]), pages.pages_per_arena)
-        pages.positions[arena][at, own % pages.slots] = -1
+        region = int(self.alive[r][slot - int(self.plain_lens[r])])
+        arena, at = divmod(int(self.packed.table[r, region // pages.slots]), pages.pages_per_arena)
+        pages.positions[arena][at, region % pages.slots] = -1
         self.packed.dead[r] += 1
 
 
 def one_by_one(args: DecodeRowsArgs, step: Callable[[DecodeArgs], DecodeOutput]) -> AttendOutput:
-    """A decoding step for each column."""
+    """Run a decoding step for each column."""
     caps = torch.full_like(args.regions.lens, UNBOUNDED)
     recent = torch.zeros_like(caps)
     outs, sums = [], []
@@ -221,5 +224,5 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
 
 
 def admit(args: HeadRuleArgs) -> bool:
-    """Nothing is done."""
+    """Do nothing, and return False."""
     return False

@@ -17,30 +17,30 @@ TOGETHER = 256
 
 
 def is_whole(regions: PackedRegions, start: Tensor, count: Tensor) -> bool:
-    """Whether these runs of slots are whole pages of keys that are stored in all channels and unbalanced."""
+    """Whether these runs of slots are whole pages of unbalanced keys in all channels."""
     slots = regions.pages.slots
     plainly = regions.channels is None and regions.balance is None
     return plainly and not bool((start % slots).any()) and not bool((count % slots).any())
 
 
 def write(regions: PackedRegions, rows: EntryRows) -> None:
-    """As `ops.write_packed`, for what `is_whole`."""
+    """Write whole pages as `ops.write_packed` does, if `is_whole`."""
     slots = regions.pages.slots
     n_pages = rows.count.long() // slots
-    most = int(n_pages.max()) if len(n_pages) else 0
-    region, column = (torch.arange(most, device=n_pages.device) < n_pages[:, None]).nonzero().unbind(1)
+    max_pages = int(n_pages.max()) if len(n_pages) else 0
+    region, column = (torch.arange(max_pages, device=n_pages.device) < n_pages[:, None]).nonzero().unbind(1)
     for begin in range(0, len(region), TOGETHER):
         part = slice(begin, begin + TOGETHER)
         r, first = region[part], column[part] * slots
-        chosen = rows.index[r].long().gather(1, first[:, None] + torch.arange(slots, device=first.device))
+        source_columns = rows.index[r].long().gather(1, first[:, None] + torch.arange(slots, device=first.device))
         ids = regions.table[r, (rows.start[r].long() + first) // slots].long()
-        _write(regions, ids, r, rows, chosen)
+        _write(regions, ids, r, rows, source_columns)
 
 
-def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, chosen: Tensor) -> None:
-    """Pages `ids` (P,) of regions r (P,) from the `chosen` (P, slots) of the rows of these regions."""
+def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, source_columns: Tensor) -> None:
+    """Write pages `ids` (P,) of regions r (P,) from columns (P, slots) of their rows."""
     pages, at = regions.pages, r[:, None]
-    keys, values, positions = (t[at, chosen] for t in (rows.keys, rows.values, rows.positions))
+    keys, values, positions = (t[at, source_columns] for t in (rows.keys, rows.values, rows.positions))
     if regions.rope is not None:
         keys = regions.rope.turn_back(keys.float(), positions)
     coded = []
@@ -49,21 +49,21 @@ def _write(regions: PackedRegions, ids: Tensor, r: Tensor, rows: EntryRows, chos
     _put(pages.codes, ids, torch.cat(coded, 1))
     _put(pages.positions, ids, positions)
     zeros = torch.zeros_like(positions).float()
-    _put(pages.scores, ids, zeros if rows.scores is None else rows.scores[at, chosen].float())
+    _put(pages.scores, ids, zeros if rows.scores is None else rows.scores[at, source_columns].float())
     if pages.masses:
-        _put(pages.log_masses, ids, zeros if rows.log_masses is None else rows.log_masses[at, chosen].float())
+        _put(pages.log_masses, ids, zeros if rows.log_masses is None else rows.log_masses[at, source_columns].float())
 
 
 def _put(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
-    """The first of the bytes or slots of whole pages, rows (P, n), into a list of arenas."""
+    """Write whole pages of bytes or slots, rows (P, n), into a list of arenas."""
     per = arenas[0].shape[0]
     for i in sorted(set((ids // per).tolist())):
-        here = ids // per == i
-        arenas[i][ids[here] - i * per, : rows.shape[1]] = rows[here]
+        in_arena = ids // per == i
+        arenas[i][ids[in_arena] - i * per, : rows.shape[1]] = rows[in_arena]
 
 
 def fixed_of(regions: PackedRegions, r: Tensor) -> Fixed | None:
-    """The calibrated scales and zeros (P, 1, key_dim) of the keys of regions r (P,), where there are any."""
+    """Return calibrated scales and zeros (P, 1, key_dim) of keys of regions r (P,), if any."""
     scales, zeros = regions.key_scales, regions.key_zeros
     if scales is None or zeros is None:
         return None
@@ -76,7 +76,7 @@ READ_TOGETHER = 256
 
 
 def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys (n, head_dim) of region r as they are stored: before RoPE, or the kept channels, balanced."""
+    """Return keys (n, head_dim) of region r as stored: before RoPE, or kept and balanced."""
     if regions.rope is not None:
         return regions.rope.turn_back(keys.float(), positions)
     if regions.channels is not None:
@@ -85,7 +85,10 @@ def stored_keys(regions: PackedRegions, r: int, keys: Tensor, positions: Tensor)
 
 
 def _whole_keys(regions: PackedRegions, r: Tensor, keys: Tensor, positions: Tensor, head_dim: int) -> Tensor:
-    """The keys (n, head_dim) that stored ones of regions r (n,) stand for: zero in the channels that were dropped."""
+    """Return the keys (n, head_dim) of stored ones of regions r (n,).
+
+    Channels that were dropped are zero.
+    """
     if regions.rope is not None:
         return regions.rope.turn(keys, positions)
     if regions.balance is not None:
@@ -111,19 +114,19 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
             mine = slots // pages.slots == i
             arena, at = divmod(int(regions.table[r, i]), pages.pages_per_arena)
             first = int(slots[mine][0]) % pages.slots
-            own = slice(first, first + int(mine.sum()))
+            columns = slice(first, first + int(mine.sum()))
             bytes_ = pages.codes[arena][at]
             for (side, offsets, dim, is_key), x in zip(codes.sides(pages.layout), pair, strict=True):
                 new = codes.encode(x[mine][None], side, fixed_of(regions, own_head) if is_key else None)
-                if own != slice(0, pages.slots):
+                if columns != slice(0, pages.slots):
                     old = codes.from_bytes(bytes_[None], side, offsets, pages.slots, dim, is_key)
                     new = codes.replace_slots(old, new, side, first)
                 bytes_[offsets.codes : offsets.codes + offsets.size] = codes.to_bytes(new, side, is_key)[0]
-            chosen = row[mine]
-            pages.positions[arena][at, own] = positions[r, chosen]
-            pages.scores[arena][at, own] = 0.0 if rows.scores is None else rows.scores[r, chosen]
+            selected = row[mine]
+            pages.positions[arena][at, columns] = positions[r, selected]
+            pages.scores[arena][at, columns] = 0.0 if rows.scores is None else rows.scores[r, selected]
             if pages.masses:
-                pages.log_masses[arena][at, own] = 0.0 if rows.log_masses is None else rows.log_masses[r, chosen]
+                pages.log_masses[arena][at, columns] = 0.0 if rows.log_masses is None else rows.log_masses[r, selected]
 
 
 def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntries:
@@ -143,10 +146,10 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
         ids = regions.table[r, column[part]].long()
         inside = begin[:, None] + slots < regions.lens[r][:, None]
         row, at = r[:, None].expand_as(inside)[inside], (begin[:, None] + slots)[inside]
-        found = _decoded(regions, ids, r)
+        decoded = _decoded(regions, ids, r)
         positions[row, at] = _rows(pages.positions, ids)[inside]
-        keys[row, at] = _whole_keys(regions, row, found[0][inside], positions[row, at], head_dim)
-        values[row, at] = found[1][inside]
+        keys[row, at] = _whole_keys(regions, row, decoded[0][inside], positions[row, at], head_dim)
+        values[row, at] = decoded[1][inside]
         scores[row, at] = _rows(pages.scores, ids)[inside]
         if masses is not None:
             masses[row, at] = _rows(pages.log_masses, ids)[inside]
@@ -154,21 +157,24 @@ def read_packed(regions: PackedRegions, width: int, head_dim: int) -> PaddedEntr
 
 
 def _rows(arenas: list[Tensor], ids: Tensor) -> Tensor:
-    """Whole pages (n, ...) out of a list of arenas."""
+    """Return whole pages (n, ...) out of a list of arenas."""
     per = arenas[0].shape[0]
     out = arenas[0].new_empty(len(ids), *arenas[0].shape[1:])
     for i, arena in enumerate(arenas):
-        here = ids // per == i
-        out[here] = arena[ids[here] - i * per]
+        in_arena = ids // per == i
+        out[in_arena] = arena[ids[in_arena] - i * per]
     return out
 
 
 def _decoded(regions: PackedRegions, ids: Tensor, r: Tensor) -> list[Tensor]:
-    """Keys as stored and values (n, slots, dim) float32 of whole pages `ids` (n,) of regions `r` (n,)."""
-    pages, found = regions.pages, []
+    """Return keys as stored and values (n, slots, dim) float32 of whole pages.
+
+    Pages are `ids` (n,) of regions `r` (n,).
+    """
+    pages, sides = regions.pages, []
     rows = _rows(pages.codes, ids)
     for side, offsets, dim, is_key in codes.sides(pages.layout):
         fixed = fixed_of(regions, r) if is_key else None
         parts = codes.from_bytes(rows, side, offsets, pages.slots, dim, is_key)
-        found.append(codes.decode(parts, side, fixed))
-    return found
+        sides.append(codes.decode(parts, side, fixed))
+    return sides

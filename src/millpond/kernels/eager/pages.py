@@ -14,19 +14,19 @@ from millpond.kernels.pages import PageArrays
 
 
 def slot_ids(pages: PageArrays, table: Tensor, slots: Tensor) -> Tensor:
-    """Flat slot ids, page * pages.slots + offset, of slots (R, n) of each region."""
+    """Return flat slot ids, page * pages.slots + offset, of slots (R, n) of each region."""
     page = table.long().gather(1, slots // pages.slots)
     return page * pages.slots + slots % pages.slots
 
 
 def gather(arenas: list[Tensor], ids: Tensor) -> Tensor:
-    """Rows of flat slot ids (any shape) out of a list of arenas; result has shape ids.shape + row shape."""
+    """Return rows of flat slot ids (any shape) out of arenas: ids.shape + row shape."""
     row_shape = arenas[0].shape[2:]
     per_arena = arenas[0].shape[0] * arenas[0].shape[1]
     out = arenas[0].new_empty(*ids.shape, *row_shape)
     for n, arena in enumerate(arenas):
-        here = ids // per_arena == n
-        out[here] = arena.reshape(-1, *row_shape)[ids[here] - n * per_arena]
+        in_arena = ids // per_arena == n
+        out[in_arena] = arena.reshape(-1, *row_shape)[ids[in_arena] - n * per_arena]
     return out
 
 
@@ -35,12 +35,12 @@ def scatter(arenas: list[Tensor], ids: Tensor, rows: Tensor) -> None:
     row_shape = arenas[0].shape[2:]
     per_arena = arenas[0].shape[0] * arenas[0].shape[1]
     for n, arena in enumerate(arenas):
-        here = ids // per_arena == n
-        arena.view(-1, *row_shape)[ids[here] - n * per_arena] = rows[here].to(arena.dtype)
+        in_arena = ids // per_arena == n
+        arena.view(-1, *row_shape)[ids[in_arena] - n * per_arena] = rows[in_arena].to(arena.dtype)
 
 
 def occupied(pages: PageArrays, table: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Flat slot ids (R, width) and which of them hold an entry; ids of empty slots are 0."""
+    """Return flat slot ids (R, width), and whether each has an entry; empty ones are 0."""
     slots = torch.arange(width, device=table.device).expand(table.shape[0], width)
     valid = slots < lens[:, None]
     ids = slot_ids(pages, table, torch.where(valid, slots, 0)) if table.shape[1] else slots * 0
@@ -81,10 +81,10 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
     ids = slot_ids(pages, table, torch.where(valid, rows.start[:, None].long() + lane, 0))[valid]
     row = index.long()[valid]
     none = torch.zeros(1, 1, device=table.device).expand(rows.positions.shape)
-    scores, log_masses = (none if given is None else given for given in (rows.scores, rows.log_masses))
+    scores, log_masses = (none if source is None else source for source in (rows.scores, rows.log_masses))
     side = (rows.keys, rows.values, rows.positions, scores, log_masses)
-    for arenas, given in zip(pages.arrays, side, strict=False):
-        scatter(arenas, ids, given[region, row])
+    for arenas, source in zip(pages.arrays, side, strict=False):
+        scatter(arenas, ids, source[region, row])
 
 
 Rows = npt.NDArray[np.integer[Any]]
@@ -93,29 +93,32 @@ _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8
 
 
 def take_rows(source: Tensor, rows: Rows) -> Tensor:
-    """Rows (n,) of source (N, ...), on the CPU, as a copy (n, ...)."""
+    """Return rows (n,) of source (N, ...), on the CPU, as a copy (n, ...)."""
     if not source.is_cpu or not source.is_contiguous():
         return source[torch.from_numpy(rows).long().to(source.device)].cpu()
-    found = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
-    if found.numel():
-        whole, room = _whole(source, found)
-        np.take(whole, rows, axis=0, out=room, mode="clip")
-    return found
+    rows_read = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+    if rows_read.numel():
+        elements, bytes_view = _whole(source, rows_read)
+        np.take(elements, rows, axis=0, out=bytes_view, mode="clip")
+    return rows_read
 
 
 def put_rows(target: Tensor, rows: Rows, source: Tensor, places: Rows | None = None) -> None:
-    """Let rows (n,) of target (N, ...) be source (n, ...), or its rows `places` (n,)."""
+    """Write source (n, ...), or its rows `places` (n,), to rows (n,) of target (N, ...)."""
     if target.is_cpu and target.is_contiguous() and source.is_cpu and source.is_contiguous():
         if source.numel() and len(rows):
-            whole, room = _whole(source, target)
-            room[rows] = whole if places is None else whole[places]
+            elements, bytes_view = _whole(source, target)
+            bytes_view[rows] = elements if places is None else elements[places]
         return
-    own = source if places is None else source[torch.from_numpy(places).to(source.device)]
-    target[torch.from_numpy(rows).long().to(target.device)] = own.to(target.device)
+    own_rows = source if places is None else source[torch.from_numpy(places).to(source.device)]
+    target[torch.from_numpy(rows).long().to(target.device)] = own_rows.to(target.device)
 
 
 def _whole(*tensors: Tensor) -> list[npt.NDArray[Any]]:
-    """The rows of tensors (N, ...), contiguous and of one size, as numbers as wide as fit them and their places."""
+    """Return rows of tensors (N, ...) as numbers as wide as their bytes and addresses allow.
+
+    The rows must be contiguous and of one size.
+    """
     flat = [x.detach().view(len(x), -1).view(torch.uint8) for x in tensors]
     numbers = [flat[0].shape[1], *(x.data_ptr() for x in tensors)]
     kind = next(kind for width, kind in _WIDTHS if not any(number % width for number in numbers))

@@ -11,12 +11,15 @@ INF = float("inf")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor of `dtype` is computed with."""
+    """Return the dtype in which numbers of `dtype` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def softmax_with_sink(logits: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities and log-sum-exp over the last axis; `sink` (broadcastable, one column) enters the denominator."""
+    """Return probabilities and log-sum-exp over the last axis.
+
+    `sink` (broadcastable, one column) enters the denominator.
+    """
     logits = logits.masked_fill(~visible, -INF)
     columns = logits if sink is None else torch.cat([logits, sink.expand(*logits.shape[:-1], 1)], -1)
     lse = torch.logsumexp(columns, -1)
@@ -28,7 +31,7 @@ def soft_cap(logits: Tensor, softcap: float) -> Tensor:
 
 
 def with_masses(logits: Tensor, log_masses: Tensor | None) -> Tensor:
-    """Logits (Hkv, group, Q, N) with the log masses (Hkv or 1, n) of the first n columns added."""
+    """Return logits (Hkv, group, Q, N) plus log masses (Hkv or 1, n) of the first n columns."""
     if log_masses is None:
         return logits
     bias = log_masses.to(logits.dtype)[:, None, None]
@@ -36,17 +39,20 @@ def with_masses(logits: Tensor, log_masses: Tensor | None) -> Tensor:
 
 
 def reduce_group(p: Tensor, how: Reduce, dim: int) -> Tensor:
-    """The query heads of a group, on axis `dim`, as one number per entry."""
+    """Return one number per entry for the query heads of a group, on axis `dim`."""
     if how is Reduce.MAX:
         return p.amax(dim)
     return p.mean(dim) if how is Reduce.MEAN else p.sum(dim)
 
 
 def lse_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over a union of two disjoint sets from the attention over each.
+    """Return attention over two disjoint sets from the attention over each.
 
     Args:
-        out_a, out_b: (..., D). lse_a, lse_b: (...) float32, -inf where a set is empty.
+        out_a: (..., D).
+        lse_a: (...) float32, -inf where the set is empty.
+        out_b: (..., D).
+        lse_b: (...) float32, -inf where the set is empty.
 
     Returns:
         out (..., D), lse (...): out = sum_i out_i exp(lse_i - lse), lse = log(exp(lse_a) + exp(lse_b)).

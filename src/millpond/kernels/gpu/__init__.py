@@ -1,4 +1,4 @@
-"""The op set for CUDA in Triton, with the names, arguments and meaning of `millpond.kernels.reference`.
+"""Op set for CUDA in Triton, with the names, arguments and meaning of `millpond.kernels.reference`.
 
 With TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on CPU tensors.
 """

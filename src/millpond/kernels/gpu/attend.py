@@ -13,7 +13,10 @@ SPLITS = tl.constexpr(32)  # partial results that `combine` loads at once
 
 @triton.jit
 def take_in(x, v, top, total, acc, DOT: tl.constexpr):
-    """Maximum, sum and output (G,), (G,), (G, V) of a softmax in base 2, with logits x (G, N) and values v (N, V)."""
+    """Return maximum, sum and output (G,), (G,), (G, V) of a softmax in base 2.
+
+    Logits are x (G, N), values v (N, V).
+    """
     new_top = tl.maximum(top, tl.max(x, 1))
     finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
     p = tl.exp2(x - finite[:, None])
@@ -24,7 +27,7 @@ def take_in(x, v, top, total, acc, DOT: tl.constexpr):
 
 @triton.jit
 def store_part(part_out, part_max, part_sum, to, g, e, top, total, acc, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Write what `take_in` came to, for `combine`, into rows `to` (G,)."""
+    """Write the state of `take_in`, for `combine`, into rows `to` (G,)."""
     tl.store(part_max + to, top, mask=g < GROUP)
     tl.store(part_sum + to, total, mask=g < GROUP)
     out_mask = (g < GROUP)[:, None] & (e < VALUE_DIM)[None, :]
@@ -68,7 +71,10 @@ def attend(
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
 ):
-    """Output, maximum and sum of one split for all query heads of a region; the logits too if they are kept."""
+    """Compute output, maximum and sum of one split for all query heads of a region.
+
+    The logits are stored too if they are kept.
+    """
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     begin = split * SPLIT

@@ -47,7 +47,10 @@ REDUCE_MAX = tl.constexpr(int(Reduce.MAX))
 
 @triton.jit
 def locate(table_row, slot, ok, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr):
-    """The arena (int32) and the row in it (int64) of each slot of a region; nothing is looked up where not `ok`."""
+    """Return the arena (int32) and the row in it (int64) of each slot of a region.
+
+    Nothing is looked up where not `ok`.
+    """
     page = tl.load(table_row + (slot >> LOG_SLOTS), mask=ok, other=0)
     row = (page & ((1 << LOG_PAGES) - 1)).to(tl.int64) << LOG_SLOTS
     return page >> LOG_PAGES, row + (slot & ((1 << LOG_SLOTS) - 1))
@@ -55,7 +58,7 @@ def locate(table_row, slot, ok, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
 
 @triton.jit
 def slot_rows(bases, n_arenas, WHICH: tl.constexpr, arena, row, ok, DIM: tl.constexpr, TYPE: tl.constexpr):
-    """Pointers to the first number of each row of one of the arrays of the pages."""
+    """Return pointers to the first number of each row of one of the arrays of the pages."""
     base = tl.load(bases + WHICH * n_arenas + arena, mask=ok, other=0)
     # arenas come from the allocator, so they start at a multiple of 16 bytes; an address from memory does not say so
     return tl.multiple_of(base.to(tl.pointer_type(TYPE)), 16) + row * DIM
@@ -76,7 +79,10 @@ def tile_rows(
     DIM: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """`slot_rows` of the slots first .. first + BLOCK - 1: one scalar look-up where a tile lies inside one page."""
+    """Return `slot_rows` of the slots first .. first + BLOCK - 1.
+
+    One scalar look-up where a tile is inside one page.
+    """
     if BLOCK <= (1 << LOG_SLOTS):
         page = tl.load(table_row + (first >> LOG_SLOTS))
         base = tl.load(bases + WHICH * n_arenas + (page >> LOG_PAGES))
@@ -90,7 +96,7 @@ def tile_rows(
 
 @triton.jit
 def logit2(product, scale, softcap, HAS_CAP: tl.constexpr):
-    """The logit of a product q.k, in base 2."""
+    """Return the logit of a product q.k, in base 2."""
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); exp may overflow to inf, which gives 1
         doubled = tl.exp2(product * (scale / softcap) * (2.0 * LOG2_E))
@@ -103,7 +109,7 @@ def logit2(product, scale, softcap, HAS_CAP: tl.constexpr):
 
 
 def on_its_device(op: Callable[P, R]) -> Callable[P, R]:
-    """Run `op` with the device of its first argument current: Triton launches on the current device only."""
+    """Run `op` with its first argument's device current: Triton launches on no other."""
 
     @wraps(op)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -115,7 +121,7 @@ def on_its_device(op: Callable[P, R]) -> Callable[P, R]:
 
 
 def check(device: torch.device, *dtypes: torch.dtype) -> None:
-    """Refuse what the kernels cannot run on.
+    """Refuse tensors that the kernels cannot run on.
 
     Raises:
         OptionError: tensors that are not on a CUDA device, or a dtype without a kernel.
@@ -128,7 +134,7 @@ def check(device: torch.device, *dtypes: torch.dtype) -> None:
 
 
 def dot_type(left: torch.dtype, right: torch.dtype) -> tl.dtype:
-    """The operand type of a matrix product: the common dtype, float32 where they differ.
+    """Return the operand type of a matrix product: the common dtype, or float32.
 
     The interpreter of Triton multiplies the bit patterns of bfloat16, so there it is float32 too.
     """
@@ -138,15 +144,18 @@ def dot_type(left: torch.dtype, right: torch.dtype) -> tl.dtype:
 
 
 def block_of(dim: int) -> int:
-    """The power of two, at least 16 (the least a matrix product takes), that holds `dim` numbers."""
+    """Return the power of two, at least 16, that holds `dim` numbers.
+
+    16 is the least a matrix product takes.
+    """
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """The tensor with its last axis contiguous; a copy only if it is not."""
+    """Return the tensor with its last axis contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def page_logs(pages: PageArrays | PackedArrays) -> dict[str, int]:
-    """The shape of pages as shift widths."""
+    """Return the shape of pages as shift widths."""
     return {"LOG_SLOTS": pages.slots.bit_length() - 1, "LOG_PAGES": pages.pages_per_arena.bit_length() - 1}

@@ -47,7 +47,7 @@ TUNING = Tuning()
 
 
 class Part(NamedTuple):
-    """The pages of one kind that regions hold, and their share of the scratch memory."""
+    """Pages of one kind that regions hold, and their share of the scratch memory."""
 
     where: tuple[Any, ...]  #: bases, for how many arenas they have room, table and its stride
     n_arenas: int  #: that there are
@@ -59,14 +59,14 @@ class Part(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Programs of `score` per region; none where there are no pages."""
+        """Programs of `score` per region; none if there are no pages."""
         return triton.cdiv(self.n_splits * TUNING.split, TUNING.chunk) if self.n_arenas else 0
 
 
 def _parts(
     pages: PageArrays, table: Tensor, lens: Tensor, caps: Tensor, packed: PackedRegions | None
 ) -> tuple[Part, ...]:
-    """The plain part, and the packed one where there is one. Nothing waits for the device."""
+    """Return the plain part, and the packed one if there is one, without waiting."""
     n_splits = triton.cdiv(table.shape[1] * pages.slots, TUNING.split)
     where = (pages.bases, pages.bases.shape[1], table, table.stride(0))
     plain = Part(where, pages.n_arenas, lens, caps.contiguous(), page_logs(pages), 0, n_splits)
@@ -88,7 +88,10 @@ def _parts(
 
 @on_its_device
 def decode(args: DecodeArgs) -> DecodeOutput:
-    """Over two parts where there are two: one softmax, one victim. With spans of which some stay in plain torch."""
+    """Decode over one or two parts: one softmax, one victim.
+
+    Spans of which some entries stay run in plain torch.
+    """
     if args.regions.kept is not None or args.regions.least is not None:
         return eager(args)
     q, k_new, v_new, regions = args.q, args.k_new, args.v_new, args.regions
@@ -289,5 +292,5 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
-    """A step for each column: a GPU reads many rows fast enough in `prefill`."""
+    """Run a step for each column: a GPU reads many rows fast enough in `prefill`."""
     return one_by_one(args, decode)

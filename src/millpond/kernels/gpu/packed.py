@@ -22,7 +22,7 @@ from millpond.kernels.gpu.common import (
     tile_rows,
 )
 from millpond.kernels.packed.layout import LANES as TILE_LANES
-from millpond.kernels.packed.layout import MOST_NAMED, RUN, Format, Offsets, Side
+from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -32,12 +32,12 @@ FP8 = tl.constexpr(int(Format.FP8))
 ROWS = tl.constexpr(int(Format.ROWS))
 FIRST_TABLE = tl.constexpr(int(Format.NUQ2))
 LANES = tl.constexpr(TILE_LANES)
-NAMED = tl.constexpr(MOST_NAMED)
+NAMED = tl.constexpr(MAX_NAMED)
 EXTRA_STEP = tl.constexpr(64)  #: outliers that are written at once
 
 
 def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, int]:
-    """What a kernel knows of one side when it is compiled."""
+    """Return the constants of one side that a kernel is compiled with."""
     return {
         f"{prefix}_FORMAT": int(side.format),
         f"{prefix}_BITS": side.format.bits,
@@ -55,13 +55,13 @@ def side_constants(prefix: str, side: Side, at: Offsets, dim: int) -> dict[str, 
 
 
 def table_or(table: Tensor, other: Tensor) -> Tensor:
-    """The table on the device of `other`; `other`, which is not read, where there is none."""
+    """Return the table on the device of `other`, or `other`, which is then not read."""
     return table.to(other.device) if table.numel() else other
 
 
 @triton.jit
 def bits_at(page, at: tl.constexpr, words: tl.constexpr, tile, lane, depth, ok, BITS: tl.constexpr):
-    """BITS bits of codes number `depth` of a lane of a tile of `words` words per lane."""
+    """Return BITS bits of codes number `depth` of a lane of a tile of `words` words per lane."""
     per: tl.constexpr = 32 // BITS
     pointer = (page + at).to(tl.pointer_type(tl.int32)) + (tile * words + depth // per) * LANES + lane
     e = depth % per
@@ -72,7 +72,7 @@ def bits_at(page, at: tl.constexpr, words: tl.constexpr, tile, lane, depth, ok, 
 def codes_at(
     page, tile, lane, depth, ok, CODES: tl.constexpr, TOP: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr
 ):
-    """Codes (int32) of a page; DEPTH: how many a lane holds."""
+    """Return codes (int32) of a page; DEPTH: how many a lane holds."""
     if BITS == 3:
         low = bits_at(page, CODES, DEPTH // 16, tile, lane, depth, ok, 2)
         return low | (bits_at(page, TOP, (DEPTH + 31) // 32, tile, lane, depth, ok, 1) << 2)
@@ -82,7 +82,7 @@ def codes_at(
 
 @triton.jit
 def from_e4m3(code):
-    """The number of a code of 8 bits; NaN, which is never stored, would be 480."""
+    """Return the number of a code of 8 bits; NaN, which is never stored, would be 480."""
     size = code & 127
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -115,10 +115,10 @@ def numbers_at(
     DEPTH: tl.constexpr,
     MEANS: tl.constexpr,
 ):
-    """The numbers (float32) in slots x channels of a page, 0 where not `ok`.
+    """Return the numbers (float32) in slots x channels of a page, 0 where not `ok`.
 
-    tile, lane, depth: where the code of each lies. numbers: of a table format. fixed_scales, fixed_zeros: of the
-    channels of this head, where they were calibrated.
+    tile, lane and depth are the place of each code; numbers are those of a table format; fixed_scales and fixed_zeros
+    those of the channels of this head, where they were calibrated.
     """
     if FORMAT == ROWS:
         rows = (page + CODES).to(tl.pointer_type(tl.bfloat16)) + slot * DIM + channel
@@ -157,9 +157,10 @@ def numbers_at(
 def beside_at(
     page, slot, channel, EXTRA: tl.constexpr, N_EXTRA: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(BLOCK, DIM_BLOCK) float32: what the codes of the slots (BLOCK,) of a page lack, in the channels (DIM_BLOCK,).
+    """Return (BLOCK, DIM_BLOCK) float32: the outliers' remainders in slots of a page.
 
-    Two products with at most one number in a sum, so exact: a kernel cannot scatter into a tile.
+    Slots are (BLOCK,), channels (DIM_BLOCK,). Two products with at most one number in a sum, so exact: a kernel cannot
+    scatter into a tile.
     """
     lacks = tl.zeros([BLOCK, DIM_BLOCK], tl.float32)
     for first in range(0, N_EXTRA, EXTRA_STEP):
@@ -251,11 +252,11 @@ def attend_packed(
     HAS_MASSES: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
 ):
-    """Output, maximum and sum of one split for all query heads of a region, as split first_split + it of n_splits.
+    """Compute output, maximum and sum of one split for all query heads of a region.
 
-    BLOCK slots lie in one page. A slot at position -1 holds nothing. Where keys are stored before RoPE, one of them
-    meets the query twice: times the cosines of its position as it is, and times the sines with the channels of each
-    pair of the query exchanged.
+    It is split first_split + program number of n_splits. BLOCK slots are in one page. A slot at position -1 holds
+    nothing. Where keys are stored before RoPE, one of them meets the query twice: times the cosines of its position as
+    it is, and times the sines with the channels of each pair of the query exchanged.
     """
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
     r = tl.program_id(0).to(tl.int64)
@@ -392,7 +393,10 @@ def attend_codes(
     dot: tl.dtype,
     grid: tuple[int, int],
 ) -> None:
-    """Launch `attend_packed`. outputs: the partial results, the logits, all splits, the first of these."""
+    """Launch `attend_packed`.
+
+    outputs are the partial results, the logits, all splits, and the first of these.
+    """
     pages, layout = packed.pages, packed.pages.layout
     numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
     given = (packed.key_scales, packed.key_zeros, packed.channels, packed.balance)

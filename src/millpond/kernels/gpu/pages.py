@@ -29,7 +29,7 @@ BLOCK = 32  #: slots per program
 
 @triton.jit
 def _copy_in(source, row, target, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `row` of source (row pointers) to target (row pointers)."""
+    """Copy rows `row` of source (row pointers) to target (row pointers)."""
     lane = tl.arange(0, WIDTH)
     both = ok[:, None] & (lane < DIM)[None, :]
     rows = tl.load((source + row)[:, None] + lane[None, :], mask=both, other=0)
@@ -38,7 +38,7 @@ def _copy_in(source, row, target, ok, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _copy_out(source, target, ok, inside, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of source where ok, zeros elsewhere, to the rows of target that are `inside`."""
+    """Copy rows of source where ok, zeros elsewhere, to the rows of target that are `inside`."""
     lane = tl.arange(0, WIDTH)
     within = (lane < DIM)[None, :]
     rows = tl.load(source[:, None] + lane[None, :], mask=ok[:, None] & within, other=0)

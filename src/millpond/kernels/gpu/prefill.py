@@ -63,7 +63,10 @@ def attend_tile(
     MASKED: tl.constexpr,
     HAS_MASSES: tl.constexpr,
 ):
-    """One step of the online softmax over the columns first .. first + BLOCK - 1 of k_rows, v_rows and positions."""
+    """Take one step of the online softmax over columns first .. first + BLOCK - 1.
+
+    The columns are those of k_rows, v_rows and positions.
+    """
     column = first + tl.arange(0, BLOCK)
     offset = column.to(tl.int64)
     k_mask = (d < KEY_DIM)[:, None]
@@ -285,7 +288,7 @@ def column_sums(
     HAS_MASSES: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
-    """Sums over all rows, reduced over the group, of the probabilities in BLOCK columns of one KV head."""
+    """Sum the probabilities in BLOCK columns of one KV head over all rows, reduced by group."""
     first = tl.program_id(0) * BLOCK
     kv = tl.program_id(1).to(tl.int64)
     n_columns = n_past + n_rows
@@ -350,7 +353,7 @@ SUMS_TILES = (Tile(64, 128, 8, 3), Tile(32, 64, 4, 2), Tile(16, 16, 4, 1)), Tile
 
 
 def tile_for(tiles: tuple[tuple[Tile, Tile, Tile], Tile], dim: int, dtype: torch.dtype) -> Tile:
-    """The tile of `forward` or `column_sums` for heads of width `dim` (a power of two)."""
+    """Return the tile of `forward` or `column_sums` for heads of width `dim` (a power of two)."""
     (narrow, wide, widest), in_float32 = tiles
     if dim > 256:
         return widest
@@ -360,7 +363,7 @@ def tile_for(tiles: tuple[tuple[Tile, Tile, Tile], Tile], dim: int, dtype: torch
 
 
 def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
-    """The positions of the stored entries, and the stride from one KV head to the next (0: all share one row)."""
+    """Return the positions of the stored entries, and their stride by KV head (0: all share)."""
     if past_pos is None:
         return q_pos, 0
     past_pos = rows_of(past_pos)
@@ -368,7 +371,10 @@ def _past(past_pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, int]:
 
 
 def _masses(past_log_masses: Tensor | None, lse: Tensor) -> tuple[Tensor, int]:
-    """The log masses of the stored entries, with a stride as of `_past`; any float32 tensor where there are none."""
+    """Return the log masses of the stored entries, with a stride as in `_past`.
+
+    Any float32 tensor if there are none.
+    """
     if past_log_masses is None:
         return lse, 0
     past_log_masses = rows_of(past_log_masses.float())
@@ -431,7 +437,10 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
 
 
 def _column_sums(args: PrefillArgs, reduce: Reduce, lse: Tensor) -> Tensor:
-    """(Hkv, N) float32, from the log of each denominator, lse (Hq, Q), and rows that are contiguous."""
+    """Return (Hkv, N) float32 from the log of each denominator, lse (Hq, Q).
+
+    Rows are contiguous.
+    """
     q, k, shape = args.q, args.k, args.shape
     n_heads, n_rows, key_dim = q.shape
     n_kv_heads, n_columns = k.shape[:2]

@@ -37,7 +37,7 @@ CHUNKS = tl.constexpr(64)  # chunk minima that `settle` loads at once
 
 @triton.jit
 def hash_priority(position, head, seed):
-    """`victims.hash_priority`: 32-bit arithmetic that wraps, then the upper 24 bits as float32."""
+    """Return `decode_rules.hash_priority`: 32-bit wrapping arithmetic, then the upper 24 bits."""
     x = tl.mul(position.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
     x = tl.add(x, tl.mul(head.to(tl.uint32), 0x85EBCA77, sanitize_overflow=False), sanitize_overflow=False)
     x = tl.add(x, seed.to(tl.uint32), sanitize_overflow=False)
@@ -48,7 +48,7 @@ def hash_priority(position, head, seed):
 
 @triton.jit
 def ranked(value, position, here, recent, sinks, window, HAS_WINDOW: tl.constexpr):
-    """The value with +inf for protected entries and -inf for those that no later query can see."""
+    """Return the value with +inf for protected entries and -inf for those hidden later."""
     value = tl.where((position < sinks) | (here - position < recent), INF, value)
     if HAS_WINDOW:
         value = tl.where(here + 1 - position >= window, -INF, value)
@@ -57,7 +57,10 @@ def ranked(value, position, here, recent, sinks, window, HAS_WINDOW: tl.constexp
 
 @triton.jit
 def spaced_value(position, WIDTH: tl.constexpr, SHIFT: tl.constexpr, STRIDE: tl.constexpr):
-    """What a position is worth in a pattern: 1 or 0 by the stride, or the power of two in the number of its unit."""
+    """Return the worth of a position in a pattern.
+
+    It is 1 or 0 by the stride, or the power of two in the number of its unit.
+    """
     unit = tl.maximum(position, 0) // WIDTH + SHIFT
     if STRIDE:
         return (unit % STRIDE == 0).to(tl.float32)
@@ -76,7 +79,7 @@ def plain_value(
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """The value of entries before protection, from their accumulators or their positions."""
+    """Return the value of entries before protection, from accumulators or positions."""
     if EVICT == OLDEST:
         return position.to(tl.float32)
     elif EVICT == RANDOM:
@@ -95,7 +98,7 @@ def plain_value(
 def region_scores(
     bases, n_arenas, table, table_stride, lens, r, slot, LOG_SLOTS: tl.constexpr, LOG_PAGES: tl.constexpr
 ):
-    """The accumulators in the slots of region r, 0 past its length."""
+    """Return the accumulators in the slots of region r, 0 past its length."""
     ok = slot < tl.load(lens + r)
     arena, row = locate(table + r * table_stride, slot, ok, LOG_SLOTS, LOG_PAGES)
     return tl.load(slot_rows(bases, n_arenas, SCORES, arena, row, ok, 1, tl.float32), mask=ok, other=0.0)
@@ -139,7 +142,7 @@ def score(
     CHOOSE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """UPDATE the accumulators of one chunk with the attention it received; CHOOSE its lowest entry."""
+    """UPDATE the accumulators of one chunk by its attention; CHOOSE its lowest entry."""
     r = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     s = r // HEADS
@@ -194,7 +197,7 @@ def score(
 
 @triton.jit
 def received_by_new(new_logits, lse, r, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, REDUCE: tl.constexpr):
-    """The attention that the new entry of region r received, reduced over the group."""
+    """Return the attention that the new entry of region r received, reduced by group."""
     g = tl.arange(0, GROUP_BLOCK)
     x = tl.load(new_logits + r * GROUP + g, mask=g < GROUP, other=-INF)
     p = tl.exp2(x - tl.load(lse + r * GROUP + g, mask=g < GROUP, other=0.0) * LOG2_E)
@@ -264,7 +267,7 @@ def settle(
     PACKED_LOG_SLOTS: tl.constexpr,
     PACKED_LOG_PAGES: tl.constexpr,
 ):
-    """Append the new entry of a region, or put it in the slot of the victim, or let it be the victim.
+    """Append the new entry of a region, put it in the victim's slot, or let it be the victim.
 
     Where the region has a PACKED part, chunks from `first_packed` on are of it: a victim there leaves a tombstone, and
     the new entry is appended.

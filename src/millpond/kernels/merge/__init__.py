@@ -1,1 +1,1 @@
-"""Merging of entries: rules, links, chains, and their reference."""
+"""Merging of evicted entries: rules, links, chains, and their reference."""

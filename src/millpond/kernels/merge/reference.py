@@ -20,36 +20,37 @@ BLOCK = 32
 
 
 def chain(x: Tensor, share: Tensor, reach: Tensor) -> Tensor:
-    """y_j = x_j + sum of share_i * y_i over the columns i before j with j - i <= reach_i.
+    """Return y_j = x_j + sum of share_i * y_i over columns i before j with j - i <= reach_i.
 
-    What a column gives includes what it was given, as when columns leave in their order.
+    What a column gives includes what it received, as when columns leave in their order.
 
     Args:
-        x: (R, N, D) float. reach: (R, N) int64.
-        share: (R, N), what a column gives to each one in reach; 0: it gives nothing.
+        x: (R, N, D) float.
+        share: (R, N), share that a column gives to each one in reach; 0 for none.
+        reach: (R, N) int64.
 
     Returns:
         (R, N, D) in the dtype of `x`. Entries that receive nothing are unchanged.
     """
     n_regions, n, dim = x.shape
-    most = int(reach.amax())
-    size = max(BLOCK, most)  # so that a block gives to itself and to the next one alone
+    max_reach = int(reach.amax())
+    size = max(BLOCK, max_reach)  # so that a block gives to itself and to the next one alone
     pad = -n % size
     share, reach = (F.pad(part, (0, pad)).view(n_regions, -1, 1, size) for part in (share.to(x.dtype), reach))
     column = torch.arange(size, device=x.device)
-    behind = column[:, None] - column
-    inside = torch.where((behind > 0) & (behind <= reach), -share, 0).transpose(0, 1).contiguous()
-    across = torch.where(behind + size <= reach, share, 0)[..., size - most :].transpose(0, 1).contiguous()
+    distance = column[:, None] - column
+    inside = torch.where((distance > 0) & (distance <= reach), -share, 0).transpose(0, 1).contiguous()
+    across = torch.where(distance + size <= reach, share, 0)[..., size - max_reach :].transpose(0, 1).contiguous()
     y = F.pad(x, (0, 0, 0, pad)).view(n_regions, -1, size, dim).transpose(0, 1).contiguous()
     for block in range(len(y)):
         if block:
-            y[block].baddbmm_(across[block - 1], y[block - 1, :, size - most :])
+            y[block].baddbmm_(across[block - 1], y[block - 1, :, size - max_reach :])
         y[block] = torch.linalg.solve_triangular(inside[block], y[block], upper=False, unitriangular=True)
     return y.transpose(0, 1).reshape(n_regions, n + pad, dim)[:, :n]
 
 
 class MergeColumns(NamedTuple):
-    """The columns of R regions, in the order of their positions; any numbers where there is no entry.
+    """Columns of R regions in the order of positions; undefined where there is no entry.
 
     The regions are the KV heads of one or more sequences, those of one next to each other.
     """
@@ -62,7 +63,7 @@ class MergeColumns(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """What the columns are after merging."""
+    """Columns after merging."""
 
     keys: Tensor  #: (R, N, key_dim)
     values: Tensor  #: (R, N, value_dim)
@@ -72,17 +73,21 @@ class Joined(NamedTuple):
 
 
 def merge(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor, memory: Tensor, seed: int = 0) -> Joined:
-    """What becomes of the columns when those that are not kept leave.
+    """Return the columns after those that are not kept leave.
 
     Args:
-        keep: (R, N) bool. value: (R, N), for `Weigh.SCORE` what they leave by, for `Weigh.CHANCE` their attention.
-        memory: (S,) float64: the threshold of each sequence, NaN for none. seed: of draws.
+        rule: Rule of the merge.
+        e: Columns before.
+        keep: (R, N) bool, the entries that stay.
+        value: (R, N): for `Weigh.SCORE` the value they leave by, for `Weigh.CHANCE` their attention.
+        memory: (S,) float64: the threshold of each sequence, NaN for none.
+        seed: Seed of draws.
     """
     if rule.weigh is Weigh.CHANCE:
         return _into_next(rule, e, keep, value, memory, seed)
     by_score = rule.weigh is Weigh.SCORE
-    gone = (e.positions >= 0) & ~keep
-    sources = middle(rule, e, keep, value) if by_score else gone
+    evicted = (e.positions >= 0) & ~keep
+    sources = middle(rule, e, keep, value) if by_score else evicted
     targets = keep & (e.positions >= rule.closed)
     floor = rule.threshold if by_score and not rule.moves else -math.inf  # nothing asks how unlike others are
     into, alike = nearest(e.keys, e.values if by_score else None, sources, targets, floor)
@@ -98,13 +103,16 @@ def merge(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor, memory:
 
 
 def joined_masses(masses: Tensor, links: Links) -> Tensor:
-    """(R, N) float32: the log of each mass, with that of the merged entries."""
+    """Return (R, N) float32: the log of each mass, with that of the merged entries."""
     together = (masses + sums(masses, links)).log()
     return torch.where(links.grows, together, masses.log()).float()
 
 
 def follow(alike: Tensor, before: Tensor, rate: float) -> Tensor:
-    """The thresholds (S,) after likenesses (S, n), -inf for none, given those before; NaN where nothing was met."""
+    """Return thresholds (S,) after likenesses (S, n), given those before.
+
+    A likeness is -inf for none; a threshold is NaN where no likeness was met.
+    """
     met = alike > -math.inf
     now = torch.where(met, alike, 0).sum(1) / met.sum(1)  # NaN for none
     moved = torch.where(before.isnan(), now, rate * now + (1 - rate) * before)
@@ -112,22 +120,22 @@ def follow(alike: Tensor, before: Tensor, rate: float) -> Tensor:
 
 
 def middle(rule: MergeRule, e: MergeColumns, keep: Tensor, value: Tensor) -> Tensor:
-    """(R, N) bool: the entries that leave and still matter."""
-    there = e.positions >= 0
-    worth = value.masked_fill(~there, 0).flip(1)  # so that of equal ones the newest comes first
+    """Return (R, N) bool: the entries that leave and still matter."""
+    exists = e.positions >= 0
+    worth = value.masked_fill(~exists, 0).flip(1)  # so that of equal ones the newest comes first
     ordered, order = worth.sort(dim=1, descending=True, stable=True)
     ordered = ordered.double()
     enough = rule.cover * ordered.sum(1, keepdim=True)
     relevant = (ordered.cumsum(1) < enough).sum(1) + 1
-    kept = keep.sum(1)
-    count = torch.minimum((relevant - kept).clamp(min=0), (rule.most * kept).long())
-    gone = (there & ~keep).flip(1).gather(1, order)
-    matters = gone & (gone.cumsum(1) <= count[:, None])
+    n_kept = keep.sum(1)
+    count = torch.minimum((relevant - n_kept).clamp(min=0), (rule.most * n_kept).long())
+    evicted = (exists & ~keep).flip(1).gather(1, order)
+    matters = evicted & (evicted.cumsum(1) <= count[:, None])
     return torch.zeros_like(keep).scatter_(1, order, matters).flip(1)
 
 
 def _mixed(rule: MergeRule, e: MergeColumns, value: Tensor, alike: Tensor, links: Links) -> tuple[Tensor, Tensor]:
-    """Keys and values with what they took in."""
+    """Return keys and values with the evicted ones mixed in."""
     if rule.weigh is Weigh.EXP:
         weight, own = e.masses * alike.exp(), e.masses * math.e
         return mean(e.keys, weight, own, links), mean(e.values, weight, own, links)
@@ -148,7 +156,7 @@ def _mixed(rule: MergeRule, e: MergeColumns, value: Tensor, alike: Tensor, links
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """(R, N): the norms of rows, in float32 or wider."""
+    """Return (R, N): the norms of rows, in float32 or wider."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype))
     return norms
 
@@ -165,26 +173,29 @@ def _shrunk(x: Tensor, alike: Tensor, links: Links) -> Tensor:
 
 
 def _into_next(rule: MergeRule, e: MergeColumns, keep: Tensor, attention: Tensor, memory: Tensor, seed: int) -> Joined:
-    """Evict entries one after another, oldest first; a later one passes on what was merged into it."""
-    there = e.positions >= 0
-    kept, columns = keep.sum(1, keepdim=True), torch.arange(keep.shape[1], device=keep.device)
-    behind = (there.sum(1, keepdim=True) - 1 - columns).clamp(min=0)
-    reach = torch.minimum(behind, torch.full_like(kept, rule.targets) if rule.targets else kept)
-    attention = attention.double().masked_fill(~there, 0)
+    """Evict entries one after another, oldest first, each into the next entries.
+
+    A later one passes on what was merged into it.
+    """
+    exists = e.positions >= 0
+    n_kept, columns = keep.sum(1, keepdim=True), torch.arange(keep.shape[1], device=keep.device)
+    n_after = (exists.sum(1, keepdim=True) - 1 - columns).clamp(min=0)
+    reach = torch.minimum(n_after, torch.full_like(n_kept, rule.targets) if rule.targets else n_kept)
+    attention = attention.double().masked_fill(~exists, 0)
     p = _chances(attention, _against(rule, e, attention, keep, reach))
     if rule.draw:
         n_heads = len(keep) // len(memory)
         head = torch.arange(len(keep), device=keep.device)[:, None] % n_heads
         p = (hash_priority(seed, head, e.positions).double() / 2**24 < p).double()
-    share = torch.where(there & ~keep, p / reach.clamp(min=1), 0)
+    share = torch.where(exists & ~keep, p / reach.clamp(min=1), 0)
     values = e.values.to(wide(e.values.dtype))
     if not rule.bias:
         return Joined(e.keys, chain(values, share, reach), e.masses.log().float(), e.scores, memory)
-    own = e.masses.to(values.dtype)[..., None]
-    given = chain(torch.cat([own * values, own], 2), share, reach)
-    together, new = given[..., -1:], given[..., :-1] / given[..., -1:]
-    takes = together > own
-    log_masses = torch.where(takes, together, own).log().float()[..., 0]
+    masses = e.masses.to(values.dtype)[..., None]
+    received = chain(torch.cat([masses * values, masses], 2), share, reach)
+    together, new = received[..., -1:], received[..., :-1] / received[..., -1:]
+    takes = together > masses
+    log_masses = torch.where(takes, together, masses).log().float()[..., 0]
     return Joined(e.keys, torch.where(takes, new, values), log_masses, e.scores, memory)
 
 
@@ -193,7 +204,7 @@ def _chances(attention: Tensor, against: Tensor) -> Tensor:
 
 
 def _against(rule: MergeRule, e: MergeColumns, attention: Tensor, keep: Tensor, reach: Tensor) -> Tensor:
-    """(R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
+    """Return (R, N) or (R, 1): A, given the attention of entries, 0 where there is none."""
     if rule.over is Over.MAX:
         return attention.masked_fill(~keep, 0).amax(1, keepdim=True)
     if rule.over is Over.RECENT:
@@ -222,18 +233,18 @@ def merge_slots(args: MergeArgs) -> None:
         masses = log_masses.gather(1, order).double().exp()
     local = None if args.local is None else args.local[:, :width].gather(1, order)
     value = leaving_value(leave, scores, positions, q_pos, n_kv_heads, local)
-    there = positions >= 0
+    exists = positions >= 0
     pinned = (positions < leave.sinks) | (q_pos - positions < args.recent[:, None])
-    weakest = value.double().masked_fill(pinned, INF).masked_fill(~there, INF)
+    weakest = value.double().masked_fill(pinned, INF).masked_fill(~exists, INF)
     first = weakest.sort(dim=1, stable=True).indices  # ties: the oldest leaves
     rank = torch.empty_like(first).scatter_(1, first, torch.arange(width, device=first.device).expand_as(first))
-    keep = there & (rank >= spare[:, None])
-    given = value
+    keep = exists & (rank >= spare[:, None])
+    stored_value = value
     if rule.weigh is Weigh.CHANCE:
-        given = scores / (q_pos - positions + 1).clamp(min=1) if rule.average else scores
+        stored_value = scores / (q_pos - positions + 1).clamp(min=1) if rule.average else scores
     entries = MergeColumns(keys, values, positions, scores, masses)
     due = spare > 0
-    joined = merge(rule, entries, keep, given, memory, leave.seed)
+    joined = merge(rule, entries, keep, stored_value, memory, leave.seed)
     memory.copy_(joined.memory)
     front = torch.where(keep, 0, 1).sort(dim=1, stable=True).indices.int()
     count = torch.where(due, keep.sum(1), 0).int()
@@ -248,13 +259,16 @@ def merge_slots(args: MergeArgs) -> None:
 def leaving_value(
     leave: DecodeRule, scores: Tensor, positions: Tensor, q_pos: Tensor, n_kv_heads: int, local: Tensor | None
 ) -> Tensor:
-    """(R, n): the value by which entries leave, lowest first. q_pos: (R, 1)."""
+    """Return (R, n): the value by which entries leave, lowest first.
+
+    q_pos: (R, 1).
+    """
     if local is None:
         return eviction_value(leave, scores, positions, q_pos, n_kv_heads)
     return blend(scores.masked_fill(positions < 0, 0), local.masked_fill(positions < 0, 0))
 
 
 def blend(overall: Tensor, local: Tensor) -> Tensor:
-    """max(overall, local * sum(overall) / sum(local)) along each row of (R, N)."""
+    """Return max(overall, local * sum(overall) / sum(local)) along each row of (R, N)."""
     factor = overall.double().sum(1, keepdim=True) / local.double().sum(1, keepdim=True)
     return torch.maximum(overall, (local * factor).float())

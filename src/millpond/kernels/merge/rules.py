@@ -18,7 +18,7 @@ from millpond.kernels.eager.softmax import wide
 
 
 class Weigh(IntEnum):
-    """How much of an entry e goes into an entry c that stays; u is how alike the two are.
+    """Weight of an entry e in an entry c that stays; u is how alike the two are.
 
     With CHANCE an entry goes to the next entries by position, with all others to the one that is most like it. Of
     several that are equally alike it is the oldest. An entry that stands for m others counts m times, except in COUNT.
@@ -32,7 +32,7 @@ class Weigh(IntEnum):
 
 
 class Over(IntEnum):
-    """What the attention of an entry is divided by to give p, at most 1, for `Weigh.CHANCE`."""
+    """Divisor of the attention of an entry to give p, at most 1, for `Weigh.CHANCE`."""
 
     TARGETS = 0  #: the mean over the next entries
     RECENT = 1  #: the mean over all entries that stay and are open
@@ -41,23 +41,24 @@ class Over(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MergeRule:
-    """The part of a merging policy that runs inside `ops.merge_slots`.
+    """Part of a merging policy that runs inside `ops.merge_slots`.
 
     u is the cosine of the keys; for `Weigh.SCORE` the product of those of keys and values, -1 unless both are above 0.
 
     Attributes:
-        weigh: see there.
-        closed: entries at positions below take nothing in, except by CHANCE.
-        threshold: entries are dropped if u < threshold (NORMS), or u <= threshold (SCORE).
-        rate: for EXP and COUNT the threshold of a sequence is the mean of u at its first merge, and moves by this
-            share towards the mean at each later one.
-        cover, most: for SCORE only the best entries that make up `cover` of a head's sum are merged, and no more than
-            `most` times as many as stay.
-        targets: for CHANCE, how many entries take one in; 0: all that come after it.
-        over: for CHANCE. average: attention there is that per query that saw the entry.
-        draw: p is drawn: 1 where the entry's hash of `Evict.RANDOM` over 2^24 is below p, else 0.
-        bias: for CHANCE: p masses go along with the value, and v_c becomes the mean by mass; needs `masses`.
-        masses: log masses are read and written; else every entry counts once.
+        weigh: Weight of an entry, see `Weigh`.
+        closed: Entries at positions below take nothing in, except by CHANCE.
+        threshold: Entries are dropped if u < threshold (NORMS), or u <= threshold (SCORE).
+        rate: For EXP and COUNT the threshold of a sequence is the mean of u at its first merge, and moves by this share
+            towards the mean at each later one.
+        cover: For SCORE, only the best entries that make up this share of a head's sum are merged.
+        most: For SCORE, no more than this many times as many as stay are merged.
+        targets: For CHANCE, how many entries take one in; 0 for all that come after it.
+        over: Divisor of attention for CHANCE.
+        average: Attention for CHANCE is that per query that saw the entry.
+        draw: P is drawn: 1 where the entry's hash of `Evict.RANDOM` over 2^24 is below p, else 0.
+        bias: For CHANCE: p masses go along with the value, and v_c becomes the mean by mass; needs `masses`.
+        masses: Log masses are read and written; else every entry counts once.
     """
 
     weigh: Weigh
@@ -79,7 +80,7 @@ class MergeRule:
 
     @property
     def moves(self) -> bool:
-        """The threshold is that of each sequence, and moves."""
+        """Whether the threshold is that of each sequence, and moves."""
         return self.weigh in (Weigh.EXP, Weigh.COUNT)
 
 
@@ -94,7 +95,7 @@ BLOCK = 256
 
 
 class Links(NamedTuple):
-    """Which entries are merged, and into which."""
+    """Entries that are merged, and the entries that they are merged into."""
 
     into: Tensor  #: (H, N) int64, the column that takes an entry in; its own where none does
     leaves: Tensor  #: (H, N) bool, the entries that are merged
@@ -106,20 +107,26 @@ class Links(NamedTuple):
 
 
 def sums(x: Tensor, links: Links) -> Tensor:
-    """(H, N) or (H, N, D): for each column the sum of x over the entries merged into it, without its own."""
+    """Return (H, N) or (H, N, D): the sum of x over the entries merged into each column.
+
+    Its own is not among them.
+    """
     n_heads, n = links.into.shape
-    chosen = links.leaves.flatten().nonzero()[:, 0]
-    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
+    merged = links.leaves.flatten().nonzero()[:, 0]
+    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[merged]
     flat = x.flatten(0, 1)
     index = into if x.ndim == 2 else into[:, None].expand(-1, x.shape[2])
-    return torch.zeros_like(flat).scatter_add_(0, index, flat[chosen]).view(x.shape)
+    return torch.zeros_like(flat).scatter_add_(0, index, flat[merged]).view(x.shape)
 
 
 def mean(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tensor:
-    """x, where entries take others in their mean, weighted by `weight`, else unchanged.
+    """Return x with means where entries take others in, weighted by `weight`.
 
     Args:
-        x: (H, N, D). weight: (H, N) >= 0. own: (H, N) > 0, the weight of an entry that takes others in.
+        x: (H, N, D).
+        weight: (H, N) >= 0.
+        own: (H, N) > 0, the weight of an entry that takes others in.
+        links: Entries that are merged, and where.
 
     Returns:
         (H, N, D) float32 or wider.
@@ -137,7 +144,7 @@ def mean_in_torch(x: Tensor, weight: Tensor, own: Tensor, links: Links) -> Tenso
 
 
 def cosines(x: Tensor) -> Likeness:
-    """The cosines between rows of x (H, N, D)."""
+    """Return the cosines between rows of x (H, N, D)."""
     unit = F.normalize(x.to(wide(x.dtype)), dim=-1)
 
     def between(a: Tensor, b: Tensor) -> Tensor:
@@ -147,24 +154,24 @@ def cosines(x: Tensor) -> Likeness:
 
 
 def beside(x: Tensor) -> Tensor:
-    """(H, N - 1): the cosines between neighbours of x (H, N, D)."""
+    """Return (H, N - 1): the cosines between neighbours of x (H, N, D)."""
     x = x.to(wide(x.dtype))
     lengths: Tensor = torch.linalg.vector_norm(x, dim=-1).clamp(min=1e-12)
     return (x[:, 1:] * x[:, :-1]).sum(-1) / (lengths[:, 1:] * lengths[:, :-1])
 
 
 def distances(x: Tensor, links: Links) -> Tensor:
-    """(H, N) float64: the squared distance of each merged row of x (H, N, D) to the row it is merged into."""
+    """Return (H, N) float64: squared distance of each merged row of x (H, N, D) to its target."""
     n_heads, n = links.into.shape
-    flat, chosen = x.reshape(n_heads * n, -1), links.leaves.flatten().nonzero()[:, 0]
-    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[chosen]
-    own, other = (flat.index_select(0, at).to(wide(x.dtype)) for at in (chosen, into))
+    flat, merged = x.reshape(n_heads * n, -1), links.leaves.flatten().nonzero()[:, 0]
+    into = (links.into + n * torch.arange(n_heads, device=x.device)[:, None]).flatten()[merged]
+    sources, targets = (flat.index_select(0, at).to(wide(x.dtype)) for at in (merged, into))
     out = torch.zeros(n_heads * n, dtype=torch.float64, device=x.device)
-    return out.index_copy_(0, chosen, (own - other).square().sum(-1).double()).view(n_heads, n)
+    return out.index_copy_(0, merged, (sources - targets).square().sum(-1).double()).view(n_heads, n)
 
 
 def in_both(keys: Tensor, values: Tensor) -> Likeness:
-    """The product of the cosines of keys and of values where both are positive, else -1."""
+    """Return the product of the cosines of keys and values if both are positive, else -1."""
     of_keys, of_values = cosines(keys), cosines(values)
 
     def between(a: Tensor, b: Tensor) -> Tensor:
@@ -175,19 +182,23 @@ def in_both(keys: Tensor, values: Tensor) -> Likeness:
 
 
 def rows(x: Tensor, columns: Tensor) -> Tensor:
-    """(H, n, D): the rows of x (H, N, D) in columns (H, n)."""
+    """Return (H, n, D): the rows of x (H, N, D) in columns (H, n)."""
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def nearest(
     keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor, floor: float = -math.inf
 ) -> tuple[Tensor, Tensor]:
-    """For each source the target that is most like it by its key, or by key and value; ties to the oldest.
+    """Return for each source the target most like it by key, or by key and value.
+
+    Ties go to the oldest.
 
     Args:
-        keys: (H, N, key_dim). values: (H, N, value_dim); None: only keys count.
-        sources, targets: (H, N) bool, no column is both.
-        floor: a target that is not more alike is none.
+        keys: (H, N, key_dim).
+        values: (H, N, value_dim); None to compare only keys.
+        sources: (H, N) bool, no target.
+        targets: (H, N) bool, no source.
+        floor: Likeness that a target must exceed.
 
     Returns:
         columns (H, N) int64 and likeness (H, N) float64; where there is no source, or no target for it, the own column
@@ -195,15 +206,18 @@ def nearest(
     """
     native = native_for(keys.dtype, keys.device)
     if native is not None:
-        found: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
-        return found
+        nearest_entries: tuple[Tensor, Tensor] = native.nearest(keys, values, sources, targets, floor)
+        return nearest_entries
     return nearest_in_torch(cosines(keys) if values is None else in_both(keys, values), sources, targets, floor)
 
 
 def nearest_in_torch(
     alike: Likeness, sources: Tensor, targets: Tensor, floor: float = -math.inf
 ) -> tuple[Tensor, Tensor]:
-    """Memory: H * BLOCK * (targets of a head) numbers."""
+    """Return `nearest` in plain torch.
+
+    Memory: H * BLOCK * (targets of a head) numbers.
+    """
     from_, is_source = packed(sources)
     to, is_target = packed(targets)
     into = torch.arange(sources.shape[1], device=sources.device).expand_as(sources).clone()
@@ -213,19 +227,22 @@ def nearest_in_torch(
     ragged = not bool(is_target.all())
     for begin in range(0, from_.shape[1], BLOCK):
         some = from_[:, begin : begin + BLOCK]
-        found = alike(some, to)
+        cosines = alike(some, to)
         if ragged:
-            found = found.masked_fill(~is_target[:, None], float("-inf"))
-        place = found.argmax(2)
-        high = found.gather(2, place[..., None])[..., 0]
+            cosines = cosines.masked_fill(~is_target[:, None], float("-inf"))
+        place = cosines.argmax(2)
+        high = cosines.gather(2, place[..., None])[..., 0]
         real = is_source[:, begin : begin + BLOCK] & (high > floor)
         into.scatter_(1, some, torch.where(real, to.gather(1, place), some))
         best.scatter_(1, some, high.double().masked_fill(~real, float("-inf")))
     return into, best
 
 
-def packed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen columns of each head in front: (H, n) int64, and which of them are chosen, n the most of any head."""
-    width = int(chosen.sum(1).max())
-    columns = torch.sort(chosen.int(), dim=1, descending=True, stable=True).indices[:, :width]
-    return columns, chosen.gather(1, columns)
+def packed(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the selected columns of each head in front: (H, n) int64, and a mask of them.
+
+    n is the most of any head.
+    """
+    width = int(mask.sum(1).max())
+    columns = torch.sort(mask.int(), dim=1, descending=True, stable=True).indices[:, :width]
+    return columns, mask.gather(1, columns)

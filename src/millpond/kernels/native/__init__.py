@@ -1,7 +1,7 @@
-"""The op set in C++ for the CPU through a plain C ABI, with the functions and meaning of `reference`.
+"""Op set in C++ for the CPU through a plain C ABI, with the functions and meaning of `reference`.
 
 MILLPOND_ISA=baseline|v3|v4|v4fma|v4bf16 chooses an instruction set by force (for tests); the best one runs by default.
-Without a compiler at install time there are no libraries: `is_available()` is False and says so once.
+Without a compiler at install time there are no libraries: `is_available()` is False and warns once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 
 from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
-from millpond.kernels.native.abi import absolute_sums, newest_alike
 from millpond.kernels.native.decoder_rows import (
     Behind,
     Layers,
@@ -43,6 +42,7 @@ from millpond.kernels.native.ops import (
     write,
 )
 from millpond.kernels.native.pages import write_packed
+from millpond.kernels.native.row_products import absolute_sums, newest_alike
 
 __all__ = [
     "Behind",
@@ -95,13 +95,13 @@ def is_available() -> bool:
 
 
 def isa() -> str:
-    """The instruction set of the library in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
+    """Return the instruction set in use: baseline, v3, v4, v4fma, v4bf16, neon, or none."""
     loaded = library.load()
     return loaded[0] if loaded is not None else "none"
 
 
 def read_bandwidth(address: int, n_bytes: int, n_threads: int) -> None:
-    """Read memory once on `n_threads` threads, as fast as it goes: time this call to learn the limit."""
+    """Read memory once on `n_threads` threads at full speed, to be timed."""
     loaded = library.load()
     if loaded is not None:
         loaded[1].mp_read_bandwidth(ctypes.c_void_p(address), ctypes.c_int64(n_bytes), ctypes.c_int(n_threads))

@@ -1,23 +1,25 @@
-"""Conversion of tensors to C structs and back: one packed struct and one foreign call per op."""
+"""Calls of native attention and page copies: tensors to one packed C struct, one foreign call per op."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
 from struct import Struct
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.decode_rules import MOST_LEAST, DecodeRule
-from millpond.kernels.native import library
-from millpond.kernels.pages import PageArrays
+from millpond.kernels.decode_rules import MOST_LEAST
+from millpond.kernels.native.structs import (
+    DTYPES,
+    INT32,
+    TORCH_DTYPES,
+    entry_point,
+    flat_indices,
+    readable_rows,
+    shared_rows,
+)
 from millpond.kernels.thread_count import thread_count
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-TORCH_DTYPES = tuple(DTYPES)
 #: the order of fields is that of csrc/common/args.hpp
 DECODE = Struct("=48q3d").pack
 COLUMNS_OF_TOKENS = Struct("=4q").pack
@@ -25,53 +27,6 @@ ATTEND = Struct("=23q2d").pack
 WRITE = Struct("=34q").pack
 READ = Struct("=19q").pack
 PREFILL = Struct("=32q3d").pack
-SCAN = Struct("=21qd").pack
-INT32 = torch.int32
-#: Columns that `mp_newest_alike` reads together.
-COLUMNS = 128
-
-Call = Callable[[bytes], int]
-
-
-@cache
-def entry_point(name: str) -> Call:
-    """The C function of that name, taking one packed struct."""
-    loaded = library.load()
-    if loaded is None:
-        raise OptionError("this install has no native kernels; reinstall millpond with a C++ compiler")
-    function: ctypes._NamedFuncPointer = getattr(loaded[1], name)
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous rows in a dtype that the kernels read."""
-    x = x if x.dtype in DTYPES else x.float()
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _flat(x: Tensor) -> Tensor:
-    """An index tensor with contiguous int32 rows."""
-    if x.dtype is not INT32:
-        raise OptionError(f"index tensors of the kernels are int32, not {x.dtype}")
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _shared_rows(x: Tensor | None) -> tuple[int, int]:
-    """Address and stride of rows, one per KV head or one for all."""
-    return (0, 0) if x is None else (x.data_ptr(), x.stride(0) if len(x) > 1 else 0)
-
-
-def pool_numbers(pages: PageArrays) -> list[int]:
-    """A pool as the schemas take it, where it lies apart."""
-    dtype = DTYPES[pages.dtype]
-    return [pages.pages_per_arena, pages.slots, pages.key_dim, pages.value_dim, dtype, int(pages.masses)]
-
-
-def rule_numbers(rule: DecodeRule) -> list[int]:
-    """A rule as the schemas take it, its decay apart."""
-    kinds, spacing = [int(rule.signal), int(rule.reduce), int(rule.evict)], rule.spacing
-    return [*kinds, rule.sinks, int(rule.shared), rule.seed & 0xFFFFFFFF, spacing.width, spacing.shift, spacing.stride]
 
 
 def decode(
@@ -95,14 +50,13 @@ def decode(
     least: Tensor | None = None,
     packed: bytes = b"",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A decoding step.
+    """Run a decoding step, see `OpSet.decode`; the tensors are those of `DecodeArgs`.
 
-    Args:
-        kept, least: see `StepRegions`.
-        packed: the struct of the regions' packed parts, see native/packed.py; empty where there are none.
+    kept and least are those of `StepRegions`; packed is the struct of the regions' packed parts, see native/pages.py,
+    or empty.
     """
-    q, k_new, v_new = _rows(q), _rows(k_new), _rows(v_new)
-    table, caps, recent, q_pos = _flat(table), _flat(caps), _flat(recent), _flat(q_pos)
+    q, k_new, v_new = readable_rows(q), readable_rows(k_new), readable_rows(v_new)
+    table, caps, recent, q_pos = flat_indices(table), flat_indices(caps), flat_indices(recent), flat_indices(q_pos)
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     n_seq, n_heads, _ = q.shape
     result = (
@@ -158,7 +112,10 @@ def decode_struct(
     kept: Tensor | None = None,
     least: Tensor | None = None,
 ) -> bytes:
-    """The C struct of a decoding step. It keeps no tensor; all have contiguous rows, in types that kernels read."""
+    """Return the C struct of a decoding step; it keeps no tensor.
+
+    All tensors have contiguous rows, in types that kernels read.
+    """
     if kept is not None and (kept.dtype is not INT32 or kept.shape[0] != q.shape[0] or not kept.is_contiguous()):
         raise OptionError(f"kept spans {tuple(kept.shape)} must be a contiguous int32 tensor (sequences, spans, 2)")
     if least is not None and (least.shape[0] != q.shape[0] or not 0 < least.shape[1] <= MOST_LEAST):
@@ -226,9 +183,9 @@ def decode_rows(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Columns of tokens: see `DecodeRowsArgs`. Both results lie column by column."""
-    q, k_new, v_new, table = _rows(q), _rows(k_new), _rows(v_new), _flat(table)
-    by_column = _flat(q_pos.t().contiguous())
+    """Run columns of tokens, see `DecodeRowsArgs`; both results are stored column by column."""
+    q, k_new, v_new, table = readable_rows(q), readable_rows(k_new), readable_rows(v_new), flat_indices(table)
+    by_column = flat_indices(q_pos.t().contiguous())
     sinks = None if sink_logits is None else sink_logits.float().contiguous()
     n_seq, n_heads, n_columns, _ = q.shape
     out = torch.empty((n_columns, n_seq, n_heads, pool[3]), dtype=q.dtype)
@@ -274,10 +231,10 @@ def prefill(
     colsum: int,
     decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`colsum`: a Reduce, or -1 for an empty third result."""
-    q, k, v, q_pos = _rows(q), _rows(k), _rows(v), _flat(q_pos)
-    past_pos = past_pos if past_pos is None else _flat(past_pos)
-    past_log_masses = past_log_masses if past_log_masses is None else _rows(past_log_masses.float())
+    """Run a prefill; `colsum` is a Reduce, or -1 for an empty third result."""
+    q, k, v, q_pos = readable_rows(q), readable_rows(k), readable_rows(v), flat_indices(q_pos)
+    past_pos = past_pos if past_pos is None else flat_indices(past_pos)
+    past_log_masses = past_log_masses if past_log_masses is None else readable_rows(past_log_masses.float())
     sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
     n_heads, n_queries, key_dim = q.shape
     n_kv_heads, n_columns, value_dim = v.shape
@@ -298,8 +255,8 @@ def prefill(
             *k.stride()[:2],
             *v.stride()[:2],
             q_pos.data_ptr(),
-            *_shared_rows(past_pos),
-            *_shared_rows(past_log_masses),
+            *shared_rows(past_pos),
+            *shared_rows(past_log_masses),
             0 if sink_logits is None else sink_logits.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
@@ -337,8 +294,8 @@ def attend(
     scale: float,
     softcap: float,
 ) -> None:
-    """`out` and `lse`, contiguous, lse float32, become those over the entries and what they were of."""
-    q, table, lens = _rows(q), _flat(table), _flat(lens)
+    """Update contiguous `out` and `lse` (float32) to those over the entries, too."""
+    q, table, lens = readable_rows(q), flat_indices(table), flat_indices(lens)
     if not len(members) or not table.numel():
         return
     failed = entry_point("mp_attend")(
@@ -381,9 +338,9 @@ def window_signal(
     softcap: float,
     reduce: int,
 ) -> Tensor:
-    """Prefill without values, of queries that bring no columns. `reduce`: a Reduce."""
-    q, k, q_pos, k_pos = _rows(q), _rows(k), _flat(q_pos), _flat(k_pos)
-    log_masses = log_masses if log_masses is None else _rows(log_masses.float())
+    """Sum attention of queries that bring no columns; `reduce` is a Reduce."""
+    q, k, q_pos, k_pos = readable_rows(q), readable_rows(k), flat_indices(q_pos), flat_indices(k_pos)
+    log_masses = log_masses if log_masses is None else readable_rows(log_masses.float())
     sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
     n_heads, n_queries, key_dim = q.shape
     n_kv_heads, n_columns, _ = k.shape
@@ -404,8 +361,8 @@ def window_signal(
             0,
             0,
             q_pos.data_ptr(),
-            *_shared_rows(k_pos),
-            *_shared_rows(log_masses),
+            *shared_rows(k_pos),
+            *shared_rows(log_masses),
             0 if sink_logits is None else sink_logits.data_ptr(),
             0,
             lse.data_ptr(),
@@ -446,8 +403,8 @@ def write(
 ) -> None:
     if index.numel() == 0:
         return
-    table, start, count, index = _flat(table), _flat(start), _flat(count), _flat(index)
-    keys, values = _rows(keys), _rows(values)
+    table, start, count, index = flat_indices(table), flat_indices(start), flat_indices(count), flat_indices(index)
+    keys, values = readable_rows(keys), readable_rows(values)
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
     scores = scores if scores is None else scores.float()
@@ -485,7 +442,7 @@ def write(
 def read(
     bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The last result is empty where the pool has no masses."""
+    """Read entries; the last result is empty if the pool has no masses."""
     n, dtype = table.shape[0], TORCH_DTYPES[pool[4]]
     keys = torch.empty((n, width, pool[2]), dtype=dtype)
     values = torch.empty((n, width, pool[3]), dtype=dtype)
@@ -493,7 +450,7 @@ def read(
     scores = torch.empty((n, width), dtype=torch.float32)
     log_masses = torch.empty((n, width) if pool[5] else (0, 0), dtype=torch.float32)
     if n and width:
-        table, lens = _flat(table), _flat(lens)
+        table, lens = flat_indices(table), flat_indices(lens)
         entry_point("mp_read")(
             READ(
                 bases.data_ptr(),
@@ -513,77 +470,3 @@ def read(
             )
         )
     return keys, values, positions, scores, log_masses
-
-
-def absolute_sums(x: Tensor, y: Tensor) -> Tensor:
-    """X (H, N, dim), y (H * sets, n, dim) -> (H, N)."""
-    x, y = _rows(x), _rows(y)
-    n_heads, n_rows, dim = x.shape
-    sums = torch.zeros((n_heads, n_rows), dtype=torch.float32)
-    if x.numel() and y.numel():
-        failed = entry_point("mp_absolute_sums")(
-            SCAN(
-                x.data_ptr(),
-                y.data_ptr(),
-                DTYPES[x.dtype],
-                DTYPES[y.dtype],
-                *x.stride()[:2],
-                *y.stride()[:2],
-                n_heads,
-                n_rows,
-                len(y) // n_heads,
-                y.shape[1],
-                dim,
-                sums.data_ptr(),
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                thread_count(),
-                0.0,
-            )
-        )
-        if failed:
-            raise MemoryError("no memory for the work space of the products")
-    return sums
-
-
-def newest_alike(keys: Tensor, lens: Tensor, threshold: float, most: int) -> tuple[Tensor, Tensor]:
-    """Keys (H, N, dim), lens (H,) -> (H, N, most) int32 and float32."""
-    keys, lens = _rows(keys), _flat(lens).contiguous()
-    n_heads, n_rows, dim = keys.shape
-    at = torch.full((n_heads, n_rows, most), -1, dtype=INT32)
-    cosines = torch.zeros((n_heads, n_rows, most), dtype=torch.float32)
-    if keys.numel() and most:
-        scales = torch.zeros((n_heads, -(-n_rows // COLUMNS) * COLUMNS), dtype=torch.float32)
-        lengths = torch.linalg.vector_norm(keys.float(), dim=-1)
-        torch.reciprocal(lengths.clamp_(min=1e-12), out=scales[:, :n_rows])
-        failed = entry_point("mp_newest_alike")(
-            SCAN(
-                keys.data_ptr(),
-                keys.data_ptr(),
-                DTYPES[keys.dtype],
-                DTYPES[keys.dtype],
-                *keys.stride()[:2],
-                *keys.stride()[:2],
-                n_heads,
-                n_rows,
-                1,
-                n_rows,
-                dim,
-                0,
-                scales.data_ptr(),
-                scales.stride(0),
-                lens.data_ptr(),
-                at.data_ptr(),
-                cosines.data_ptr(),
-                most,
-                thread_count(),
-                threshold,
-            )
-        )
-        if failed:
-            raise MemoryError("no memory for the work space of the products")
-    return at, cosines

@@ -12,8 +12,9 @@ from torch import Tensor
 from millpond.kernels.args import StepRegions
 from millpond.kernels.linear import has_products
 from millpond.kernels.native import library
-from millpond.kernels.native.abi import DTYPES, INT32, decode_struct, entry_point, pool_numbers, rule_numbers
+from millpond.kernels.native.abi import decode_struct
 from millpond.kernels.native.pages import PACKED_BYTES, regions_struct
+from millpond.kernels.native.structs import DTYPES, INT32, entry_point, pool_numbers, rule_numbers
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight, Weight
 from millpond.kernels.thread_count import thread_count
 
@@ -32,14 +33,11 @@ LARGEST = Struct("=8q").pack
 
 
 class Linears:
-    """Matrices that rows go through together, made ready once: weights (n, k) with contiguous rows, all of one dtype.
+    """Matrices that rows go through together: weights (n, k) of contiguous rows and one dtype.
 
-    Or all in codes, of 4 bits or 8 each, for rows of one dtype.
-
-    norm, norm_bias: (k,), those of a norm in front: see `norm`. gate: a `Gate`, of the one part; or two parts become
-    one result, gate(first) * second.
-
-    The tensors must stay where they are as long as this is called; it does not keep them.
+    Or all in codes, of 4 bits or 8 each, for rows of one dtype. norm, norm_bias: (k,), those of a norm in front: see
+    `norm`. gate: a `Gate`, of the one part; or two parts become one result, gate(first) * second. The tensors must stay
+    in place as long as this is called; it does not keep them.
     """
 
     def __init__(
@@ -58,8 +56,8 @@ class Linears:
         self._unused = (0,) * (4 - len(self._widths))
         numbers: list[int] = []
         for weight, bias in parts:
-            held, scales = (weight, 0) if isinstance(weight, Tensor) else (weight.codes, weight.scales.data_ptr())
-            numbers += (held.data_ptr(), 0 if bias is None else bias.data_ptr(), scales, len(weight), held.stride(0))
+            codes, scales = (weight, 0) if isinstance(weight, Tensor) else (weight.codes, weight.scales.data_ptr())
+            numbers += (codes.data_ptr(), 0 if bias is None else bias.data_ptr(), scales, len(weight), codes.stride(0))
         numbers += (0,) * (20 - len(numbers))
         #: the part of the C struct that is the same for all rows
         self.same = LINEAR_SAME(
@@ -84,7 +82,7 @@ class Linears:
         return self._widths[0]
 
     def heads(self, x: Tensor, dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """X (N, k), contiguous -> queries, keys and values (N, heads, dim); of the first two each head is turned.
+        """Return q, k, v (N, heads, dim) of contiguous x (N, k), q and k rotated.
 
         Three parts; cos, sin: (N, <= dim), as for `rotate_`.
         """
@@ -95,12 +93,15 @@ class Linears:
         return outs
 
     def room_for_heads(self, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Uninitialised queries, keys and values (n, heads, dim)."""
+        """Return uninitialised queries, keys and values (n, heads, dim)."""
         q, k, v = (torch.empty((n, width // dim, dim), dtype=self._dtype) for width in self._widths)
         return q, k, v
 
     def heads_struct(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[bytes, bytes]:
-        """The C struct of `heads`: what stands before `same` in it, and what behind. All tensors are contiguous."""
+        """Return the C struct of `heads`: the parts before and after `same`.
+
+        All tensors are contiguous.
+        """
         n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], thread_count()
         q_row, k_row = self._widths[:2]
         to = q.data_ptr(), k.data_ptr()
@@ -122,7 +123,10 @@ class Linears:
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
-        """X (..., k) -> (..., n) for each part. residual: (..., n) of the first part, contiguous, added to it."""
+        """Return (..., n) of x (..., k) for each part.
+
+        residual: (..., n) of the first part, contiguous, added to it.
+        """
         x = x.contiguous()
         lead = x.shape[:-1]
         outs = [torch.empty((*lead, n), dtype=self._dtype) for n in self._widths]
@@ -143,7 +147,10 @@ class Linears:
 
 
 class Behind:
-    """What follows attention in a layer, made ready once; each of the three has one result. See `Linears`."""
+    """Rest of a layer after attention, made ready once; each of the three has one result.
+
+    See `Linears`.
+    """
 
     def __init__(self, out: Linears, up: Linears, down: Linears) -> None:
         #: the part of the C struct that is the same for all rows
@@ -152,7 +159,10 @@ class Behind:
         self._call = entry_point("mp_behind")
 
     def __call__(self, seen: Tensor, x: Tensor) -> Tensor:
-        """Contiguous rows seen (N, k) and x (N, width) -> (N, width): x += out(seen), then x + down(up(x))."""
+        """Return (N, width): x += out(seen), then x + down(up(x)).
+
+        Contiguous rows: seen (N, k) and x (N, width).
+        """
         result = torch.empty((len(x), self._width), dtype=x.dtype)
         if self._call(self.struct(seen, x, result) + self.same):
             raise MemoryError("no memory for the work space of the linear kernel")
@@ -160,17 +170,23 @@ class Behind:
 
     @staticmethod
     def struct(seen: Tensor, x: Tensor, result: Tensor) -> bytes:
-        """The part of the C struct that stands before `same`. All tensors are contiguous; the result may be x."""
+        """Return the part of the C struct before `same`.
+
+        All tensors are contiguous; the result may be x.
+        """
         return BEHIND(seen.data_ptr(), x.data_ptr(), result.data_ptr(), len(x), thread_count())
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """X (..., k), weight (n, k) with contiguous rows or in codes, bias (n,), all of one dtype -> (..., n)."""
+    """Return (..., n) of x (..., k), weight (n, k) or codes, bias (n,), all of one dtype.
+
+    Rows of the weight are contiguous.
+    """
     return Linears(((weight, bias),))(x)[0]
 
 
 def widen(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers (n, k) of a `QuantizedWeight`'s codes and scales, each rounded once from float32."""
+    """Return numbers (n, k) of a `QuantizedWeight`, each rounded once from float32."""
     codes, scales = codes.contiguous(), scales.contiguous()
     groups = codes.shape[1]
     out = torch.empty((len(codes), groups * GROUP), dtype=dtype)
@@ -191,9 +207,9 @@ def widen(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the first `dim` numbers of q and k (N, heads, >= dim) in place by cos and sin (N, dim), all of one dtype.
+    """Rotate the first `dim` numbers of q and k (N, heads, >= dim) in place by cos and sin.
 
-    The numbers of a head lie one after another; rows and heads may lie anywhere.
+    cos and sin (N, dim), all of one dtype. The numbers of a head are adjacent; rows and heads may be anywhere.
     """
     cos, sin = cos.contiguous(), sin.contiguous()
     dim = cos.shape[-1]
@@ -219,9 +235,9 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool = False) -> Tensor:
-    """RMSNorm, or LayerNorm where `centred`, of the last dimension: x (N, n) or (N, heads, n), weight and bias (n,).
+    """Return RMSNorm, or LayerNorm if `centred`, of the last dimension of x, contiguous.
 
-    The numbers of a head lie one after another; rows and heads may lie anywhere. The result is contiguous.
+    x (N, n) or (N, heads, n), weight and bias (n,). The numbers of a head are adjacent; rows and heads may be anywhere.
     """
     n = x.shape[-1]
     heads = x.shape[1] if x.ndim == 3 else 1
@@ -251,7 +267,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, c
 
 
 def gate(x: Tensor, act: int) -> Tensor:
-    """X (N, 2 n), its rows contiguous -> (N, n): act(first half) * second half; act: a `Gate`."""
+    """Return (N, n): act(first half) * second half of x (N, 2 n); act is a `Gate`.
+
+    Rows of x are contiguous.
+    """
     n = x.shape[1] // 2
     out = torch.empty((len(x), n), dtype=x.dtype)
     failed = entry_point("mp_gate")(
@@ -272,14 +291,18 @@ def gemm(
     act: int = 0,
     halves: bool = False,
 ) -> Tensor:
-    """act(norm(x) weight^T + bias) + residual of many rows: x (N, k), weight (n, k), bias (n,), residual (N, n).
+    """Return act(norm(x) weight^T + bias) + residual of many rows.
 
-    All of bf16 and contiguous, where `gemm_serves`. Each step is rounded as a layer of its own would; act: a `Gate`
-    but GELU, 0 for none.
+    All of bf16 and contiguous, if `gemm_serves`. Each step is rounded as a layer of its own would.
 
     Args:
-        norm: weight (k,), bias (k,) or None, eps, and whether it is centred: see `norm`.
-        halves: weight (2 n, k), bias (2 n,): act(first half) * second half.
+        x: (N, k).
+        weight: (n, k).
+        bias: (n,), or None.
+        norm: Weight (k,), bias (k,) or None, eps, and whether it is centred: see `norm`.
+        residual: (N, n), or None.
+        act: A `Gate` but GELU, 0 for none.
+        halves: Weight is (2 n, k), bias (2 n,): act(first half) * second half.
     """
     x = x.contiguous()
     n = len(weight) // 2 if halves else len(weight)
@@ -310,7 +333,7 @@ def gemm(
 def gemm_serves(x: Tensor, weight: Tensor) -> bool:
     """Whether `gemm` takes these rows and is the faster.
 
-    Torch's is where the hardware has whole tiles (AMX), and of fewer than MANY_ROWS where it multiplies bf16 at all.
+    Torch's is faster if the hardware has whole tiles (AMX), and for fewer than MANY_ROWS if it multiplies bf16 at all.
     """
     return (
         x.dtype is torch.bfloat16
@@ -329,15 +352,15 @@ def _has_gemm() -> bool:
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """X (N, n), its rows contiguous -> (N,) float32 and int64: the largest number of each row and where it is first.
+    """Return (N,) float32 and int64: the largest number of each row, and its first index.
 
-    NaN where a row holds one.
+    x (N, n), its rows contiguous. NaN where a row has one.
     """
-    most, at = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
+    maxima, at = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
     entry_point("mp_largest")(
         LARGEST(
             x.data_ptr(),
-            most.data_ptr(),
+            maxima.data_ptr(),
             at.data_ptr(),
             len(x),
             x.shape[1],
@@ -346,7 +369,7 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
             thread_count(),
         )
     )
-    return most, at
+    return maxima, at
 
 
 COUNT = Struct("=q").pack
@@ -355,9 +378,9 @@ NOT_PACKED = bytes(PACKED_BYTES)
 
 
 class Layers:
-    """Matrices and norms of layers, each with queries, keys and values of three matrices that turn, made ready once.
+    """Matrices and norms of layers with q, k, v of three matrices and RoPE, made ready once.
 
-    The tensors must stay where they are as long as this is called; it does not keep them.
+    The tensors must stay in place as long as this is called; it does not keep them.
     """
 
     def __init__(self, parts: Sequence[tuple[Linears, Behind]], head_dim: int) -> None:
@@ -365,11 +388,13 @@ class Layers:
         self._call = entry_point("mp_layers")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, regions: Sequence[StepRegions]) -> Tensor:
-        """Rows x (N, width), contiguous, one of each sequence, go through all layers in place.
+        """Run rows x (N, width), contiguous, one of each sequence, through all layers in place.
 
         Args:
-            cos, sin: (N, <= head_dim), as for `rotate_`. regions: of each layer; lengths and pages change as in
-                `ops.decode`.
+            x: (N, width), contiguous; changed in place.
+            cos: (N, <= head_dim), as for `rotate_`.
+            sin: (N, <= head_dim), as for `rotate_`.
+            regions: Regions of each layer; lengths and pages change as in `ops.decode`.
 
         Returns:
             (layers, N, n_heads): the log-sum-exp of each layer's attention.

@@ -27,11 +27,11 @@ NEEDS = ("SSE 4.2", "AVX2 and FMA", "AVX-512 F, BW, VL, DQ", "AVX-512 BF16 and V
 
 
 class NativeKernelsWarning(UserWarning):
-    """The native CPU kernels are missing, so the slow torch reference runs."""
+    """Warning that native CPU kernels are missing, so that the slow torch reference runs."""
 
 
 class StaleKernelsError(MillpondError):
-    """The native kernels that are installed were built from other sources than those that run."""
+    """Error of native kernels that were built from other sources than those that run."""
 
 
 def _folders() -> list[Path]:
@@ -40,16 +40,19 @@ def _folders() -> list[Path]:
 
 
 def installed() -> dict[str, Path]:
-    """The libraries that this install brought, by instruction set: of a build from source that of its machine alone."""
+    """Return the libraries of this install, by instruction set.
+
+    A build from source has that of its machine alone.
+    """
     return {name: file for name, file in _files().items() if name != PROBE}
 
 
 def _files() -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder in _folders():
         for file in sorted(folder.glob("millpond_*.so")):
-            found.setdefault(file.stem.removeprefix("millpond_"), file)
-    return found
+            paths.setdefault(file.stem.removeprefix("millpond_"), file)
+    return paths
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
@@ -67,7 +70,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def runnable() -> list[str]:
-    """The installed instruction sets that this CPU can run, best first."""
+    """Return the installed instruction sets that this CPU can run, best first."""
     have, files = installed(), _files()
     if "neon" in have:
         return ["neon"]
@@ -81,21 +84,27 @@ def runnable() -> list[str]:
 
 @cache
 def load() -> tuple[str, ctypes.CDLL] | None:
-    """The chosen instruction set and its library; None if there is none to run.
+    """Return the chosen instruction set and its library; None if there is none to run.
 
     Raises:
         OptionError: MILLPOND_ISA names one that is not installed or that this CPU cannot run.
         StaleKernelsError: a library was built from other sources.
     """
     can = runnable()
-    wanted = os.environ.get("MILLPOND_ISA", "")
-    if wanted and wanted not in can:
-        known = ", ".join(can) or "none"
-        if wanted not in (*X86, "neon"):
-            raise OptionError(f"MILLPOND_ISA={wanted!r} is not an instruction set; this install can run: {known}")
-        needs = f"needs a CPU with {NEEDS[X86[wanted]]} and a build that has it" if wanted in X86 else "is not built"
-        raise OptionError(f"MILLPOND_ISA={wanted!r} cannot run here: it {needs}; this install can run: {known}")
-    for name in [wanted] if wanted else can:
+    requested_isa = os.environ.get("MILLPOND_ISA", "")
+    if requested_isa and requested_isa not in can:
+        usable = ", ".join(can) or "none"
+        if requested_isa not in (*X86, "neon"):
+            raise OptionError(
+                f"MILLPOND_ISA={requested_isa!r} is not an instruction set; this install can run: {usable}"
+            )
+        needs = (
+            f"needs a CPU with {NEEDS[X86[requested_isa]]} and a build that has it"
+            if requested_isa in X86
+            else "is not built"
+        )
+        raise OptionError(f"MILLPOND_ISA={requested_isa!r} cannot run here: it {needs}; this install can run: {usable}")
+    for name in [requested_isa] if requested_isa else can:
         library = _open(installed()[name])
         if library is not None:
             library.mp_limit_threads(usable_cpus())
@@ -124,13 +133,13 @@ PAGE = 2**21
 
 
 def use_huge_pages(tensors: Iterable[Tensor], seconds: float = 5.0) -> int:
-    """Ask the system for huge pages under CPU tensors; what they hold and where does not change.
+    """Ask the system for huge pages under CPU tensors; their contents and addresses stay.
 
-    A hint: where the system has none to give, nothing happens. What it takes is the time of a copy.
+    A hint: where the system has none to give, nothing happens. It takes the time of a copy.
 
     Args:
-        tensors: read as a whole, contiguous.
-        seconds: after which no more pages are requested.
+        tensors: Contiguous tensors that are read as a whole.
+        seconds: Seconds after which no more pages are requested.
 
     Returns:
         Bytes in huge pages now.
@@ -151,7 +160,7 @@ def use_huge_pages(tensors: Iterable[Tensor], seconds: float = 5.0) -> int:
 
 
 def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Addresses (begin, end) of the memory of the tensors, neighbours as one."""
+    """Return addresses (begin, end) of the memory of tensors, neighbours joined."""
     ranges: list[tuple[int, int]] = []
     for begin, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu):
         if ranges and begin - ranges[-1][1] <= NEAR:

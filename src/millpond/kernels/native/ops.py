@@ -24,10 +24,19 @@ from millpond.kernels.args import (
     WindowSignalArgs,
 )
 from millpond.kernels.decode_rules import KEEP_ALL
-from millpond.kernels.eager.attention import nothing_found
+from millpond.kernels.eager.attention import empty_output
 from millpond.kernels.native import abi, decoder_rows
-from millpond.kernels.native.abi import DTYPES, INT32, _flat, _rows, entry_point, pool_numbers, rule_numbers
 from millpond.kernels.native.pages import regions_struct
+from millpond.kernels.native.structs import (
+    DTYPES,
+    INT32,
+    TORCH_DTYPES,
+    entry_point,
+    flat_indices,
+    pool_numbers,
+    readable_rows,
+    rule_numbers,
+)
 from millpond.kernels.thread_count import thread_count
 
 LIBRARY = torch.library.Library("millpond", "DEF")
@@ -126,7 +135,7 @@ def _write_shapes(
 def _read_shapes(
     bases: Tensor, table: Tensor, lens: Tensor, width: int, pool: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n, dtype = table.shape[0], abi.TORCH_DTYPES[pool[4]]
+    n, dtype = table.shape[0], TORCH_DTYPES[pool[4]]
     keys = bases.new_empty((n, width, pool[2]), dtype=dtype)
     values = bases.new_empty((n, width, pool[3]), dtype=dtype)
     positions = bases.new_empty((n, width), dtype=torch.int32)
@@ -142,7 +151,7 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def decode(args: DecodeArgs) -> DecodeOutput:
     regions = args.regions
     plain, rule, shape = regions.plain, regions.rule, regions.shape
-    given = (
+    values = (
         args.q,
         args.k_new,
         args.v_new,
@@ -163,9 +172,9 @@ def decode(args: DecodeArgs) -> DecodeOutput:
         regions.least,
     )
     if regions.packed is not None:
-        return DecodeOutput(*abi.decode(*given, regions_struct(regions.packed)))
+        return DecodeOutput(*abi.decode(*values, regions_struct(regions.packed)))
     call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
-    return DecodeOutput(*call(*given))
+    return DecodeOutput(*call(*values))
 
 
 def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
@@ -192,7 +201,7 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
 def attend(args: AttendArgs) -> AttendOutput:
     q, (pages, table, lens) = args.q, args.regions.parts
     members = torch.arange(len(q)) if args.members is None else args.members
-    out, lse = nothing_found(q, pages.value_dim) if args.found is None else args.found
+    out, lse = empty_output(q, pages.value_dim) if args.partial is None else args.partial
     abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), args.scale, args.softcap)
     return AttendOutput(out, lse)
 
@@ -252,8 +261,8 @@ def write(regions: PageRegions, rows: EntryRows) -> None:
 
 def read(regions: PageRegions, width: int) -> PaddedEntries:
     call, pages = torch.ops.millpond.read.default if torch.compiler.is_compiling() else abi.read, regions.pages
-    found = PaddedEntries(*call(pages.bases, regions.table, regions.lens, width, pool_numbers(pages)))
-    return found if pages.masses else found._replace(log_masses=None)
+    padded = PaddedEntries(*call(pages.bases, regions.table, regions.lens, width, pool_numbers(pages)))
+    return padded if pages.masses else padded._replace(log_masses=None)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -274,7 +283,7 @@ def admit(args: HeadRuleArgs) -> bool:
     (pages, table, lens), ids = args.regions.parts, args.ids
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
-    table, local, classes = _flat(table), _flat(args.local), args.classes.contiguous()
+    table, local, classes = flat_indices(table), flat_indices(args.local), args.classes.contiguous()
     sequences, kinds, seen, quota, most = map(_numbers, (args.sequences, args.kinds, args.seen, args.quota, args.most))
     entry_point("mp_admit")(
         ADMIT(
@@ -311,12 +320,17 @@ MEAN = Struct("=13q").pack
 
 def merge_slots(args: MergeArgs) -> None:
     (pages, table, lens), memory, leave, rule = args.regions.parts, args.memory, args.leave, args.rule
-    table, caps, recent, q_pos = _flat(table), _flat(args.caps), _flat(args.recent), _flat(args.q_pos)
+    table, caps, recent, q_pos = (
+        flat_indices(table),
+        flat_indices(args.caps),
+        flat_indices(args.recent),
+        flat_indices(args.q_pos),
+    )
     if lens.dtype is not INT32 or not lens.is_contiguous():
         raise OptionError("lens is written in place: it must be a contiguous int32 tensor")
     if memory.dtype is not torch.float64 or not memory.is_contiguous():
         raise OptionError("memory is written in place: it must be a contiguous float64 tensor")
-    local = args.local if args.local is None else _rows(args.local.float())
+    local = args.local if args.local is None else readable_rows(args.local.float())
     n_seq = q_pos.shape[0]
     failed = entry_point("mp_merge_slots")(
         MERGE(
@@ -356,15 +370,15 @@ def merge_slots(args: MergeArgs) -> None:
         raise MemoryError("no memory for the work space of the merging kernel")
 
 
-def _flags(chosen: Tensor) -> Tensor:
-    return chosen.contiguous().view(torch.uint8)
+def _flags(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
 
 
 def nearest(
     keys: Tensor, values: Tensor | None, sources: Tensor, targets: Tensor, floor: float
 ) -> tuple[Tensor, Tensor]:
-    keys, sources, targets = _rows(keys), _flags(sources), _flags(targets)
-    values = None if values is None else _rows(values)
+    keys, sources, targets = readable_rows(keys), _flags(sources), _flags(targets)
+    values = None if values is None else readable_rows(values)
     into = torch.empty(sources.shape, dtype=torch.int64)
     alike = torch.empty(sources.shape, dtype=torch.float64)
     of_values = (0, DTYPES[keys.dtype], *keys.stride()[:2], *keys.stride()[:2], 0)
@@ -395,7 +409,7 @@ def nearest(
 
 
 def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tensor) -> Tensor:
-    x, into, leaves = _rows(x), into.contiguous(), _flags(leaves)
+    x, into, leaves = readable_rows(x), into.contiguous(), _flags(leaves)
     weight, own = weight.double().contiguous(), own.double().contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)
     failed = entry_point("mp_mean_rows")(
@@ -422,7 +436,10 @@ RACE = Struct("=9q").pack
 
 
 def race(weights: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Weights (R, C) float32, keys (R,) and ids (R, C) int64, all with contiguous rows -> the columns (R,) drawn."""
+    """Return the columns (R,) drawn by weights (R, C) float32.
+
+    keys (R,) and ids (R, C) int64, all with contiguous rows.
+    """
     keys = keys.contiguous()
     drawn = torch.empty(len(weights), dtype=torch.int64)
     entry_point("mp_race")(

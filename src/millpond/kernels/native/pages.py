@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millpond.errors import NumericsError, OptionError
 from millpond.kernels.args import EntryRows, RunsInBuffer, WantedPages
-from millpond.kernels.native import abi, library
+from millpond.kernels.native import library, structs
 from millpond.kernels.packed import groups
 from millpond.kernels.packed.layout import Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions, Rope
@@ -68,7 +68,7 @@ def _side(
 
 
 def regions_struct(regions: PackedRegions) -> bytes:
-    """The struct of the regions: made once, and again when their pool has grown."""
+    """Return the struct of the regions, made once, and again when their pool has grown."""
     bases: Tensor | None
     struct: bytes
     bases, struct = regions.known.get("struct", (None, b""))
@@ -91,7 +91,7 @@ def _struct(regions: PackedRegions) -> bytes:
         layout.slots,
         layout.key_dim,
         layout.value_dim,
-        abi.DTYPES[torch.bfloat16],
+        structs.DTYPES[torch.bfloat16],
         int(pages.masses),
         layout.page_bytes,
         *_side(
@@ -128,12 +128,16 @@ def _row_strides(x: Tensor | None) -> tuple[int, int]:
 def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
     if rows.index.numel() == 0:
         return
-    start, count, index = abi._flat(rows.start), abi._flat(rows.count), abi._flat(rows.index)
-    keys, values, positions = abi._rows(rows.keys), abi._rows(rows.values), rows.positions
+    start, count, index = (
+        structs.flat_indices(rows.start),
+        structs.flat_indices(rows.count),
+        structs.flat_indices(rows.index),
+    )
+    keys, values, positions = structs.readable_rows(rows.keys), structs.readable_rows(rows.values), rows.positions
     scores, log_masses = (t if t is None else t.float() for t in (rows.scores, rows.log_masses))
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
-    failed = abi.entry_point("mp_write_packed")(
+    failed = structs.entry_point("mp_write_packed")(
         regions_struct(regions)
         + WRITE(
             start.data_ptr(),
@@ -148,8 +152,8 @@ def write_packed(regions: PackedRegions, rows: EntryRows) -> None:
             positions.data_ptr(),
             0 if scores is None else scores.data_ptr(),
             0 if log_masses is None else log_masses.data_ptr(),
-            abi.DTYPES[keys.dtype],
-            abi.DTYPES[values.dtype],
+            structs.DTYPES[keys.dtype],
+            structs.DTYPES[values.dtype],
             *_row_strides(keys),
             *_row_strides(values),
             *_row_strides(positions),
@@ -189,18 +193,18 @@ def _numbers(rows: Rows) -> npt.NDArray[np.int64]:
 
 
 def move(source: Numbers, source_rows: Rows | None, target: Numbers, target_rows: Rows | None, n: int) -> None:
-    rows = [None if one is None else _numbers(one) for one in (source_rows, target_rows)]
-    addresses = [0 if one is None else one.ctypes.data for one in rows]
+    rows = [None if array is None else _numbers(array) for array in (source_rows, target_rows)]
+    addresses = [0 if array is None else array.ctypes.data for array in rows]
     _entry_point("mp_move_rows")(MOVE(*source, *target, *addresses, n))
 
 
-def pack(pages: Numbers, ids: Rows, room: Tensor, generation: int) -> int:
+def pack(pages: Numbers, ids: Rows, buffer: Tensor, generation: int) -> int:
     ids = _numbers(ids)
-    struct = PACK(*pages, ids.ctypes.data, len(ids), room.data_ptr(), room.nbytes, generation)
+    struct = PACK(*pages, ids.ctypes.data, len(ids), buffer.data_ptr(), buffer.nbytes, generation)
     return _entry_point("mp_pack_run")(struct)
 
 
 def unpack(data: Tensor, runs: RunsInBuffer, pages: Numbers, wanted: WantedPages, first: npt.NDArray[np.int64]) -> int:
-    given = [_numbers(one) for one in (*runs, first, *wanted)]
-    struct = UNPACK(*pages, data.data_ptr(), *(one.ctypes.data for one in given), len(runs.places))
+    arrays = [_numbers(array) for array in (*runs, first, *wanted)]
+    struct = UNPACK(*pages, data.data_ptr(), *(array.ctypes.data for array in arrays), len(runs.places))
     return _entry_point("mp_unpack_runs")(struct)

@@ -12,7 +12,7 @@ from millpond.kernels.packed import groups
 from millpond.kernels.packed.groups import Groups, to_half
 from millpond.kernels.packed.layout import (
     LANES,
-    MOST_NAMED,
+    MAX_NAMED,
     Format,
     Offsets,
     PackedLayout,
@@ -24,20 +24,20 @@ from millpond.kernels.packed.layout import (
 
 
 def split(x: Tensor, axis: int, size: int) -> Tensor:
-    """Axis `axis` as two, the second of `size`."""
+    """Return `x` with axis `axis` as two, the second of `size`."""
     axis %= x.ndim
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Codes (..., depth, 16) int64 -> words (..., n, 16) int32, and those of the third bits."""
+    """Return codes (..., depth, 16) int64 as words (..., n, 16) int32, third bits apart."""
     if bits == 3:
         return _pack(codes & 3, 2), _pack(codes >> 2, 1)
     return _pack(codes, bits), None
 
 
 def unpack(words: Tensor, top: Tensor | None, bits: int, depth: int) -> Tensor:
-    """The codes (..., depth, 16) int64 that `pack` put into words."""
+    """Return the codes (..., depth, 16) int64 that `pack` put into words."""
     if top is not None:
         return _unpack(words, 2)[..., :depth, :] | _unpack(top, 1)[..., :depth, :] << 2
     return _unpack(words, bits)[..., :depth, :]
@@ -62,7 +62,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def key_lanes(x: Tensor) -> Tensor:
-    """(..., slots, dim) -> (..., slots / 16, dim, 16): lanes are slots."""
+    """Return (..., slots, dim) -> (..., slots / 16, dim, 16): lanes are slots."""
     return split(x, -2, LANES).transpose(-1, -2)
 
 
@@ -71,7 +71,7 @@ def from_key_lanes(x: Tensor) -> Tensor:
 
 
 def value_lanes(x: Tensor) -> Tensor:
-    """(..., slots, dim) -> (..., dim / 16, slots, 16): lanes are channels."""
+    """Return (..., slots, dim) -> (..., dim / 16, slots, 16): lanes are channels."""
     return split(x, -1, LANES).transpose(-3, -2)
 
 
@@ -80,10 +80,10 @@ def from_value_lanes(x: Tensor) -> Tensor:
 
 
 def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tensor:
-    """(P, slots, dim) bool: all but the `side.n_extra` numbers of each page that lie farthest out, the first of equals.
+    """Return (P, slots, dim) bool: all but the farthest `side.n_extra` numbers of each page.
 
-    How far is measured from the middle of the calibrated range of the channel, in units of it, or else from the mean
-    of the number's group, in standard deviations.
+    Of equal ones the first are outliers. Distance is measured from the middle of the calibrated range of the channel,
+    in units of it, or else from the mean of the number's group, in standard deviations.
     """
     tiny = torch.finfo(torch.float32).tiny
     if fixed is not None:
@@ -97,13 +97,16 @@ def inliers(x: Tensor, side: Side, fixed: tuple[Tensor, Tensor] | None) -> Tenso
         # by way of float64: torch's root of float32 is not always the nearest number
         spread = (_sum(away.square(), side.by_channel) / n).double().sqrt().float()
         far = (away / spread.clamp(min=tiny)).reshape(x.shape)
-    found = far.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, : side.n_extra]
-    return torch.ones_like(far, dtype=torch.bool).flatten(1).scatter(1, found, False).view_as(far)
+    indices = far.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, : side.n_extra]
+    return torch.ones_like(far, dtype=torch.bool).flatten(1).scatter(1, indices, False).view_as(far)
 
 
 def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
-    """Sums of groups in an order that native code repeats: slot after slot, (P, n, 1, dim) of (P, n, slots, dim); or 16
-    channels after 16 and then half onto half, (P, slots, n, 1) of (P, slots, n, channels)."""
+    """Return sums of groups in an order that native code repeats.
+
+    By channel it is slot after slot, (P, n, 1, dim) of (P, n, slots, dim); else 16 channels after 16 and then half onto
+    half, (P, slots, n, 1) of (P, slots, n, channels).
+    """
     if by_channel:
         return reduce(torch.add, grouped.unbind(2)).unsqueeze(2)
     lanes = reduce(torch.add, split(grouped, 3, LANES).unbind(3))
@@ -114,19 +117,21 @@ def _sum(grouped: Tensor, by_channel: bool) -> Tensor:
 
 
 def beside(rest: Tensor, inlier: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(where, what) (P, n): the places of the n outliers of each page, ascending, and what their codes lack.
+    """Return (where, what) (P, n): places of the n outliers of each page, and remainders.
+
+    Places ascend; a remainder is what the code of an outlier lacks.
 
     Raises:
         NumericsError: one lacks more than float16 holds.
     """
     places = (~inlier).flatten(1).nonzero()[:, 1].view(rest.shape[0], n)
     slot, channel = places // rest.shape[2], places % rest.shape[2]
-    return slot * MOST_NAMED + channel, to_half(rest.flatten(1).gather(1, places))
+    return slot * MAX_NAMED + channel, to_half(rest.flatten(1).gather(1, places))
 
 
 def add(x: Tensor, where: Tensor, what: Tensor) -> Tensor:
-    """X (P, slots, dim) with the outliers added."""
-    places = where // MOST_NAMED * x.shape[2] + where % MOST_NAMED
+    """Return x (P, slots, dim) with the outliers added."""
+    places = where // MAX_NAMED * x.shape[2] + where % MAX_NAMED
     return x.flatten(1).scatter_add(1, places, what.float()).view_as(x)
 
 
@@ -136,13 +141,15 @@ Fixed = tuple[Tensor, Tensor]
 
 @dataclass
 class Parts:
-    """What P pages hold of their keys or values.
+    """Keys or values of P pages.
 
     Attributes:
         codes: (P, slots, dim) int64, or (P, slots, dim) bfloat16 where the format is `Format.ROWS`.
-        scales, zeros: by channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
-        means: (P, dim) float16 of the numbers in each channel, where codes stand for what is less them; or None.
-        where, what: (P, n_extra) the outliers: slot * 256 + channel, and the remainder in float16.
+        scales: By channel (P, slots / group, dim), otherwise (P, slots, groups), one (P, 1) for e4m3; or None.
+        zeros: Shaped like `scales`; or None.
+        means: (P, dim) float16, means of the numbers in each channel if codes stand for the numbers less them; or None.
+        where: (P, n_extra) places of the outliers: slot * 256 + channel.
+        what: (P, n_extra) remainders of the outliers in float16.
     """
 
     codes: Tensor
@@ -154,7 +161,7 @@ class Parts:
 
 
 def _grouped(x: Tensor, side: Side) -> Tensor:
-    """(P, slots, dim) with the members of a group last."""
+    """Return (P, slots, dim) with the members of a group last."""
     if side.format is Format.FP8:
         return x.flatten(1)[:, None]  # (P, 1, slots * dim)
     if side.by_channel:
@@ -169,7 +176,7 @@ def _ungrouped(x: Tensor, side: Side, dim: int) -> Tensor:
 
 
 def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
-    """P runs of slots x (P, slots, dim) as codes.
+    """Return the codes of P runs of slots x (P, slots, dim).
 
     Raises:
         NumericsError: a number that the format cannot hold.
@@ -192,8 +199,8 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
         codes = groups.between(y, cuts_of(side).to(y.device)) if side.format.uses_table else _whole(y, side.format.bits)
         parts = Parts(codes)
     else:
-        found = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
-        parts = Parts(_ungrouped(found.codes, side, x.shape[-1]), found.scales, found.zeros)
+        encoded = _encode_groups(_grouped(x, side), side, None if inlier is None else _grouped(inlier, side))
+        parts = Parts(_ungrouped(encoded.codes, side, x.shape[-1]), encoded.scales, encoded.zeros)
     if inlier is not None:
         parts.where, parts.what = beside(x - decode(parts, side, fixed), inlier, side.n_extra)
     parts.means = means
@@ -201,7 +208,10 @@ def encode(x: Tensor, side: Side, fixed: Fixed | None = None) -> Parts:
 
 
 def _means(x: Tensor) -> Tensor:
-    """Means (P, dim) over the slots of x (P, slots, dim), added slot after slot as in every implementation."""
+    """Return means (P, dim) over the slots of x (P, slots, dim).
+
+    They are added slot after slot as in every implementation.
+    """
     total = x[:, 0]
     for slot in range(1, x.shape[1]):
         total = total + x[:, slot]
@@ -221,7 +231,7 @@ def _encode_groups(x: Tensor, side: Side, inlier: Tensor | None) -> Groups:
 
 
 def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
-    """The numbers (P, slots, dim) float32 that the codes stand for."""
+    """Return the numbers (P, slots, dim) float32 that the codes stand for."""
     if side.format is Format.ROWS:
         return parts.codes.float()
     if fixed is not None:
@@ -230,8 +240,8 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
         x = codes * scale + zero
     else:
         assert parts.scales is not None
-        found = Groups(_grouped(parts.codes, side), parts.scales, parts.zeros)
-        x = _ungrouped(_decode_groups(found, side), side, parts.codes.shape[-1])
+        grouped = Groups(_grouped(parts.codes, side), parts.scales, parts.zeros)
+        x = _ungrouped(_decode_groups(grouped, side), side, parts.codes.shape[-1])
     if parts.means is not None:
         x = x + parts.means.float()[:, None]
     if parts.where is not None and parts.what is not None:
@@ -239,19 +249,19 @@ def decode(parts: Parts, side: Side, fixed: Fixed | None = None) -> Tensor:
     return x
 
 
-def _decode_groups(found: Groups, side: Side) -> Tensor:
+def _decode_groups(grouped: Groups, side: Side) -> Tensor:
     if side.format is Format.FP8:
-        return groups.decode_e4m3(found)
+        return groups.decode_e4m3(grouped)
     if side.format.uses_table:
-        return groups.decode_table(found, table_of(side).to(found.codes.device))
-    return groups.decode_affine(found, side.format.bits)
+        return groups.decode_table(grouped, table_of(side).to(grouped.codes.device))
+    return groups.decode_affine(grouped, side.format.bits)
 
 
 # ----------------------------------------------------------------------------------------------- bytes
 
 
 def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
-    """(P, n) uint8: the bytes of one side of P whole pages, in the order of `Offsets`."""
+    """Return (P, n) uint8: the bytes of one side of P whole pages, in the order of `Offsets`."""
     if side.format is Format.ROWS:
         return _bytes(parts.codes)
     lanes = key_lanes(parts.codes) if is_key else value_lanes(parts.codes)
@@ -269,7 +279,7 @@ def to_bytes(parts: Parts, side: Side, is_key: bool) -> Tensor:
 
 
 def from_bytes(page: Tensor, side: Side, at: Offsets, slots: int, dim: int, is_key: bool) -> Parts:
-    """What P whole pages (P, page_bytes) uint8 hold on one side."""
+    """Return one side of P whole pages (P, page_bytes) uint8."""
     n = page.shape[0]
 
     def take(begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -305,7 +315,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
-    """The parts of one page with the slots from `first` on replaced by those of `new` (1, n, dim)."""
+    """Return parts of one page with slots from `first` on replaced by `new` (1, n, dim)."""
     n = new.codes.shape[1]
     codes = old.codes.clone()
     codes[:, first : first + n] = new.codes
@@ -324,7 +334,7 @@ def replace_slots(old: Parts, new: Parts, side: Side, first: int) -> Parts:
 
 
 def sides(layout: PackedLayout) -> tuple[tuple[Side, Offsets, int, bool], tuple[Side, Offsets, int, bool]]:
-    """(side, offsets, dim, whether it is the keys) of keys and values."""
+    """Return (side, offsets, dim, whether it is the keys) of keys and values."""
     return (
         (layout.key, layout.key_offsets, layout.key_dim, True),
         (layout.value, layout.value_offsets, layout.value_dim, False),

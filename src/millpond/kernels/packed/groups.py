@@ -13,7 +13,7 @@ from torch import Tensor
 from millpond.errors import NumericsError
 
 #: The largest numbers of float16 and of e4m3.
-MOST_F16, MOST_E4M3 = 65504.0, 448.0
+MAX_F16, MAX_E4M3 = 65504.0, 448.0
 
 
 #: What is said of numbers that no code can hold.
@@ -22,13 +22,16 @@ NOT_FINITE = (
     "look for the layer that makes it, or keep the entries with codec='bf16'"
 )
 TOO_LARGE = (
-    f"a key or value is beyond {MOST_F16:g}, the most that the scale of a group (float16) can hold; "
+    f"a key or value is beyond {MAX_F16:g}, the most that the scale of a group (float16) can hold; "
     "keep the entries with codec='bf16'"
 )
 
 
 class Groups(NamedTuple):
-    """Codes (..., g) int64 with the scale and the zero (...) float16 of their group; zero None: symmetric."""
+    """Codes (..., g) int64 with scale and zero (...) float16 of their group.
+
+    zero is None if the format is symmetric.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -36,7 +39,8 @@ class Groups(NamedTuple):
 
 
 def check_finite(x: Tensor) -> None:
-    """
+    """Check that numbers to be encoded are finite.
+
     Raises:
         NumericsError: NaN or infinity among numbers that are to be encoded.
     """
@@ -45,11 +49,12 @@ def check_finite(x: Tensor) -> None:
 
 
 def to_half(x: Tensor) -> Tensor:
-    """
+    """Return `x` in float16.
+
     Raises:
         NumericsError: a number beyond float16.
     """
-    if x.numel() and float(x.abs().max()) > MOST_F16:
+    if x.numel() and float(x.abs().max()) > MAX_F16:
         raise NumericsError(TOO_LARGE)
     return x.half()
 
@@ -59,13 +64,16 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def encode_affine(x: Tensor, bits: int, symmetric: bool = False, inlier: Tensor | None = None) -> Groups:
-    """Round-to-nearest codes of groups x (..., g).
+    """Return round-to-nearest codes of groups x (..., g).
 
     Asymmetric: zero = min, scale = (max - min) / (2^bits - 1). Symmetric: scale = max|x| / (2^(bits-1) - 1), codes
     stand 2^(bits-1) above their number. A constant group has scale 0 and codes 0: it is read as its zero.
 
     Args:
-        inlier: (..., g) bool: what decides the range; None: everything.
+        x: (..., g) groups of numbers.
+        bits: Bits of a code.
+        symmetric: Store no zero.
+        inlier: (..., g) bool, numbers that decide the range; None for all.
 
     Raises:
         NumericsError: NaN, infinity, or a number beyond float16.
@@ -78,14 +86,14 @@ def encode_affine(x: Tensor, bits: int, symmetric: bool = False, inlier: Tensor 
         scale = to_half(torch.maximum(high, -low) / (half - 1))
         codes = torch.round(x * inverse(scale.float())[..., None]).clamp(1 - half, half - 1) + half
         return Groups(codes.long(), scale, None)
-    most = (1 << bits) - 1
-    zero, scale = to_half(low), to_half((high - low) / most)
-    codes = torch.round((x - zero.float()[..., None]) * inverse(scale.float())[..., None]).clamp(0, most)
+    max_code = (1 << bits) - 1
+    zero, scale = to_half(low), to_half((high - low) / max_code)
+    codes = torch.round((x - zero.float()[..., None]) * inverse(scale.float())[..., None]).clamp(0, max_code)
     return Groups(codes.long(), scale, zero)
 
 
 def decode_affine(groups: Groups, bits: int) -> Tensor:
-    """The numbers (..., g) float32 that the codes stand for."""
+    """Return the numbers (..., g) float32 that the codes stand for."""
     scale = groups.scales.float()[..., None]
     if groups.zeros is None:
         return (groups.codes - (1 << (bits - 1))) * scale
@@ -102,12 +110,14 @@ def _range(x: Tensor, inlier: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def between(y: Tensor, cuts: Tensor) -> Tensor:
-    """The code (...) int64 of y: how many of the ascending cuts lie below it."""
+    """Return the code (...) int64 of y: how many of the ascending cuts are below it."""
     return torch.bucketize(y.contiguous(), cuts)
 
 
 def encode_table(x: Tensor, cuts: Tensor, inlier: Tensor | None = None) -> Groups:
-    """Codes of groups x (..., g) whose range is mapped to [-1, 1]: zero = middle, scale = half the range (KVQuant).
+    """Return codes of groups x (..., g) with their range mapped to [-1, 1] (KVQuant).
+
+    zero = middle, scale = half the range.
 
     Raises:
         NumericsError: NaN, infinity, or a number beyond float16.
@@ -121,26 +131,26 @@ def encode_table(x: Tensor, cuts: Tensor, inlier: Tensor | None = None) -> Group
 
 
 def decode_table(groups: Groups, table: Tensor) -> Tensor:
-    """The numbers (..., g) float32 that the codes stand for."""
+    """Return the numbers (..., g) float32 that the codes stand for."""
     assert groups.zeros is not None
     return table[groups.codes] * groups.scales.float()[..., None] + groups.zeros.float()[..., None]
 
 
 def encode_e4m3(x: Tensor) -> Groups:
-    """Codes 0 to 255 of x (..., g) with one float32 scale per group, so that its largest number is the largest code.
+    """Return codes 0 to 255 of x (..., g) with one float32 scale per group.
 
-    Nothing is ever clipped: the scale follows the numbers.
+    Its largest number is the largest code. Nothing is ever clipped: the scale follows the numbers.
 
     Raises:
         NumericsError: NaN or infinity.
     """
     check_finite(x)
     x = x.float()
-    scale = x.abs().amax(-1) / MOST_E4M3
-    scaled = (x * inverse(scale)[..., None]).clamp(-MOST_E4M3, MOST_E4M3)
+    scale = x.abs().amax(-1) / MAX_E4M3
+    scaled = (x * inverse(scale)[..., None]).clamp(-MAX_E4M3, MAX_E4M3)
     return Groups(scaled.to(torch.float8_e4m3fn).view(torch.uint8).long(), scale, None)
 
 
 def decode_e4m3(groups: Groups) -> Tensor:
-    """The numbers (..., g) float32 that the codes stand for."""
+    """Return the numbers (..., g) float32 that the codes stand for."""
     return groups.codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * groups.scales[..., None]

@@ -15,11 +15,11 @@ from millpond.kernels.pages import Arenas
 #: Lanes of a tile; slots that a kernel works on at once.
 LANES, RUN = 16, 32
 #: Most slots and channels that an outlier can name: 8 bits each.
-MOST_NAMED = 256
+MAX_NAMED = 256
 
 
 class Format(IntEnum):
-    """What a code means. The numbers are those of csrc/quantized/bit_tiles.hpp."""
+    """Meaning of a code; the numbers are those of csrc/quantized/bit_tiles.hpp."""
 
     INT2 = 2
     INT3 = 3
@@ -47,21 +47,21 @@ class Format(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How the keys, or the values, of a page are stored: x = scale * code + zero, or scale * table[code] + zero.
+    """Storage of keys, or values: scale * code + zero, or scale * table[code] + zero.
 
     Attributes:
-        format: of the codes.
-        by_channel: keys only: a group is `group` neighbouring slots of one channel. Otherwise it is `group`
+        format: Meaning of the codes.
+        by_channel: Keys only: a group is `group` neighbouring slots of one channel. Otherwise it is `group`
             neighbouring channels of one slot.
-        group: numbers that share a scale and a zero; 0: all channels of a slot.
-        symmetric: no zero is stored: codes stand around 0.
-        fixed: keys only: scales and zeros per channel come from calibration and lie outside the page.
-        less_mean: keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
+        group: Numbers that share a scale and a zero; 0: all channels of a slot.
+        symmetric: No zero is stored: codes stand around 0.
+        fixed: Keys only: scales and zeros per channel come from calibration and are stored outside the page.
+        less_mean: Keys only, not by channel: a page stores the mean of its keys in each channel, and codes stand for
             what the keys are less it, so that channels far from 0 do not widen the range of all.
-        n_extra: outliers per page, 4 bytes each, for the numbers with the largest error.
-        table: of a table format, 2^bits ascending numbers that bfloat16 holds exactly.
-        cuts: of a table format, the 2^bits - 1 ascending numbers between two codes; empty: halfway between the table's
-            numbers.
+        n_extra: Outliers per page, 4 bytes each, for the numbers with the largest error.
+        table: Numbers of a table format, 2^bits ascending ones that bfloat16 holds exactly.
+        cuts: Limits of a table format, the 2^bits - 1 ascending numbers between two codes; empty for halfway between
+            the table's numbers.
     """
 
     format: Format
@@ -76,13 +76,13 @@ class Side:
 
     @property
     def per_channel(self) -> bool:
-        """Whether neighbouring slots share the scale of a channel, or all numbers of a page have one."""
+        """Whether neighbouring slots share a channel's scale, or a page has one scale."""
         return self.format is Format.FP8 or (self.format.grouped and (self.by_channel or self.fixed))
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Bytes from the begin of a page; -1 where there is none. `size`: bytes of the side."""
+    """First bytes of arrays from the begin of a page, -1 for none; `size` is the side's bytes."""
 
     codes: int
     top: int  #: third bits of a three-bit code
@@ -101,7 +101,7 @@ class Offsets:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The bytes of one page.
+    """Layout of the bytes of one page.
 
     Raises:
         OptionError: a dim that is no multiple of 16, slots that are no power of two of at least 32, or a group that
@@ -117,8 +117,8 @@ class PackedLayout:
     def __post_init__(self) -> None:
         if self.slots < RUN or self.slots & (self.slots - 1):
             raise OptionError(f"page_slots={self.slots}: pages of codes need a power of two of at least {RUN}")
-        for what, side, dim in (("keys", self.key, self.key_dim), ("values", self.value, self.value_dim)):
-            _check_side(what, side, dim, self.slots)
+        for noun, side, dim in (("keys", self.key, self.key_dim), ("values", self.value, self.value_dim)):
+            _check_side(noun, side, dim, self.slots)
 
     @cached_property
     def key_offsets(self) -> Offsets:
@@ -137,19 +137,19 @@ class PackedLayout:
 
     @cached_property
     def tables(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Tables of keys and of values: the numbers and the cuts between codes, float32, empty for no table."""
+        """Tables of keys and of values: numbers and cuts, float32, empty for no table."""
         key, value = ((table_of(side), cuts_of(side)) for side in (self.key, self.value))
         return key, value
 
     @property
     def bits_per_element(self) -> float:
-        """Bits that one number of a key or value takes, scales, zeros and outliers included."""
+        """Return bits per number of a key or value, scales, zeros and outliers included."""
         used = self.key_offsets.size + self.value_offsets.size
         return 8 * used / (self.slots * (self.key_dim + self.value_dim))
 
     @property
     def grain(self) -> int:
-        """Entries that must be written together, beginning at a multiple of it: 1 where no group spans slots."""
+        """Entries that must be written together, from a multiple of it; 1 if no group spans slots."""
         spans = self.key.format is Format.FP8 or self.value.format is Format.FP8
         if spans or self.key.n_extra or self.value.n_extra or self.key.less_mean:
             return self.slots
@@ -157,48 +157,48 @@ class PackedLayout:
 
 
 def table_of(side: Side) -> Tensor:
-    """The numbers (2^bits,) float32 that codes of a table stand for."""
+    """Return the numbers (2^bits,) float32 that codes of a table stand for."""
     return torch.tensor(side.table, device="cpu")
 
 
 def cuts_of(side: Side) -> Tensor:
-    """What lies between two codes of a table, (2^bits - 1,) float32."""
+    """Return the cuts between codes of a table, (2^bits - 1,) float32."""
     table = table_of(side)
     return torch.tensor(side.cuts, device="cpu") if side.cuts else (table[1:] + table[:-1]) / 2
 
 
 def groups_of(side: Side, dim: int) -> int:
-    """How many groups the channels of one slot fall into, for a side that is not by channel."""
+    """Return how many groups the channels of one slot form, for a side not by channel."""
     return dim // side.group if side.group else 1
 
 
-def _check_side(what: str, side: Side, dim: int, slots: int) -> None:
+def _check_side(noun: str, side: Side, dim: int, slots: int) -> None:
     if dim % LANES or dim < LANES:
         raise OptionError(
-            f"head_dim={dim}: codes need a multiple of {LANES} channels for {what}; use codec='bf16' for this model"
+            f"head_dim={dim}: codes need a multiple of {LANES} channels for {noun}; use codec='bf16' for this model"
         )
     if side.n_extra and not side.format.grouped:
-        raise OptionError(f"{what}: {side.format.name} keeps no outliers; only groups have ranges")
-    if side.n_extra and max(slots, dim) > MOST_NAMED:
-        raise OptionError(f"{what}: outliers can be named among {MOST_NAMED} slots and channels, not {slots} x {dim}")
+        raise OptionError(f"{noun}: {side.format.name} keeps no outliers; only groups have ranges")
+    if side.n_extra and max(slots, dim) > MAX_NAMED:
+        raise OptionError(f"{noun}: outliers can be named among {MAX_NAMED} slots and channels, not {slots} x {dim}")
     if side.format.uses_table and len(side.table) != 1 << side.format.bits:
-        raise OptionError(f"{what}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
-    if what == "values" and (side.fixed or side.by_channel):
+        raise OptionError(f"{noun}: {side.format.name} needs a table of {1 << side.format.bits} numbers")
+    if noun == "values" and (side.fixed or side.by_channel):
         raise OptionError("values are grouped along the channels of a slot; only keys can be by channel")
-    if side.less_mean and (what == "values" or side.per_channel or not side.format.grouped):
-        raise OptionError(f"{what}: only keys with scales per slot are stored less the mean of their page")
+    if side.less_mean and (noun == "values" or side.per_channel or not side.format.grouped):
+        raise OptionError(f"{noun}: only keys with scales per slot are stored less the mean of their page")
     if not side.format.grouped or side.fixed:
         return
     if side.by_channel:
         if side.group < RUN or slots % side.group:
             raise OptionError(
-                f"{what}: a group of {side.group} slots must divide the page of {slots} slots and hold at least {RUN}"
+                f"{noun}: a group of {side.group} slots must divide the page of {slots} slots and hold at least {RUN}"
             )
-    elif side.group and (dim % side.group or side.group % LANES or (what == "keys" and side.group % RUN)):
-        smallest = RUN if what == "keys" else LANES
+    elif side.group and (dim % side.group or side.group % LANES or (noun == "keys" and side.group % RUN)):
+        smallest = RUN if noun == "keys" else LANES
         fits = [g for g in range(smallest, dim + 1, smallest) if dim % g == 0] or [dim]
         raise OptionError(
-            f"head_dim={dim} does not fall into groups of {side.group} for {what}; "
+            f"head_dim={dim} does not fall into groups of {side.group} for {noun}; "
             f"groups that fit: {', '.join(map(str, fits))}, or 0 for the whole head"
         )
 
@@ -229,11 +229,11 @@ def _offsets(side: Side, slots: int, dim: int, tiles: int, depth: int, begin: in
 
 @dataclass(slots=True)
 class PackedArrays(Arenas):
-    """Arenas with one row of bytes per page. Position -1 marks a slot whose entry was evicted (a tombstone).
+    """Arenas with one row of bytes per page; position -1 marks a tombstone, an evicted entry.
 
     Attributes:
-        layout: where what lies in a page.
-        codes: per arena (pages_per_arena, page_bytes) uint8.
+        layout: Layout of a page.
+        codes: Per arena (pages_per_arena, page_bytes) uint8.
     """
 
     pages_per_arena: int

@@ -1,4 +1,4 @@
-"""The packed part of the regions of one layer, with RoPE applied at reading (KVQuant, arXiv:2401.18079)."""
+"""Packed part of the regions of one layer, with RoPE applied at reading (KVQuant, arXiv:2401.18079)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotation of the keys of one layer.
+    """Rotation of the keys of one layer.
 
     Attributes:
-        pairs: (n, 2) int32: channels (a, b) that turn together: a' = a cos - b sin, b' = b cos + a sin. Channels that
-            no pair names stay as they are.
-        cos, sin: (positions, n) float32.
-        near_cos, near_sin: (n, 32) float32: the same of the first 32 positions, without the scale.
+        pairs: (n, 2) int32: channels (a, b) that turn together: a' = a cos - b sin, b' = b cos + a sin. Channels in no
+            pair stay as they are.
+        cos: (positions, n) float32.
+        sin: (positions, n) float32.
+        near_cos: (n, 32) float32, cosines of the first 32 positions, without the scale.
+        near_sin: (n, 32) float32, sines of the first 32 positions, without the scale.
         by_channel: (3, D) int32: of each channel c its partner, its pair, and the sign s for which the dot product of a
             query q with a key k turned to a position is the sum over c of k[c] (q[c] cos + s q[partner] sin); -1, 0, 0
             for a channel that no pair names.
@@ -42,7 +44,7 @@ class Rope:
 
     @classmethod
     def of(cls, turn: Turn, dim: int, positions: int, device: torch.device = HOST) -> Rope:
-        """The tables of a rotation of keys of `dim` channels on a device, for at least `positions` positions."""
+        """Return tables of a rotation of keys of `dim` channels for `positions` positions or more."""
         pairs = pairs_of(turn, dim, device)
         a, b = pairs.long().unbind(1)
         first = torch.zeros(1, 1, 1, dim, device=device).index_fill(3, a, 1.0)
@@ -55,15 +57,18 @@ class Rope:
 
     @property
     def positions(self) -> int:
-        """How many positions the tables know."""
+        """Number of positions of the tables."""
         return self.cos.shape[0]
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys (..., n, D) float32 as they are at positions (..., n); those at -1 are turned to 0."""
+        """Return keys (..., n, D) float32 rotated to positions (..., n).
+
+        Those at -1 become 0.
+        """
         return self._turned(keys, positions, inverse=False)
 
     def turn_back(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys (..., n, D) float32 at positions (..., n) as they were before RoPE."""
+        """Return keys (..., n, D) float32 at positions (..., n) as they were before RoPE."""
         return self._turned(keys, positions, inverse=True)
 
     def _turned(self, keys: Tensor, positions: Tensor, *, inverse: bool) -> Tensor:
@@ -80,7 +85,10 @@ class Rope:
 
 
 def pairs_of(turn: Turn, dim: int, device: torch.device) -> Tensor:
-    """Which channels turn together, (n, 2) int32, found by turning each alone; the first of a pair is the lower one."""
+    """Return pairs of channels that turn together, (n, 2) int32, by turning each alone.
+
+    The first of a pair is the lower one.
+    """
     alone = torch.eye(dim, device=device)[None, None]
     turned = turn(alone, torch.ones(1, dim, dtype=torch.int64, device=device))[0, 0].float().cpu()
     mixed = turned.fill_diagonal_(0.0).abs()
@@ -90,7 +98,7 @@ def pairs_of(turn: Turn, dim: int, device: torch.device) -> Tensor:
 
 
 def _by_channel(pairs: Tensor, dim: int) -> Tensor:
-    """`Rope.by_channel` of pairs (n, 2), on the host."""
+    """Return `Rope.by_channel` of pairs (n, 2), on the host."""
     out = torch.tensor([[-1], [0], [0]], dtype=torch.int32).repeat(1, dim)
     numbers = torch.arange(len(pairs), dtype=torch.int32)
     for own, other, sign in ((0, 1, 1), (1, 0, -1)):
@@ -101,22 +109,23 @@ def _by_channel(pairs: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedRegions:
-    """What R regions of one layer hold in packed pages; twin of `PageRegions`.
+    """Packed pages of R regions of one layer; twin of `PageRegions`.
 
     Attributes:
-        pages: the memory of the pool.
+        pages: Memory of the pool.
         table: (R, n) int32 page ids.
         lens: (R,) int32 slots in use, tombstones included.
         dead: (R,) int32 tombstones: slots in use whose position is -1. Written by `decode`.
-        channels: (R, key_dim) int32: the channels of a key that are kept (ThinK), ascending; None: all.
-        balance: (R, key_dim) float32: what a stored key is multiplied with to get the key, and the query with to meet
-            it (the inverse of MiKV's balancer), over the kept channels; None: 1.
-        key_scales, key_zeros: (Hkv, key_dim) float32, for keys whose scales are `fixed`.
-        rope: keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
+        channels: (R, key_dim) int32, ascending channels of a key that are kept (ThinK); None for all.
+        balance: (R, key_dim) float32, factor that restores a stored key, and that multiplies the query instead (the
+            inverse of MiKV's balancer), over the kept channels; None for 1.
+        key_scales: (Hkv, key_dim) float32, for keys whose scales are `fixed`.
+        key_zeros: (Hkv, key_dim) float32, likewise.
+        rope: Keys are stored before RoPE, and turned by it to the positions of their slots when they are read; `write`
             takes them, and `read` and `decode` see them, after RoPE. None: they are stored as they are. It must know
             all positions. Scales of such keys are one per channel: `fixed`, or of the slots of a group.
-        known: what an implementation has found out about these regions, so that it need not at every step. Of an
-            object whose tensors others put in place nothing is known.
+        known: Facts about these regions that an implementation has computed, to be reused at later steps. An object
+            whose tensors others replace has none.
     """
 
     pages: PackedArrays
@@ -131,12 +140,13 @@ class PackedRegions:
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, n_regions: int, key_dim: int) -> None:
-        """
+        """Check that this is the packed part of `n_regions` with keys of `key_dim` channels.
+
         Raises:
             OptionError: these are not the packed part of `n_regions` regions with plain keys of `key_dim` channels.
         """
-        beside = n_regions, key_dim
-        if self.known.get("fits") == beside:
+        expected = n_regions, key_dim
+        if self.known.get("fits") == expected:
             return
         self.check_stored(n_regions)
         layout = self.pages.layout
@@ -145,10 +155,11 @@ class PackedRegions:
                 f"packed keys of {layout.key_dim} channels for plain ones of {key_dim}; name the kept ones in "
                 "`channels`"
             )
-        self.known["fits"] = beside
+        self.known["fits"] = expected
 
     def check_stored(self, n_regions: int) -> None:
-        """
+        """Check the number of regions, and that they have what the layout needs.
+
         Raises:
             OptionError: not as many regions, or not what the layout needs.
         """
@@ -157,13 +168,16 @@ class PackedRegions:
             raise OptionError(f"{self.table.shape[0]} packed regions for {n_regions} plain ones")
         if self.rope is not None and not (layout.key.per_channel and self.channels is None and self.balance is None):
             raise OptionError("keys are stored before RoPE with scales per channel only, in all channels, unbalanced")
-        for given in (self.key_scales, self.key_zeros):
-            if layout.key.fixed != (given is not None):
+        for tensor in (self.key_scales, self.key_zeros):
+            if layout.key.fixed != (tensor is not None):
                 need = "needs" if layout.key.fixed else "takes no"
                 raise OptionError(f"this layout {need} calibrated key_scales and key_zeros in PackedRegions")
 
     def part(self, rows: slice | npt.NDArray[np.int64]) -> PackedRegions:
-        """Some of the regions: whole sequences, where scales are calibrated; copies, of any but neighbours."""
+        """Return some of the regions: whole sequences if scales are calibrated.
+
+        They are copies unless the rows are neighbours.
+        """
         at = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.table.device)
         channels, balance = (None if t is None else t[at] for t in (self.channels, self.balance))
         table, lens, dead = self.table[at], self.lens[at], self.dead[at]

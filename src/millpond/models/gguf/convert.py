@@ -50,55 +50,66 @@ _COMPUTED = ("rope.freqs", "attn_rot_embd")
 
 
 def unread_metadata(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
-    """Numbers that the configuration lacks or has otherwise, each as a phrase; empty where it has all of them.
+    """Return phrases for numbers that the configuration lacks or has otherwise.
+
+    Empty if it has all of them.
 
     Args:
-        config: what transformers made of the metadata, with what `take_rope` added.
+        header: Header of the file.
+        config: Configuration by transformers from the metadata, with what `take_rope` added.
     """
     return [*_numbers(header, config), *_rope(header, config)]
 
 
 def _numbers(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
-    found = []
+    differences = []
     for key, names in _SAME.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
-        known = [getattr(config, name) for name in names if hasattr(config, name)]
-        if isinstance(value, (int, float)) and value and known and not any(_close(value, ours) for ours in known):
-            found.append(f"{key} = {value:.6g} (it takes {known[0]})")
+        config_numbers = [getattr(config, name) for name in names if hasattr(config, name)]
+        if (
+            isinstance(value, (int, float))
+            and value
+            and config_numbers
+            and not any(_close(value, ours) for ours in config_numbers)
+        ):
+            differences.append(f"{key} = {value:.6g} (it takes {config_numbers[0]})")
     for key, name in _SIZES.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
         if isinstance(value, int) and hasattr(config, name) and getattr(config, name) != value:
-            found.append(f"{key} = {value} (it takes {getattr(config, name)})")
-    return found
+            differences.append(f"{key} = {value} (it takes {getattr(config, name)})")
+    return differences
 
 
 def _rope(header: GGUFHeader, config: PreTrainedConfig) -> list[str]:
-    """Base and scaling of the rotary positions."""
-    own = getattr(config, "rope_parameters", None) or {}
-    kinds = [value for value in own.values() if isinstance(value, dict)] or [own]
+    """Return phrases for base and scaling of the rotary positions that differ."""
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in rope_parameters.values() if isinstance(value, dict)] or [rope_parameters]
     base = header.metadata.get(f"{header.architecture}.rope.freq_base")
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     count = header.metadata.get(f"{header.architecture}.rope.dimension_count")
     bases = [kind["rope_theta"] for kind in kinds if "rope_theta" in kind]
-    found = []
+    differences = []
     if isinstance(base, (int, float)) and bases and not any(_close(base, ours) for ours in bases):
-        found.append(f"rope.freq_base = {base:.6g} (it takes {bases[0]:.6g})")
-    if isinstance(count, int) and count and "rope_theta" in own and count != rotated(config):
-        found.append(f"rope.dimension_count = {count} (it rotates {rotated(config)} numbers of each head)")
+        differences.append(f"rope.freq_base = {base:.6g} (it takes {bases[0]:.6g})")
+    if isinstance(count, int) and count and "rope_theta" in rope_parameters and count != rotated(config):
+        differences.append(f"rope.dimension_count = {count} (it rotates {rotated(config)} numbers of each head)")
     if scaling != "none" and all(kind.get("rope_type", "default") == "default" for kind in kinds):
         factor = header.metadata.get(f"{header.architecture}.rope.scaling.factor", 0)
         if factor != 1:
-            found.append(f"rope.scaling.type = {scaling} (it takes positions that are not scaled)")
-    return found
+            differences.append(f"rope.scaling.type = {scaling} (it takes positions that are not scaled)")
+    return differences
 
 
 def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Module, rope: RopeTensors) -> list[str]:
-    """Tensors without a place in a model, as one phrase; empty where each has one.
+    """Return one phrase for tensors without a place in a model, or nothing.
 
     Of architectures that transformers maps by rules of their own, only loading tells (`unplaced`).
 
     Args:
-        model: of that configuration; its tensors may be on meta. rope: tensors that `take_rope` read or refused.
+        header: Header of the file.
+        config: Configuration of the model.
+        model: Model of that configuration; its tensors may be on meta.
+        rope: Tensors that `take_rope` read or refused.
     """
     legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     with suppress(ImportError, AttributeError):  # older versions have one list only
@@ -121,7 +132,7 @@ def unread_tensors(header: GGUFHeader, config: PreTrainedConfig, model: nn.Modul
 
 
 def unplaced(names: list[str]) -> list[str]:
-    """A phrase about tensors that have no place in a model; none of no names."""
+    """Return a phrase about tensors that have no place in a model; none of no names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [f"the tensors {', '.join(names[:3])}{more}"] if names else []
 
@@ -142,7 +153,9 @@ _CONVERTING = threading.Lock()
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the only one of a folder without a config.json; None: none.
+    """Return the GGUF file that a path names, or None.
+
+    It is the path itself, or the only GGUF file of a folder without a config.json.
 
     Raises:
         OptionError: a folder with several, none of them chosen.
@@ -159,10 +172,13 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
-    """The folder with config, safetensors and tokenizer of a GGUF file, converted now if it was not before.
+    """Return the folder with config, weights and tokenizer of a GGUF file.
+
+    The file is converted now if it was not before.
 
     Args:
-        dtype: "auto" (the file's own float type, and bf16 for quantized matrices), "f32", "bf16" or "f16"; None: any
+        path: GGUF file.
+        dtype: "auto" (the file's own float type, and bf16 for quantized matrices), "f32", "bf16" or "f16"; None for any
             that was made before, else "auto".
 
     Raises:
@@ -181,8 +197,8 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
     with progress(f"Reading {path.name}"):
         digest = _digest(path)
     folder = cache_folder() / "gguf" / f"{path.stem[:64]}-{digest[:16]}"
-    made = [known for known in DTYPES if dtype is None and (folder / known / NOTE).exists()]
-    stored = made[0] if made else header.dtype if dtype in (None, "auto") else str(dtype)
+    dtypes = [name for name in DTYPES if dtype is None and (folder / name / NOTE).exists()]
+    stored = dtypes[0] if dtypes else header.dtype if dtype in (None, "auto") else str(dtype)
     with _CONVERTING:
         if not (folder / stored / NOTE).exists():
             _convert(path, header, stored, digest, folder / stored)
@@ -193,17 +209,18 @@ def converted_folder(path: Path, dtype: str | None = "auto") -> Path:
 
 
 def converted_before(path: Path, dtype: str | None) -> Path | None:
-    """The folder that the same file was converted to, if times, size and inode say that it is unchanged.
+    """Return the folder that an unchanged file was converted to, by times, size and inode.
 
-    A file is not read for it: of one of 500 MB its header and checksum take a second.
+    The file is not read: for one of 500 MB its header and checksum take a second.
 
     Args:
-        dtype: as for `converted_folder`.
+        path: GGUF file.
+        dtype: As for `converted_folder`.
     """
     for folder in sorted((cache_folder() / "gguf").glob(f"{escape(path.stem[:64])}-*/*")):
         current = folder.name in DTYPES and read_note(folder / NOTE).get("tokenizer") == TOKENIZER_VERSION
-        own = own_dtype(folder, path) if current else None
-        if own is not None and folder.name == {None: folder.name, "auto": own}.get(dtype, dtype):
+        stored_dtype = own_dtype(folder, path) if current else None
+        if stored_dtype is not None and folder.name == {None: folder.name, "auto": stored_dtype}.get(dtype, dtype):
             return folder
     return None
 
@@ -216,11 +233,11 @@ def _check_whole(path: Path, header: GGUFHeader) -> None:
             f"{path.name} is a part of a GGUF file that was split; join the parts with llama.cpp's "
             "'llama-gguf-split --merge' and name the result"
         )
-    known = supported_architectures()
-    if header.architecture not in known:
+    supported = supported_architectures()
+    if header.architecture not in supported:
         raise OptionError(
             f"{path.name} is of the architecture {header.architecture or '(none named)'!r}, which transformers "
-            f"{transformers.__version__} does not read from GGUF; it reads {', '.join(known)}. Use the model's "
+            f"{transformers.__version__} does not read from GGUF; it reads {', '.join(supported)}. Use the model's "
             "safetensors instead, or a newer transformers"
         )
     if header.architecture in _WRONG:
@@ -232,14 +249,17 @@ def _check_whole(path: Path, header: GGUFHeader) -> None:
 
 
 def supported_architectures() -> list[str]:
-    """llama.cpp's names of the architectures of which the installed transformers makes decoders, sorted."""
-    known = import_module("transformers.modeling_gguf_pytorch_utils").GGUF_SUPPORTED_ARCHITECTURES
+    """Return the architectures of which transformers makes decoders, sorted.
+
+    They have llama.cpp's names.
+    """
+    architectures = import_module("transformers.modeling_gguf_pytorch_utils").GGUF_SUPPORTED_ARCHITECTURES
     # among them are encoders, and types of which the installed version has no model
-    found = {name for name in known if name.replace("-", "_") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    names = {name for name in architectures if name.replace("-", "_") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     with suppress(ImportError, AttributeError):  # older versions have one list only
-        found |= {*import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS}
+        names |= {*import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS}
     # transformers writes some with underscores that llama.cpp writes with hyphens, or in one word
-    spelled = {form for name in found for form in (name, name.replace("_", "-"), name.replace("_moe", "moe"))}
+    spelled = {form for name in names for form in (name, name.replace("_", "-"), name.replace("_moe", "moe"))}
     return sorted(spelled - {"general", "tokenizer"})
 
 
@@ -249,19 +269,19 @@ def _digest(path: Path) -> str:
 
 
 def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Path) -> None:
-    what, needed = f"converting {path.name} to {dtype}", header.size * _BYTES[dtype]
-    free = make_room(target.parent, needed + 2**26, what)
+    action, needed = f"converting {path.name} to {dtype}", header.size * _BYTES[dtype]
+    free = make_room(target.parent, needed + 2**26, action)
     tell(
-        f"{what}, once: {needed / 1e6:,.0f} MB in {target.parent}, of {free / 1e6:,.0f} MB that are free there; "
+        f"{action}, once: {needed / 1e6:,.0f} MB in {target.parent}, of {free / 1e6:,.0f} MB that are free there; "
         "'millpond models list' says what was converted"
     )
     for folder in target.parent.parent.iterdir():
         remove_left(folder, _UNDER_WAY)
     try:
-        with workplace(target.parent, _UNDER_WAY) as made:
-            _write(path, header, dtype, digest, made)
+        with workplace(target.parent, _UNDER_WAY) as scratch:
+            _write(path, header, dtype, digest, scratch)
             try:
-                made.rename(target)
+                scratch.rename(target)
             except OSError:
                 if not (target / NOTE).exists():  # else another process was faster
                     raise
@@ -272,11 +292,11 @@ def _convert(path: Path, header: GGUFHeader, dtype: str, digest: str, target: Pa
         ) from error
 
 
-def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) -> None:
+def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, folder: Path) -> None:
     described = {name: value for name, value in header.metadata.items() if not name.startswith("tokenizer.")}
     check_config(described, path.name)
     if header.has_tokenizer:
-        gguf_tokenizer(path).save_pretrained(made)
+        gguf_tokenizer(path).save_pretrained(folder)
     with _quiet() as read, quick_reading():
         config = _config(path)
         _check_described(path, header, config, take_rope(path, header, config))
@@ -286,8 +306,8 @@ def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) 
             lambda: f"{len(read)} of {n_tensors} tensors" if read else "",
         ):
             model = _load(path, dtype, config)
-    with progress(f"converting {path.name} to {dtype}, writing safetensors", lambda: _written(made)), _quiet():
-        model.save_pretrained(made)
+    with progress(f"converting {path.name} to {dtype}, writing safetensors", lambda: _written(folder)), _quiet():
+        model.save_pretrained(folder)
     note = {
         "file": path.name,
         "sha256": digest,
@@ -295,8 +315,8 @@ def _write(path: Path, header: GGUFHeader, dtype: str, digest: str, made: Path) 
         "architecture": header.architecture,
         "tokenizer": TOKENIZER_VERSION,
     }
-    (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
-    made.chmod(0o755)
+    (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+    folder.chmod(0o755)
 
 
 def _config(path: Path) -> PreTrainedConfig:
@@ -310,7 +330,10 @@ def _config(path: Path) -> PreTrainedConfig:
 
 
 def _check_described(path: Path, header: GGUFHeader, config: PreTrainedConfig, rope: RopeTensors) -> None:
-    """Refuse metadata that describe more parameters than the tensors hold, or less than the file says, on meta."""
+    """Refuse metadata that describe more parameters than the tensors hold, or fewer.
+
+    The model is made on meta.
+    """
     _refuse_unread(path, [*rope.refused, *unread_metadata(header, config)])
     try:
         with torch.device("meta"):
@@ -335,9 +358,12 @@ def _refuse_unread(path: Path, missed: list[str]) -> None:
 
 
 def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration, without the marks of a quantized one, which cannot be saved; tensors are shared."""
+    """Return the model without its marks of quantization, which cannot be saved.
+
+    Tensors are shared.
+    """
     try:
-        given, info = _AUTO.from_pretrained(
+        source, info = _AUTO.from_pretrained(
             str(path.parent),
             config=config,
             gguf_file=path.name,
@@ -356,31 +382,31 @@ def _load(path: Path, dtype: str, config: PreTrainedConfig) -> PreTrainedModel:
     if info["missing_keys"]:
         _contradicts(path, f"there is no tensor for {', '.join(sorted(info['missing_keys'])[:3])}")
     _refuse_unread(path, unplaced(sorted(info["unexpected_keys"])))
-    config = given.config
+    config = source.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
         model: PreTrainedModel = _AUTO.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
-    model.load_state_dict(given.state_dict(), assign=True)
+    model.load_state_dict(source.state_dict(), assign=True)
     model.tie_weights()
-    model.generation_config = given.generation_config
+    model.generation_config = source.generation_config
     return model
 
 
 def _dequantized() -> dict[str, Any]:
-    """The argument by which transformers dequantizes all tensors; older versions always do."""
+    """Return the argument by which transformers dequantizes; older versions always do."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def _renew_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer of a folder that an earlier version converted, in place of its own; weights stay."""
+    """Replace the tokenizer of a folder that an earlier version converted; weights stay."""
     note = read_note(folder / NOTE) | {"tokenizer": TOKENIZER_VERSION}
     try:
-        with workplace(folder.parent, _UNDER_WAY) as made:
-            gguf_tokenizer(path).save_pretrained(made)
-            (made / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
-            for file in sorted(made.iterdir(), key=lambda file: file.name == NOTE):  # the note is the last
+        with workplace(folder.parent, _UNDER_WAY) as scratch:
+            gguf_tokenizer(path).save_pretrained(scratch)
+            (scratch / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+            for file in sorted(scratch.iterdir(), key=lambda file: file.name == NOTE):  # the note is the last
                 file.replace(folder / file.name)
     except OSError as error:
         raise OptionError(
@@ -390,7 +416,7 @@ def _renew_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _written(folder: Path) -> str:
-    """Bytes of the files of a folder, in words; none where one goes meanwhile."""
+    """Return bytes of the files of a folder, in words; a file may vanish meanwhile."""
     try:
         return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
     except OSError:
@@ -407,14 +433,14 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[list[None]]:
-    """No bars and warnings of transformers; its settings come back.
+    """Silence bars and warnings of transformers; its settings come back.
 
     Yields:
         A list that grows by an entry with each tensor that it reads one after the other.
     """
     legacy: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     tools: Any = transformers.utils.logging
-    shown, level, bar = tools.is_progress_bar_enabled(), tools.get_verbosity(), legacy.tqdm
+    bars_enabled, level, bar = tools.is_progress_bar_enabled(), tools.get_verbosity(), legacy.tqdm
     tools.disable_progress_bar()
     tools.set_verbosity_error()
     read: list[None] = []
@@ -430,5 +456,5 @@ def _quiet() -> Iterator[list[None]]:
     finally:
         legacy.tqdm = bar
         tools.set_verbosity(level)
-        if shown:
+        if bars_enabled:
             tools.enable_progress_bar()

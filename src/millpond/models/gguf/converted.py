@@ -1,4 +1,4 @@
-"""Notes in the folders that GGUF files were converted to, and a list of these folders. No tensor is read here."""
+"""Notes in the folders that GGUF files were converted to, and a list of these folders, without reading tensors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _TICK = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ConvertedFolder:
-    """A GGUF file in one of its converted forms.
+    """Folder that a GGUF file was converted to.
 
     Attributes:
-        name: of the file. sha256: of the file. dtype: of the weights, such as "bf16". size: bytes of the folder.
-        source: the file; None where it is not there any more.
+        name: Name of the file.
+        sha256: SHA-256 of the file.
+        dtype: Dtype of the weights, such as "bf16".
+        size: Bytes of the folder.
+        source: The file; None if it is missing.
     """
 
     folder: Path
@@ -38,27 +41,27 @@ class ConvertedFolder:
 
 
 def converted_folders() -> Iterator[ConvertedFolder]:
-    """All of them in the user's cache, by name."""
+    """Return all converted folders in the user's cache, by name."""
     for note in sorted(cache_folder().glob(f"gguf/*/*/{NOTE}")):
-        given = read_note(note)
-        if isinstance(name := given.get("file"), str):
+        note_content = read_note(note)
+        if isinstance(name := note_content.get("file"), str):
             folder = note.parent
             size = sum(file.stat().st_size for file in folder.iterdir())
             yield ConvertedFolder(
-                folder, name, str(given.get("sha256")), str(given.get("dtype")), size, source_of(folder)
+                folder, name, str(note_content.get("sha256")), str(note_content.get("dtype")), size, source_of(folder)
             )
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """What a note says; nothing where there is none that can be read."""
+    """Return the content of a note, or nothing if it cannot be read."""
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
     return {}
 
 
 class FileIdentity(NamedTuple):
-    """A file as the system counts it, equal while it is unchanged: times in ns since 1970, size in bytes."""
+    """Identity of a file, equal while it is unchanged: times in ns since 1970, size in bytes."""
 
     path: str
     size: int
@@ -68,7 +71,8 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """
+        """Return the identity of a file.
+
         Raises:
             OSError: the file cannot be found.
         """
@@ -76,14 +80,17 @@ class FileIdentity(NamedTuple):
         return cls(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> None:
-    """Write down in a converted folder where its file is, if that can be written.
+def note_source(folder: Path, path: Path, identity: FileIdentity, own_dtype: str) -> None:
+    """Write the path of its file into a converted folder, if that can be written.
 
     Args:
-        identity: of the file before it was read. own: dtype that it is converted to by default.
+        folder: Converted folder.
+        path: GGUF file.
+        identity: Identity of the file before it was read.
+        own_dtype: Dtype that it is converted to by default.
     """
     settled = time.time_ns() - max(identity.modified, identity.changed) > _TICK
-    text = json.dumps({**identity._asdict(), "own": own if settled else None}) + "\n"
+    text = json.dumps({**identity._asdict(), "own": own_dtype if settled else None}) + "\n"
     note = folder / SOURCE
     with suppress(OSError):
         if not note.is_file() or note.read_text(encoding="utf-8") != text:
@@ -91,7 +98,10 @@ def note_source(folder: Path, path: Path, identity: FileIdentity, own: str) -> N
 
 
 def own_dtype(folder: Path, path: Path) -> str | None:
-    """The dtype that a file is converted to by default, if a folder was made of it and it is the same; else None."""
+    """Return the dtype that an unchanged file is converted to by default, or None.
+
+    It is known if a folder was made of the file.
+    """
     note = read_note(folder / SOURCE)
     try:
         same = all(note.get(name) == value for name, value in FileIdentity.of(path)._asdict().items())
@@ -101,7 +111,7 @@ def own_dtype(folder: Path, path: Path) -> str | None:
 
 
 def source_of(folder: Path) -> Path | None:
-    """The GGUF file that a folder was converted from, as it was then; None where there is none, or another one now."""
+    """Return the unchanged GGUF file that a folder was converted from, or None."""
     note = read_note(folder / SOURCE)
     try:
         path, status = Path(note["path"]), Path(note["path"]).stat()

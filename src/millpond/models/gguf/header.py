@@ -1,4 +1,4 @@
-"""Header of a GGUF file, read with every count and size checked against the file before anything is allocated.
+"""Header of a GGUF file, with every count and size checked against the file before anything is allocated.
 
 The format is llama.cpp's: magic, version, counts, then metadata, then a name, shape, type and offset of each tensor.
 """
@@ -18,14 +18,14 @@ from millpond.optional import require
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 #: Most dimensions of a tensor, and most bytes of a name or key.
-MOST_DIMS, LONGEST_NAME = 4, 65_535
+MAX_DIMS, LONGEST_NAME = 4, 65_535
 _STRING, _ARRAY = 8, 9
 #: How `struct` calls the numbers, by their type in the file.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor as the header describes it; `type` is the name of a ggml type, such as "Q4_K".
+    """Tensor as the header describes it; `type` is the name of a ggml type, such as "Q4_K".
 
     Its first byte in the file is `begin`.
     """
@@ -37,16 +37,16 @@ class GGUFTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers that it holds."""
+        """Number of its elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a GGUF file says of itself.
+    """Description that a GGUF file gives of itself.
 
     Attributes:
-        metadata: numbers and strings; of an array, its length, or its values where `read_header` was given its key.
+        metadata: Numbers and strings; of an array its length, or its values if `read_header` got its key.
     """
 
     metadata: dict[str, Any]
@@ -54,31 +54,32 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture; "" where the file names none."""
+        """Architecture by llama.cpp's name; "" if the file names none."""
         return str(self.metadata.get("general.architecture", ""))
 
     @property
     def size(self) -> int:
-        """Numbers of all tensors."""
+        """Number of elements of all tensors."""
         return sum(tensor.size for tensor in self.tensors)
 
     @property
     def dtype(self) -> str:
-        """What the matrices are loaded in by default: their own float type, and bf16 for all that are quantized."""
+        """Default dtype of the loaded matrices: their own float type, bf16 for quantized ones."""
         types = {tensor.type for tensor in self.tensors if len(tensor.shape) > 1}
         return {frozenset({"F32"}): "f32", frozenset({"F16"}): "f16"}.get(frozenset(types), "bf16")
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it brings a vocabulary."""
+        """Whether the file contains a vocabulary."""
         return bool(self.metadata.get("tokenizer.ggml.tokens"))
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GGUFHeader:
-    """The header of a GGUF file.
+    """Return the header of a GGUF file.
 
     Args:
-        arrays: keys of arrays that are read in full, as lists.
+        path: GGUF file.
+        arrays: Keys of arrays that are read in full, as lists.
 
     Raises:
         DataError: it is no GGUF file, one of another version, cut off, or one whose numbers contradict each other.
@@ -93,7 +94,7 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> GGUFHeader:
 
 
 def read_floats(path: Path, tensor: GGUFTensor) -> list[float]:
-    """The numbers of a tensor of type F32, in the order in which they lie in the file.
+    """Return the numbers of a tensor of type F32, in the order of the file.
 
     Raises:
         DataError: it has another type.
@@ -106,13 +107,13 @@ def read_floats(path: Path, tensor: GGUFTensor) -> list[float]:
 
 
 def _type_sizes() -> dict[int, tuple[str, int, int]]:
-    """Name of each ggml type, numbers of a block, bytes of a block."""
+    """Return name, numbers of a block and bytes of a block of each ggml type."""
     gguf = require("gguf", "gguf", "a GGUF file")
     return {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
 
 
 class _Reader:
-    """Reads forward through a mapped file."""
+    """Reader that moves forward through a mapped file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0
@@ -123,8 +124,8 @@ class _Reader:
         version = self._number("I")
         if version not in VERSIONS:
             swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big") in VERSIONS
-            known = " and ".join(map(str, VERSIONS))
-            self._refuse("it is big-endian" if swapped else f"its version is {version}; versions {known} are read")
+            versions = " and ".join(map(str, VERSIONS))
+            self._refuse("it is big-endian" if swapped else f"its version is {version}; versions {versions} are read")
         n_tensors, n_keys = self._count(24, "tensors"), self._count(13, "keys")
         metadata: dict[str, Any] = {}
         for _ in range(n_keys):
@@ -148,10 +149,10 @@ class _Reader:
         return GGUFHeader(metadata, tuple(tensor._replace(begin=begin + tensor.begin) for tensor, _, _ in described))
 
     def _tensor(self, sizes: dict[int, tuple[str, int, int]]) -> tuple[GGUFTensor, int, int]:
-        """A tensor, its offset, and its bytes."""
+        """Return a tensor, its offset, and its bytes."""
         name, n_dims = self._name("a tensor's name"), self._number("I")
-        if not 0 < n_dims <= MOST_DIMS:
-            self._refuse(f"tensor {name!r} has {n_dims} dimensions; at most {MOST_DIMS} are possible")
+        if not 0 < n_dims <= MAX_DIMS:
+            self._refuse(f"tensor {name!r} has {n_dims} dimensions; at most {MAX_DIMS} are possible")
         shape = tuple(self._number("Q") for _ in range(n_dims))
         kind, offset = self._number("I"), self._number("Q")
         if kind not in sizes:
@@ -186,17 +187,17 @@ class _Reader:
             self._refuse(f"an array has values of the type {inner}; numbers and strings are possible")
         return length
 
-    def _count(self, least: int, what: str) -> int:
-        """A number of things that take at least `least` bytes each."""
+    def _count(self, min_bytes: int, noun: str) -> int:
+        """Return a number of things that take at least `min_bytes` bytes each."""
         count: int = self._number("Q")
-        if count > (len(self._data) - self._at) // least:
-            self._refuse(f"it is too short for {count:,} {what}: the file is cut off")
+        if count > (len(self._data) - self._at) // min_bytes:
+            self._refuse(f"it is too short for {count:,} {noun}: the file is cut off")
         return count
 
-    def _name(self, what: str) -> str:
+    def _name(self, noun: str) -> str:
         length = self._number("Q")
         if not 0 < length <= LONGEST_NAME:
-            self._refuse(f"{what} has {length:,} bytes; 1 to {LONGEST_NAME:,} are possible")
+            self._refuse(f"{noun} has {length:,} bytes; 1 to {LONGEST_NAME:,} are possible")
         return self._take(length).decode("utf-8", "replace")
 
     def _number(self, kind: str) -> Any:

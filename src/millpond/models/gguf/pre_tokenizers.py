@@ -1,7 +1,7 @@
-"""Rules by which text is cut before byte pairs are merged, by the names that GGUF files give them.
+"""Rules that cut text before byte pairs are merged, by the names that GGUF files give them.
 
-The names, and what each stands for, are llama.cpp's. Where its expressions stand in for those of the original tokenizer
-because its library of expressions knows no letters by case and no marks, the original's are taken: the vocabulary was
+The names, and the meaning of each, are llama.cpp's. Where its expressions replace those of the original tokenizer
+because its library of expressions knows no letters by case and no marks, the original's are used: the vocabulary was
 learned with them.
 """
 
@@ -42,12 +42,15 @@ _DEEPSEEK_OTHERS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _words(numbers: str, *, endings: str = f"{_ANY_ENDINGS}|", word: str = _WORD, lines: str = _LINES) -> str:
-    """Words with the sign before them, numbers, other signs with the ends of lines behind them, and blanks."""
+    """Return an expression for words with the sign before them, numbers, other signs, blanks.
+
+    Other signs include the ends of lines after them.
+    """
     return rf"{endings}{word}|{numbers}|{_SIGNS}[\r\n]*|{lines}|{_SPACES}"
 
 
 def _cased(numbers: str, endings: str) -> str:
-    """As `_words`, where a word also ends before a capital letter that follows a small one."""
+    """Return `_words`, where a word also ends before a capital letter after a small one."""
     sign = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{sign}{_LARGE}*{_SMALL}+{endings}|{sign}{_LARGE}+{_SMALL}*{endings}|{numbers}|{_SIGNS}[\r\n/]*|{_LINES}"
@@ -56,19 +59,22 @@ def _cased(numbers: str, endings: str) -> str:
 
 
 def _marked(signs: str) -> str:
-    """Of the later models of DeepSeek: a sign joins the Latin letters behind it, and marks their letters."""
+    """Return the expression of later DeepSeek models.
+
+    A sign joins the Latin letters after it, and marks join their letters.
+    """
     joined = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     return rf"{joined}| ?[\p{{P}}\p{{S}}]+{signs}|{_SPACES}"
 
 
 class PreTokenizer(NamedTuple):
-    """How text is cut into the pieces within which tokens are merged.
+    """Rule that cuts text into the pieces within which tokens are merged.
 
     Attributes:
-        splits: regular expressions (Oniguruma), each applied to the pieces of those before it; both what it matches
-            and what lies between are pieces.
-        whole: a piece that is a token is taken whole, whatever its merges would make of it.
-        begins: the token of the beginning is added where the file does not say.
+        splits: Regular expressions (Oniguruma), each applied to the pieces of those before it; both its matches and the
+            text between are pieces.
+        whole: A piece that is a token is taken as it is, whatever its merges would make of it.
+        begins: The token of the beginning is added if the file does not say.
     """
 
     splits: tuple[str, ...]

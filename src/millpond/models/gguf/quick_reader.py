@@ -1,4 +1,4 @@
-"""Reading of GGUF files by the package gguf without their vocabularies, on which it spends most of its time."""
+"""Quick reading of GGUF files by the package gguf, without their vocabularies, on which it spends most of its time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MANY = 1000
 
 @contextmanager
 def quick_reading() -> Iterator[None]:
-    """Within it, a reader of the package gguf has the first value of a long list in all its places.
+    """Make readers of the package gguf share the first value of a long list for all.
 
-    transformers makes two readers of a file for its configuration and tensors, and of a vocabulary needs the length;
-    it also asks for the same table of names for each module of a model.
+    transformers makes two readers of a file for its configuration and tensors, and of a vocabulary needs the length; it
+    also asks for the same table of names for each module of a model.
     """
     gguf: Any = require("gguf", "gguf", "a GGUF file")
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map

@@ -1,4 +1,4 @@
-"""Scaling of rotary positions that a GGUF file keeps in tensors, and transformers in numbers of its configuration."""
+"""Scaling of rotary positions that a GGUF file stores in tensors, and transformers in numbers of its configuration."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _UNROTATED = 1e20
 
 
 class RopeTensors(NamedTuple):
-    """Names of the tensors of factors, and a phrase for those that the configuration cannot stand for."""
+    """Names of tensors of factors, and a phrase for those that no configuration expresses."""
 
     names: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
 
 def take_rope(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> RopeTensors:
-    """Write into `config` what a file says of its rotary positions and transformers leaves out.
+    """Write into `config` the rotary positions of a file that transformers leaves out.
 
     That is `rope_parameters` of the type llama3 (arXiv:2407.21783) for a tensor of factors per frequency that these
-    parameters give to the rounding of float32; of the type longrope (arXiv:2402.13753) for short and long factors;
-    and the share of each head that is rotated.
+    parameters give to the rounding of float32; of the type longrope (arXiv:2402.13753) for short and long factors; and
+    the share of each head that is rotated.
 
     Args:
-        config: what transformers made of the metadata; changed in place.
+        path: GGUF file.
+        header: Header of the file.
+        config: Configuration by transformers from the metadata; changed in place.
 
     Raises:
         DataError: such a tensor is not of the type F32.
@@ -57,12 +59,12 @@ def take_rope(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> RopeT
 
 
 def rotated(config: PreTrainedConfig) -> int:
-    """Numbers of each head that are rotated, in a model with one kind of rotary positions."""
+    """Return the rotated numbers of each head, in a model with one kind of rotary positions."""
     return int(_head_dim(config) * float(config.rope_parameters.get("partial_rotary_factor") or 1.0))
 
 
 def _take_share(header: GGUFHeader, config: PreTrainedConfig) -> None:
-    """`partial_rotary_factor`, for types that know it (Phi-4-mini rotates three quarters)."""
+    """Set `partial_rotary_factor` of types that have it (Phi-4-mini rotates three quarters)."""
     count = header.metadata.get(f"{header.architecture}.rope.dimension_count")
     if isinstance(count, int) and 0 < count < _head_dim(config) and "partial_rotary_factor" in config.rope_parameters:
         config.rope_parameters["partial_rotary_factor"] = count / _head_dim(config)
@@ -78,13 +80,13 @@ def _llama3(header: GGUFHeader, config: PreTrainedConfig, factors: list[float]) 
         if _close(_factors(config, scaled), factors):
             config.rope_parameters = config.rope_parameters | scaled
             return RopeTensors((FREQS,))
-    known = " or ".join(map(str, lengths))
+    lengths_text = " or ".join(map(str, lengths))
     stated = f"its {len(factors)} factors, {min(factors):.6g} to {max(factors):.6g}"
     return RopeTensors(
         (FREQS,),
         (
             f"the tensor {FREQS}: {stated}, are not those of "
-            f"Llama 3 (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings {known})",
+            f"Llama 3 (low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings {lengths_text})",
         ),
     )
 
@@ -109,7 +111,10 @@ def _longrope(path: Path, header: GGUFHeader, config: PreTrainedConfig, tensors:
 
 
 def _proportional(config: PreTrainedConfig, factors: list[float]) -> RopeTensors:
-    """Of a model whose layers differ, the tensor is that of full attention, and marks what is not rotated."""
+    """Set the factors of a model whose layers differ.
+
+    The tensor is that of full attention, and marks the numbers that are not rotated.
+    """
     kind = config.rope_parameters["full_attention"]
     unrotated = [factor >= _UNROTATED for factor in factors]
     plain = all(math.isclose(factor, 1, rel_tol=_ROUNDING) or factor >= _UNROTATED for factor in factors)
@@ -122,18 +127,24 @@ def _proportional(config: PreTrainedConfig, factors: list[float]) -> RopeTensors
 
 
 def _factors(config: PreTrainedConfig, scaled: dict[str, Any]) -> list[float]:
-    """Factors that transformers makes of parameters: each frequency without them, over that with them."""
-    plain, other = deepcopy(config), deepcopy(config)
+    """Return the factors that transformers makes of parameters.
+
+    They are each frequency without them, over that with them.
+    """
+    plain, with_factors = deepcopy(config), deepcopy(config)
     neutral = scaled | {"factor": 1.0}
-    plain.rope_parameters, other.rope_parameters = config.rope_parameters | neutral, config.rope_parameters | scaled
+    plain.rope_parameters, with_factors.rope_parameters = (
+        config.rope_parameters | neutral,
+        config.rope_parameters | scaled,
+    )
     make = ROPE_INIT_FUNCTIONS[scaled["rope_type"]]
-    ratios = make(plain, None)[0].double() / make(other, None)[0].double()
+    ratios = make(plain, None)[0].double() / make(with_factors, None)[0].double()
     return [float(ratio) for ratio in ratios]
 
 
-def _close(found: list[float], wanted: list[float]) -> bool:
-    return len(found) == len(wanted) and all(
-        math.isclose(a, b, rel_tol=_ROUNDING) for a, b in zip(found, wanted, strict=True)
+def _close(factors: list[float], expected: list[float]) -> bool:
+    return len(factors) == len(expected) and all(
+        math.isclose(a, b, rel_tol=_ROUNDING) for a, b in zip(factors, expected, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, built of their vocabulary so that they give the ids that llama.cpp gives."""
+"""Tokenizers of GGUF files, built from their vocabulary so that they give the ids that llama.cpp gives."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WAY_OUT = "use the model's safetensors and tokenizer files instead"
 
 
 class UnnamedSplitWarning(UserWarning):
-    """A GGUF file that does not say how its text is cut before tokens are merged."""
+    """Warning of a GGUF file without the rule that cuts its text before tokens are merged."""
 
 
 def check_tokenizer(path: Path, header: GGUFHeader) -> None:
-    """Refuse a vocabulary of a kind that is not read, or one whose text is cut by a rule that is not known.
+    """Refuse a vocabulary of an unknown kind, or with an unknown rule that cuts its text.
 
     Raises:
         OptionError: with the name that the file gives.
@@ -58,7 +58,7 @@ def check_tokenizer(path: Path, header: GGUFHeader) -> None:
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with its special tokens and its chat template.
+    """Return the tokenizer of a GGUF file, with its special tokens and its chat template.
 
     Raises:
         DataError: its lists do not go together.
@@ -74,7 +74,7 @@ def _rule(header: GGUFHeader) -> str:
 
 
 class _Builder:
-    """A tokenizer of the metadata of a file."""
+    """Builder of a tokenizer from the metadata of a file."""
 
     def __init__(self, path: Path, header: GGUFHeader) -> None:
         self._path, self._given = path, header.metadata
@@ -102,7 +102,7 @@ class _Builder:
         except Exception as error:  # the library's own type, of a list that contradicts another
             self._refuse(str(error))
         kind: Any = PreTrainedTokenizerFast  # transformers does not type it
-        made: PreTrainedTokenizerFast = kind(
+        fast_tokenizer: PreTrainedTokenizerFast = kind(
             tokenizer_object=backend,
             clean_up_tokenization_spaces=False,
             bos_token=named["bos"],
@@ -113,8 +113,8 @@ class _Builder:
             add_eos_token=named["eos"] is not None and self._adds("eos", False),
         )
         template = self._given.get("tokenizer.chat_template")
-        made.chat_template = template if isinstance(template, str) else None
-        return made
+        fast_tokenizer.chat_template = template if isinstance(template, str) else None
+        return fast_tokenizer
 
     def _pre(self) -> PreTokenizer:
         if not self._given.get("tokenizer.ggml.pre"):
@@ -139,7 +139,7 @@ class _Builder:
         return backend
 
     def _pieces(self, unknown: str | None) -> Tokenizer:
-        """Pieces in which a blank is a character, with bytes for characters that are in none."""
+        """Return pieces in which a blank is a character, with bytes for unknown characters."""
         merges = self._merges() if self._kind == _GEMMA4 else [*self._halves()]
         backend = Tokenizer(BPE(self._vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         blank_first = self._kind == _PIECES and self._adds("space_prefix", not self._gemma)
@@ -154,7 +154,7 @@ class _Builder:
         return backend
 
     def _merges(self) -> list[tuple[str, str]]:
-        """As the file lists them; those of ends of lines are not split, where they are tokens."""
+        """Return the merges of the file; tokens that are ends of lines are not split."""
         if _MERGES not in self._given:
             self._refuse("it lists no merges (tokenizer.ggml.merges)")
         merges = []
@@ -169,7 +169,7 @@ class _Builder:
         return merges
 
     def _halves(self) -> Iterator[tuple[str, str]]:
-        """All pairs of tokens that make a token, those of the highest score first."""
+        """Return all pairs of tokens that make a token, those of the highest score first."""
         scores = self._list(_SCORES, float)
         if len(scores) != len(self._tokens):
             self._refuse(f"it has {len(self._tokens):,} tokens and the scores of {len(scores):,}")
@@ -180,15 +180,15 @@ class _Builder:
                     yield token[:cut], token[cut:]
 
     def _add_special(self, backend: Tokenizer, named: set[str | None]) -> None:
-        """Tokens that are found in a text before it is cut: whole, and the longest first.
+        """Add the tokens that are searched in a text before it is cut, the longest first.
 
         Args:
-            named: those that begin or end a text, fill it up, or stand for what is unknown: special, whatever their
-                type.
+            backend: Tokenizer to add them to.
+            named: Tokens that begin or end a text, pad it, or stand for the unknown: special, whatever their type.
         """
         called = str(self._given.get("general.name")).lower()
         strips = self._kind == _PIECES and ("phi-3" in called or "phi3" in called)  # as llama.cpp knows them
-        kept = {"<unk>", "<s>", "<|endoftext|>"}
+        kept_tokens = {"<unk>", "<s>", "<|endoftext|>"}
         added = [
             (token, kind != _USER_DEFINED or token in named)
             for token, kind in zip(self._tokens, self._types, strict=True)
@@ -197,21 +197,21 @@ class _Builder:
         for special, add in ((True, backend.add_special_tokens), (False, backend.add_tokens)):
             add(
                 [
-                    AddedToken(token, normalized=False, special=special, rstrip=strips and token not in kept)
-                    for token, found in added
-                    if found is special
+                    AddedToken(token, normalized=False, special=special, rstrip=strips and token not in kept_tokens)
+                    for token, is_special in added
+                    if is_special is special
                 ]
             )
 
     def _named(self, name: str) -> str | None:
-        """The text of a special token; None where the file has none."""
+        """Return the text of a special token, or None if the file has none."""
         usual = _USUAL.get(name) if self._kind == _PIECES else None
-        found = self._given.get(f"tokenizer.ggml.{name}_token_id", usual)
-        if found is None:
+        token_id = self._given.get(f"tokenizer.ggml.{name}_token_id", usual)
+        if token_id is None:
             return None
-        if not isinstance(found, int) or not 0 <= found < len(self._tokens):
-            self._refuse(f"its special token {name!r} has the id {found!r}, and it has {len(self._tokens):,} tokens")
-        return self._tokens[found]
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
+            self._refuse(f"its special token {name!r} has the id {token_id!r}, and it has {len(self._tokens):,} tokens")
+        return self._tokens[token_id]
 
     def _adds(self, name: str, usual: bool) -> bool:
         key = f"tokenizer.ggml.add_{name}" + ("" if name == "space_prefix" else "_token")
@@ -221,11 +221,11 @@ class _Builder:
         return self._kind == _PIECES if self._kind != _BYTE_PAIRS else PRE_TOKENIZERS[self._rule].begins
 
     def _list(self, key: str, kind: type) -> list[Any]:
-        found = self._given.get(key)
+        entries = self._given.get(key)
         kinds = (float, int) if kind is float else kind
-        if not isinstance(found, list) or not all(isinstance(value, kinds) for value in found):
+        if not isinstance(entries, list) or not all(isinstance(value, kinds) for value in entries):
             self._refuse(f"{key} is no list of the type {kind.__name__}")
-        return found
+        return entries
 
     def _refuse(self, why: str) -> NoReturn:
         raise DataError(f"{self._path.name}: the tokenizer is damaged ({why}); fetch the file again, or {_WAY_OUT}")

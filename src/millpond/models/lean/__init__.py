@@ -1,5 +1,5 @@
 """A decoder without its modules: one forward over packed rows, described by the weights alone.
 
-`describe` reads a transformers model of the families of Llama, OPT and GPT-NeoX, and `Decoder` runs what it found.
-Knows nothing of caches: attention is a function that the caller brings.
+`describe` reads a transformers model of the families of Llama, OPT and GPT-NeoX, and `Decoder` runs its description.
+Nothing here knows of caches: attention is a function that the caller passes.
 """

@@ -1,4 +1,4 @@
-"""One layer of a decoder over packed rows."""
+"""Block: one layer of a decoder over packed rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """A layer, by what it is made of.
+    """Layer, described by its projections and norms.
 
     Attributes:
-        qkv: into queries, keys and values; a single matrix holds those of each head one after another (GPT-NeoX).
-        out: of attention. up: into the feed-forward: one matrix, or a gate and what it gates. down: out of it.
-        norms_behind: of attention and feed-forward, each with its residual, where norms stand after them (OPT-350m).
-        q_norm, k_norm: of each head, before it turns (Qwen3). q_scale: queries are multiplied with it (OPT).
-        parallel: attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
+        qkv: Projection into queries, keys and values; a single matrix holds those of each head one after another
+            (GPT-NeoX).
+        out: Projection out of attention.
+        up: Projection into the feed-forward: one matrix, or a gate and what it gates.
+        down: Projection out of the feed-forward.
+        q_norm: Norm of each head of queries before RoPE (Qwen3).
+        k_norm: Norm of each head of keys before RoPE (Qwen3).
+        q_scale: Factor of queries (OPT).
+        norms_behind: Norms after attention and feed-forward, each with its residual, in models that have them there
+            (OPT-350m).
+        parallel: Attention and feed-forward read the same rows (GPT-NeoX); else one after the other.
     """
 
     index: int
@@ -42,7 +48,7 @@ class Block:
 
     @property
     def in_order(self) -> bool:
-        """Whether it is three matrices whose heads turn, attention, and the rest behind: see `dense.in_one_call`."""
+        """Whether the layer is q, k, v with RoPE, attention, the rest, see `dense.in_one_call`."""
         besides = (self.q_norm, self.k_norm, self.norms_behind)
         plain = all(norm is None for norm in besides) and self.q_scale == 1 and not self.parallel
         return plain and len(self.qkv.parts) == 3
@@ -55,9 +61,10 @@ class Block:
         dense: DecoderOps,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The rows x (N, width) after the layer; with `rows` (n,) only these, though all take part in attention.
+        """Return the rows x (N, width) after the layer.
 
-        rotary: cos and sin, (N, dim) each; None where positions are not rotated.
+        With `rows` (n,) only these are returned, though all take part in attention; rotary is cos and sin, (N, dim)
+        each, or None if positions are not rotated.
         """
         q, k, v = self._heads(x, rotary, dense)
         seen = attend(self.index, q if self.q_scale == 1 else q * self.q_scale, k, v)
@@ -68,7 +75,7 @@ class Block:
     def _heads(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, dense: DecoderOps
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned: (N, heads, D) each."""
+        """Return queries, keys and values after RoPE: (N, heads, D) each."""
         if rotary is not None and len(self.qkv.parts) == 3 and self.q_norm is self.k_norm is None:
             return dense.heads(x, self.qkv, self.head_dim, *rotary)
         q, k, v = self.heads(dense.apart(x, self.qkv))
@@ -82,7 +89,7 @@ class Block:
 
     @property
     def build(self) -> tuple[Any, ...]:
-        """What of a layer decides which kernels run it, and how: all but the numbers of its weights, and its place."""
+        """Facts that choose the kernels of a layer: all but its weights and its index."""
         norms = (self.q_norm, self.k_norm, *(self.norms_behind or ()))
         projections = (self.qkv, self.out, self.up, self.down)
         return (
@@ -101,7 +108,7 @@ class Block:
 
     @cached_property
     def rest(self) -> Rest:
-        """What follows attention, where norms stand in front."""
+        """Projections and norms after attention, if norms come first."""
         return Rest(self.out, self.up, self.down)
 
     def _behind_attention(self, x: Tensor, seen: Tensor, dense: DecoderOps) -> Tensor:
@@ -113,13 +120,13 @@ class Block:
         x = dense.added(dense.activated(x, self.up), self.down, x)
         return dense.norm(x, self.norms_behind[1])
 
-    def heads(self, found: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, heads, D) of queries, keys and values."""
-        n, dim = found[0].shape[0], self.head_dim
-        if len(found) == 1:
-            q, k, v = torch.split(found[0].view(n, -1, 3 * dim), dim, -1)
+    def heads(self, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (N, heads, D) of queries, keys and values."""
+        n, dim = projected[0].shape[0], self.head_dim
+        if len(projected) == 1:
+            q, k, v = torch.split(projected[0].view(n, -1, 3 * dim), dim, -1)
         else:
-            q, k, v = (part.view(n, -1, dim) for part in found)
+            q, k, v = (part.view(n, -1, dim) for part in projected)
         return q, k, v
 
 

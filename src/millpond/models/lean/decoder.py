@@ -1,4 +1,4 @@
-"""The forward of a whole model over packed rows, with embeddings and head in memory or only in part."""
+"""Decoder: forward of a whole model over packed rows, with embeddings and head in memory or only in part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EmbeddingSource(Protocol):
     """Embeddings of which only the rows that are looked up are read.
 
     Attributes:
-        dtype: of the rows.
+        dtype: Dtype of the rows.
     """
 
     @property
@@ -35,15 +35,15 @@ class EmbeddingSource(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (N,) as numbers: (N, width)."""
+        """Return rows `ids` (N,) as numbers: (N, width)."""
         ...
 
 
 class HeadSource(Protocol):
-    """A head whose matrix comes in tiles of some rows."""
+    """Head whose matrix comes in tiles of rows."""
 
     def product(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
-        """(N, vocabulary) of rows x (N, width), each tile multiplied by `multiply`."""
+        """Return (N, vocabulary) of rows x (N, width), each tile multiplied by `multiply`."""
         ...
 
 
@@ -55,7 +55,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class BlockSource(Protocol):
-    """Layers in their order: a tuple, or some whose weights come and go.
+    """Layers in order: a tuple, or layers whose weights are streamed.
 
     The weights of a block are in memory until the iterator is advanced.
     """
@@ -66,11 +66,12 @@ class BlockSource(Protocol):
 
 
 class StreamedBlocks(BlockSource, Protocol):
-    """Layers whose weights come and go, and head and embeddings where they are in codes or come and go, too.
+    """Layers whose weights are streamed, with head and embeddings in codes or streamed, too.
 
     Attributes:
-        head, tokens: (vocabulary, width) in codes, or what reads them; None where they are weights of the model.
-        resident: whether the weights of all layers stay in memory.
+        head: (vocabulary, width) in codes, or its reader; None if it is a weight of the model.
+        tokens: (vocabulary, width) in codes, or their reader; None if they are a weight of the model.
+        resident: Whether the weights of all layers stay in memory.
     """
 
     head: QuantizedWeight | HeadSource | None
@@ -80,16 +81,17 @@ class StreamedBlocks(BlockSource, Protocol):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model, by what it is made of.
+    """Model, described by its blocks, embeddings and head.
 
     Attributes:
-        blocks: the layers, first to last; only a tuple of them runs in one call.
         tokens: (vocabulary, width), embeddings, plain, quantized or read row by row.
-        positions: (n, width), learned ones, the first `offset` unused.
+        blocks: Layers, first to last; only a tuple of them runs in one call.
+        head: Weight (vocabulary, width), in memory or read in tiles, and bias.
         rotary: rotary(x, positions (1, N)) -> cos and sin (1, N, dim), as transformers has it.
-        project_in, project_out: between the width of the embeddings and that of the layers (OPT-350m).
-        head: weight (vocabulary, width), in memory or read in tiles, and bias.
-        fixed_order: a row has the same bits, however many others a pass has.
+        positions: (n, width), learned positions, the first `offset` unused.
+        project_in: Projection from the width of the embeddings to that of the layers (OPT-350m).
+        project_out: Projection from the width of the layers to that of the embeddings (OPT-350m).
+        fixed_order: A row has the same bits, however many others a pass has.
     """
 
     tokens: Weight | EmbeddingSource
@@ -104,9 +106,9 @@ class Decoder:
     fixed_order: bool = False
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
-        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts.
+        """Return logits (n, vocabulary) of the rows `rows` (n,).
 
-        The rows ascend.
+        The tokens `ids` (N,) are at `positions` (N,) of their texts. The rows ascend.
         """
         x = self.embed(ids, positions)
         rotary, dense = self.angles(x, positions), self._ops(x)
@@ -117,11 +119,11 @@ class Decoder:
         return self.logits(x)
 
     def in_one_call(self, n: int) -> Layers | None:
-        """All layers for n rows, one of each sequence; None where they are not built so, or not run so."""
+        """Return all layers for n rows, one of each sequence; None if they cannot run in one call."""
         return self._in_one_call if self.ops(n).few else None
 
     def ops(self, n: int) -> DecoderOps:
-        """Who computes n rows."""
+        """Return the kernels that compute n rows."""
         tokens = self.tokens
         if isinstance(tokens, Tensor):
             return self._ops(tokens[:1].expand(n, -1))
@@ -149,10 +151,13 @@ class Decoder:
     def step(
         self, ids: Tensor, positions: Tensor, layers: Layers, regions: Sequence[StepRegions]
     ) -> tuple[Tensor, Tensor]:
-        """`forward` of the newest token of each sequence, with the logits of all.
+        """Run `forward` for the newest token of each sequence, with the logits of all.
 
         Args:
-            layers: those of `in_one_call`. regions: what each of them meets.
+            ids: (N,) token ids.
+            positions: (N,) their positions.
+            layers: Layers of `in_one_call`.
+            regions: Entries that each of them attends to.
 
         Returns:
             (N, vocabulary) logits and (layers, N, n_heads) log-sum-exp of attention.
@@ -164,7 +169,7 @@ class Decoder:
         return self.logits(x), lse
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """(N, width): what the first layer reads."""
+        """Return (N, width): the input of the first layer."""
         tokens = self.tokens
         x = functional.embedding(ids, tokens) if isinstance(tokens, Tensor) else tokens.take(ids)
         if self.project_in is not None:
@@ -172,14 +177,14 @@ class Decoder:
         return x if self.positions is None else x + functional.embedding(positions + self.offset, self.positions)
 
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cos and sin of the rotary embedding, (N, dim) each."""
+        """Return cos and sin of the rotary embedding, (N, dim) each."""
         if self.rotary is None:
             return None
         cos, sin = self.rotary(x, positions[None])
         return cos[0], sin[0]
 
     def logits(self, x: Tensor) -> Tensor:
-        """(n, vocabulary) of rows (n, width) after the last layer."""
+        """Return (n, vocabulary) of rows (n, width) after the last layer."""
         x = x if self.norm is None else self._ops(x).norm(x, self.norm)
         if self.project_out is not None:
             x = self._linear(x, self.project_out)

@@ -34,17 +34,20 @@ _DONT_NEED = 4  #: MADV_DONTNEED of Linux: pages of a file that were not written
 
 
 class Mapped:
-    """The memory of this process that shows files which it has not written to, as it is now; none but on Linux.
+    """Memory of this process that shows files it has not written to, as it is now (Linux).
 
     Args:
-        weights: those that may move. If none lies in a file, no pages are counted: the kernel walks over all memory.
+        weights: Weights that may move. If none is in a file, no pages are counted: the kernel walks over all memory.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._ranges = _joined(_untouched()) if in_file(weights) else []
 
     def copy(self, old: Tensor, new: Tensor) -> Tensor:
-        """Copy a weight, and return `new`; what was copied of a file leaves memory before the rest is read."""
+        """Copy a weight, and return `new`.
+
+        Copied pages of a file leave memory before the rest is read.
+        """
         for part, place in zip(torch.split(old, _rows(old)), torch.split(new, _rows(old)), strict=True):
             place.copy_(part)
             self._release(part)
@@ -52,7 +55,7 @@ class Mapped:
 
     @contextmanager
     def moving(self, weights: Iterable[Tensor]) -> Iterator[None]:
-        """What weights that move meanwhile held of files leaves memory; others who read it still find it."""
+        """Release file pages of weights that move in the block; other readers still see them."""
         weights = list(weights)
         before = [weight.detach() for weight in weights]  # holds the memory, so that its addresses are not reused
         yield
@@ -72,12 +75,12 @@ class Mapped:
 
 
 def _rows(matrix: Tensor) -> int:
-    """Rows that are copied at a time."""
+    """Return rows that are copied at a time."""
     return max(1, _STRIDE // max(1, matrix[:1].nbytes))
 
 
 def in_file(weights: Iterable[Tensor]) -> bool:
-    """Whether one of them lies in a mapped file; never but on Linux."""
+    """Whether one of the weights is in a mapped file; never but on Linux."""
     try:
         headers = [_HEADER.match(line) for line in _MAPS.read_text().splitlines()]
     except OSError:
@@ -92,7 +95,7 @@ def in_file(weights: Iterable[Tensor]) -> bool:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that ascend, neighbours as one: advice splits the mapping of a file."""
+    """Return ascending ranges with neighbours joined: advice splits the mapping of a file."""
     joined: list[tuple[int, int]] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:
@@ -102,7 +105,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _untouched() -> Iterator[tuple[int, int]]:
-    """Addresses (begin, end) of mapped files of which no page was written to."""
+    """Return addresses (begin, end) of mapped files of which no page was written to."""
     try:
         lines = _SMAPS.read_text().splitlines()
     except OSError:
@@ -126,10 +129,12 @@ _SILENT = {"emb_dropout"}
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model without its modules.
+    """Model without its modules.
 
     Attributes:
-        decoder: runs it. watch: whether the modules are still what they were. layers: the modules of the layers.
+        decoder: Decoder that runs it.
+        watch: Tells whether the modules are still what they were.
+        layers: Modules of the layers.
     """
 
     decoder: Decoder
@@ -140,20 +145,22 @@ class Described:
 def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, move: bool = True) -> Described:
     """Read the parts of a model, and move its weights, see `moving`.
 
-    That the decoder computes what the model does is for the caller to try out.
+    The caller must try out that the decoder computes what the model does.
 
     Args:
-        streamed: its layers where their weights come and go; no weight is moved then. move: False: nor else.
+        model: Model of transformers.
+        streamed: Its layers if their weights are streamed; no weight is moved then.
+        move: False to move no weight.
 
     Raises:
         UnsupportedModelError: the model is not built as Llama, Mistral, Qwen2, Qwen3, OPT or GPT-NeoX; it is unchanged.
     """
-    whole: Any = model
-    base = whole.base_model
+    untyped: Any = model
+    base = untyped.base_model
     base = getattr(base, "decoder", base)
-    head = whole.get_output_embeddings()
-    known = {model.base_model_prefix, "lm_head"}
-    if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != known:
+    head = untyped.get_output_embeddings()
+    parts = {model.base_model_prefix, "lm_head"}
+    if type(head) is not nn.Linear or {name for name, _ in model.named_children()} != parts:
         raise UnsupportedModelError(f"{type(model).__name__} has more than a decoder and one linear layer behind it")
     ends = _ends(base)
     blocks: BlockSource = tuple(block_of(layer, fusable) for layer in base.layers)
@@ -172,7 +179,7 @@ def describe(model: PreTrainedModel, streamed: StreamedBlocks | None = None, *, 
 
 
 def watch(model: nn.Module, layers: Sequence[nn.Module]) -> Watch:
-    """A watch of the modules of a model with these layers.
+    """Return a watch of the modules of a model with these layers.
 
     The model's own settings and those of its rotary embedding change as it runs.
     """
@@ -180,13 +187,15 @@ def watch(model: nn.Module, layers: Sequence[nn.Module]) -> Watch:
 
 
 def moving(model: nn.Module, decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[Decoder]:
-    """Move the weights of a model into memory of their own, those that read the same rows fused: see `fuse`.
+    """Move the weights of a model into memory of their own, fused if they read the same rows.
 
     First those outside of the layers, which are largest, and then a layer each time. Embeddings of which no pass reads
     more than a few rows stay where they are: those which no text names need not be in memory.
 
     Args:
-        decoder: its description. layers: the modules of its layers.
+        model: Model of transformers.
+        decoder: Its description.
+        layers: Modules of its layers.
 
     Yields:
         The decoder with what has moved so far.
@@ -213,12 +222,12 @@ def _moved_layer(layer: nn.Module, block: Block, mapped: Mapped) -> Block:
 
 
 def _several(taken: Projection) -> list[Tensor]:
-    """The weights of a projection of several parts, biases too."""
+    """Return the weights of a projection of several parts, biases too."""
     return [weight for part in taken.parts for weight in part if isinstance(weight, Tensor) and len(taken.parts) > 1]
 
 
 def _ends(base: Any) -> dict[str, Any]:
-    """What stands before and after the layers."""
+    """Return the modules before and after the layers."""
     names = {name for name, _ in base.named_children()} - _SILENT
     if names == _LLAMA:
         return {"tokens": base.embed_tokens.weight, "rotary": base.rotary_emb, "norm": norm_of(base.norm)}
@@ -241,13 +250,14 @@ def _weight(module: nn.Linear | None) -> Tensor | None:
 
 
 def _check_weights(model: nn.Module) -> None:
-    """
+    """Check that the weights are loaded, of one dtype and device, and not shared by layers.
+
     Raises:
         UnsupportedModelError: the weights are of several dtypes or devices, are not loaded, or layers share them.
     """
     weights = [w for layer in model.modules() if isinstance(layer, nn.Linear) for w in layer._parameters.values()]
-    found = {(w.dtype, w.device) for w in model.parameters()}
-    if len(found) != 1 or next(iter(found))[1].type == "meta":
+    kinds = {(w.dtype, w.device) for w in model.parameters()}
+    if len(kinds) != 1 or next(iter(kinds))[1].type == "meta":
         raise UnsupportedModelError("the weights are of several dtypes or devices, or not loaded")
     if max(Counter(id(w) for w in weights if w is not None).values()) > 1:
         raise UnsupportedModelError("layers share their weights")

@@ -18,25 +18,26 @@ from millpond.models.lean.decoder import Decoder
 from millpond.models.lean.layers import Take
 
 #: Matrices of a layer that come to less are allocated one by one, in pages of the usual size.
-LEAST_IN_ONE = 2**22
+MIN_IN_ONE = 2**22
 #: Bytes of a cache line, at which each matrix begins.
 _LINE = 64
 
 
 class Room:
-    """Memory for matrices that are read as a whole: in huge pages from its first use where the system has them.
+    """Memory for matrices that are read as a whole, in huge pages if the system has them.
 
     Args:
-        matrices: that may be moved into it. Those on another device, or that come to little, are allocated one by one.
+        matrices: Matrices that may be moved into it. Those on another device, or of few bytes, are allocated one by
+            one.
     """
 
     def __init__(self, matrices: Iterable[Tensor]) -> None:
         nbytes = sum(_in_lines(matrix.nbytes) for matrix in matrices if matrix.is_cpu)
-        self._left = nbytes if nbytes >= LEAST_IN_ONE else 0
+        self._left = nbytes if nbytes >= MIN_IN_ONE else 0
         self._memory: Tensor | None = None
 
     def take(self, n: int, like: Tensor) -> Tensor:
-        """(n, ...) uninitialized, with the dtype, the device and the other sizes of `like`."""
+        """Return (n, ...) uninitialized, with dtype, device and other sizes of `like`."""
         shape = (n, *like.shape[1:])
         nbytes = n * like[:1].nbytes
         if like.ndim < 2 or not like.is_cpu or nbytes > self._left:
@@ -60,27 +61,30 @@ def together(
     *,
     room: Room | None = None,
 ) -> Projection:
-    """What some layers do to the same rows, fused: their parameters become views of one tensor.
+    """Return layers of the same input, fused: their parameters become views of one tensor.
 
-    What the parameters hold does not change, and new values written into them are seen. Layers that lie after each
-    other already stay where they are.
+    The parameters keep their numbers, and new values written into them are seen. Layers that are already next to each
+    other stay where they are.
 
     Args:
-        room: where the fused matrix lies; None: wherever there is memory.
+        layers: Linear layers with the same input.
+        norm: Norm before them.
+        act: Gated activation after them.
+        room: Memory of the fused matrix; None for any.
 
     Raises:
         UnsupportedModelError: as `fusable`.
     """
-    found = fusable(layers, norm, act)
-    weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
-    biases = [bias for _, bias in found.parts if bias is not None]
+    fused = fusable(layers, norm, act)
+    weights = [weight for weight, _ in fused.parts if isinstance(weight, Tensor)]
+    biases = [bias for _, bias in fused.parts if bias is not None]
     room = Room([]) if room is None else room
     bias = _behind_each_other(biases, room) if biases else None
-    return replace(found, whole=(_behind_each_other(weights, room), bias))
+    return replace(fused, whole=(_behind_each_other(weights, room), bias))
 
 
 def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-    """As `apart`, of layers that can be fused.
+    """Return layers as `apart` does, checked to be fusable.
 
     Raises:
         UnsupportedModelError: only some of the layers have a bias.
@@ -91,28 +95,28 @@ def fusable(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedAct
 
 
 def apart(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-    """What some layers do to the same rows, their weights where they are."""
+    """Return layers of the same input as one projection, weights where they are."""
     parts = tuple((layer.weight, layer.bias) for layer in layers)
     return Projection(parts, parts[0] if len(parts) == 1 else None, norm, act)
 
 
 def in_place(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-    """What some layers do to the same rows, fused only if their weights lie one after another already.
+    """Return layers of the same input, fused only if their weights are already adjacent.
 
     Raises:
         UnsupportedModelError: as `fusable`.
     """
-    found = fusable(layers, norm, act)
-    weights = [weight for weight, _ in found.parts if isinstance(weight, Tensor)]
-    biases = [bias for _, bias in found.parts if bias is not None]
+    fused = fusable(layers, norm, act)
+    weights = [weight for weight, _ in fused.parts if isinstance(weight, Tensor)]
+    biases = [bias for _, bias in fused.parts if bias is not None]
     weight, bias = as_one(weights), as_one(biases) if biases else None
     if weight is None or (biases and bias is None):
-        return found
-    return replace(found, whole=(weight, bias))
+        return fused
+    return replace(fused, whole=(weight, bias))
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one after another as one of them; None where they do not."""
+    """Return adjacent tensors as one of them, or None if they are not adjacent."""
     first = parts[0]
     at = first.storage_offset()
     for part in parts:
@@ -123,17 +127,17 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _behind_each_other(parts: Sequence[Tensor], room: Room) -> Tensor:
-    whole = as_one(parts)
-    if whole is not None:
-        return whole
-    whole = room.take(sum(len(part) for part in parts), parts[0])
+    joined = as_one(parts)
+    if joined is not None:
+        return joined
+    joined = room.take(sum(len(part) for part in parts), parts[0])
     begin = 0
     for part in parts:
-        place = whole[begin : begin + len(part)]
+        place = joined[begin : begin + len(part)]
         place.copy_(part.detach())
         part.data = place
         begin += len(part)
-    return whole
+    return joined
 
 
 #: Where the weights of modules lie that were moved, by name.
@@ -146,20 +150,23 @@ def own(
     room: Room | None = None,
     copy: Callable[[Tensor, Tensor], Tensor] = lambda old, new: new.copy_(old),
 ) -> None:
-    """Move the weights of modules on the CPU into memory of their own, once, besides those of `but`.
+    """Move the weights of modules on the CPU into memory of their own, once, except `but`.
 
     A model that was loaded from safetensors reads its weights out of the mapped file, which stays as long as one of
     them does, and whose pages are never huge ones.
 
     Args:
-        room: where matrices lie; None: each in one of its own. copy: copy(old, new) -> new, of a matrix.
+        modules: Modules whose weights move.
+        but: Weights that stay.
+        room: Memory of matrices; None for each in one of its own.
+        copy: Copies a matrix: copy(old, new) -> new.
     """
-    there = {id(weight) for weight in but}
+    excluded = {id(weight) for weight in but}
     for module in modules:
         for name, weight in module._parameters.items():
-            if weight is None or not weight.is_cpu or id(weight) in there:
+            if weight is None or not weight.is_cpu or id(weight) in excluded:
                 continue
-            there.add(id(weight))
+            excluded.add(id(weight))
             places = _moved.setdefault(module, {})
             if places.get(name) != weight.data_ptr():
                 old = weight.detach()
@@ -169,9 +176,10 @@ def own(
 
 
 def quantized(decoder: Decoder, bits: int) -> Decoder:
-    """The same decoder, the matrices of its layers and its head in codes; embeddings too where the head shares them.
+    """Return the decoder with the matrices of its layers and its head in codes.
 
-    Norms, biases, learned positions and what stands between embeddings and layers stay as they are.
+    Embeddings are in codes if the head shares them. Norms, biases, learned positions and the projections between
+    embeddings and layers stay as they are.
 
     Raises:
         UnsupportedModelError: a matrix has rows of no whole groups, or does not lie on a CPU.
@@ -189,17 +197,17 @@ def quantized(decoder: Decoder, bits: int) -> Decoder:
 
 
 def release(model: nn.Module, but: Decoder) -> None:
-    """Empty the matrices of a model's modules, which then cannot run, besides what the decoder reads."""
-    kept = [but.tokens, but.positions, but.project_in, but.project_out]
-    there = {id(one) for one in kept if one is not None}
+    """Empty the matrices of a model's modules, which then cannot run, except the decoder's."""
+    kept_matrices = [but.tokens, but.positions, but.project_in, but.project_out]
+    kept_ids = {id(matrix) for matrix in kept_matrices if matrix is not None}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and weight.ndim == 2 and id(weight) not in there:
+        if weight is not None and weight.ndim == 2 and id(weight) not in kept_ids:
             weight.data = weight.data.new_empty(0)
 
 
 def code_bytes(decoder: Decoder) -> int:
-    """Bytes of its matrices in codes."""
+    """Return bytes of its matrices in codes."""
     return sum(weight.nbytes for _, weight in _matrices(decoder) if isinstance(weight, QuantizedWeight))
 
 
@@ -234,48 +242,50 @@ def _block(block: Block, bits: int) -> Block:
 
 def _projection(projection: Projection, bits: int) -> Projection:
     weights = [weight for weight, _ in projection.parts]
-    whole = weights[0] if len(weights) == 1 else torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
-    assert isinstance(whole, Tensor), "checked before"
+    matrix = (
+        weights[0] if len(weights) == 1 else torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    )
+    assert isinstance(matrix, Tensor), "checked before"
     bias = projection.whole[1] if projection.whole is not None else _joined(projection)
-    return _in_codes(projection, QuantizedWeight.quantize(whole, bits), bias)
+    return _in_codes(projection, QuantizedWeight.quantize(matrix, bits), bias)
 
 
 def take_codes(codes: Mapping[int, QuantizedWeight]) -> Take:
-    """How linear layers are taken whose matrices are codes already.
+    """Return a way to take linear layers whose matrices are codes already.
 
     Args:
-        codes: of each layer, by the id of its weight, which has only a shape.
+        codes: Codes of each layer, by the id of its weight, which has only a shape.
     """
 
     def take(layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None) -> Projection:
-        found = fusable(layers, norm, act)
+        fused = fusable(layers, norm, act)
         weights = [codes[id(layer.weight)] for layer in layers]
         parts = tuple((weight, layer.bias) for weight, layer in zip(weights, layers, strict=True))
-        whole = _in_one(weights)
-        return replace(found, parts=parts, whole=None if whole is None else (whole, _joined(found)))
+        joined = _in_one(weights)
+        return replace(fused, parts=parts, whole=None if joined is None else (joined, _joined(fused)))
 
     return take
 
 
 def _in_one(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Matrices that lie one after another as one of them; None where they do not, or some have other codes."""
+    """Return adjacent matrices in codes as one, or None if they are not adjacent or alike."""
     if len({weight.bits for weight in weights}) > 1:
         return None
     codes, scales = as_one([weight.codes for weight in weights]), as_one([weight.scales for weight in weights])
     return None if codes is None or scales is None else replace(weights[0], codes=codes, scales=scales)
 
 
-def _in_codes(projection: Projection, whole: QuantizedWeight, bias: Tensor | None) -> Projection:
-    """The projection with the matrices of its parts in codes, one after another in `whole`."""
+def _in_codes(projection: Projection, joined: QuantizedWeight, bias: Tensor | None) -> Projection:
+    """Return the projection with its parts' matrices in codes, adjacent in `joined`."""
     parts, begin = [], 0
-    for weight, own in projection.parts:
-        parts.append((whole.rows(begin, begin + len(weight)), own))
+    for weight, own_bias in projection.parts:
+        parts.append((joined.rows(begin, begin + len(weight)), own_bias))
         begin += len(weight)
-    return replace(projection, parts=tuple(parts), whole=(whole, bias))
+    return replace(projection, parts=tuple(parts), whole=(joined, bias))
 
 
 def _joined(projection: Projection) -> Tensor | None:
-    """The biases one after another; None where there is none."""
+    """Return the biases, joined; None if there are none."""
     biases = [bias for _, bias in projection.parts if bias is not None]
     if not biases:
         return None

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer, read from the modules of a transformers model."""
+"""Parts of a decoder layer, read from the modules of a transformers model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millpond.models.lean.block import Block
 
 
 class Take(Protocol):
-    """How linear layers are taken: `fuse.together` or `fuse.apart`."""
+    """Way to take linear layers: `fuse.together` or `fuse.apart`."""
 
     def __call__(
         self, layers: Sequence[nn.Linear], norm: Norm | None = None, act: GatedActivation | None = None
@@ -39,7 +39,9 @@ _SILENT = ("act", "act_fn", "activation_fn", "post_attention_dropout", "post_mlp
 
 
 def block_of(layer: Any, take: Take) -> Block:
-    """The layer's parts. That it computes what they do is for the caller to try out.
+    """Return the layer's parts.
+
+    The caller must try out that they compute what the layer does.
 
     Raises:
         UnsupportedModelError: it is not built as a layer of Llama, Qwen3, GPT-NeoX or OPT.
@@ -55,7 +57,7 @@ def block_of(layer: Any, take: Take) -> Block:
 
 
 def _llama(layer: Any, take: Take) -> Block:
-    """Llama, Mistral, Qwen2; with norms of the heads Qwen3."""
+    """Return the parts of a layer of Llama, Mistral, Qwen2, or Qwen3 with norms of heads."""
     attn, mlp = layer.self_attn, layer.mlp
     inside = _names(attn)
     _expect(attn, inside - _HEAD_NORMS, _PROJECTIONS | {"o_proj"})
@@ -116,7 +118,7 @@ def _opt(layer: Any, take: Take) -> Block:
 
 
 def norm_of(module: Any) -> Norm:
-    """The weights of a norm.
+    """Return the weights of a norm.
 
     Raises:
         UnsupportedModelError: it is neither RMSNorm with a weight nor LayerNorm with one.
@@ -132,9 +134,9 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()} - set(_SILENT)
 
 
-def _expect(module: nn.Module, found: set[str], known: set[str]) -> None:
-    if found != known or module._parameters:
-        raise UnsupportedModelError(f"{type(module).__name__} has parts of its own: {', '.join(sorted(found))}")
+def _expect(module: nn.Module, names: set[str], expected: set[str]) -> None:
+    if names != expected or module._parameters:
+        raise UnsupportedModelError(f"{type(module).__name__} has parts of its own: {', '.join(sorted(names))}")
 
 
 def _linears(*modules: Any) -> list[nn.Linear]:

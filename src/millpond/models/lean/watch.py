@@ -25,12 +25,15 @@ _NO_SETTINGS = frozenset(vars(nn.Module())) | {"forward", "in_features", "out_fe
 
 
 def mark_the_same(forward: Callable[..., Any]) -> None:
-    """Say of a function that, put on a module as its forward, it computes what the forward of its class does."""
+    """Mark a function, put on a module as its forward, as computing what its class does."""
     setattr(forward, _MARK, True)
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward assigned to this one module; None where it computes what its class does."""
+    """Return the forward assigned to this one module, or None.
+
+    None stands also for a forward that computes what the class does.
+    """
     return _foreign(vars(module).get("forward"))
 
 
@@ -39,18 +42,19 @@ def _foreign(forward: Any) -> Any:
 
 
 def _nothing() -> None:
-    """In place of a reference to a module."""
+    """Stand in for a reference to a module."""
 
 
 class Watch:
-    """Modules that a pass does not call: identity, settings and weights. Checked at every pass, so it is quick.
+    """Modules that a pass does not call: identity, settings and weights.
 
-    Numbers written into a weight are not noticed: who reads it where it lies sees them.
+    They are checked at every pass, quickly. Numbers written into a weight are not noticed: who reads it in place sees
+    them.
 
     Args:
-        modules: those that the pass does not call. Those of them whose settings count are `settings`; left out, all.
-        around: a module that holds them and is called; it may be another one no more, nor hold others. It is held
-            weakly.
+        modules: Modules that the pass does not call. Those of them whose settings count are `settings`; left out, all.
+        around: Module that holds them and is called; it may be another one no more, nor hold others. It is held weakly.
+        settings: Modules whose settings count; None for all.
     """
 
     def __init__(
@@ -62,8 +66,8 @@ class Watch:
     ) -> None:
         self._modules = list(modules)
         self._dicts = [vars(m) for m in self._modules]
-        self._hooks = [hooks for held in self._dicts for hooks in _HOOKS(held)]
-        self._forwards = [held.get("forward") for held in self._dicts]
+        self._hooks = [hooks for attributes in self._dicts for hooks in _HOOKS(attributes)]
+        self._forwards = [attributes.get("forward") for attributes in self._dicts]
         self._foreign = [_foreign(forward) for forward in self._forwards]
         self._holders = [vars(m) for m in self._modules if m._parameters]
         self._parents = [vars(m) for m in self._modules if m._modules]
@@ -84,7 +88,7 @@ class Watch:
         return not (any(self._hooks) or any(_GLOBAL_HOOKS) or any(map(_TRAINING, self._dicts)))
 
     def same(self) -> bool:
-        """Whether no module, forward, setting or weight was replaced, added, taken away or moved."""
+        """Whether no module, forward, setting or weight was replaced, added, removed or moved."""
         now = self._who()
         return (
             len(now) == len(self._was)
@@ -94,7 +98,7 @@ class Watch:
         )
 
     def _who(self) -> list[Any]:
-        """All that is known by what it is."""
+        """Return all that is compared by identity."""
         parameters, modules = list(map(_PARAMETERS, self._holders)), list(map(_MODULES, self._parents))
         modules.append(self._inside)
         return [
@@ -109,11 +113,11 @@ class Watch:
         ]
 
     def _where(self) -> list[Any]:
-        """Where the weights lie, and how to read them there."""
+        """Return the addresses of the weights, and how to read them."""
         return [read(weight) for read in _MEMORY for weight in self._weights]
 
     def _forwards_are_the_same(self) -> bool:
-        now = [held.get("forward") for held in self._dicts]
+        now = [attributes.get("forward") for attributes in self._dicts]
         if now == self._forwards:
             return True
         if not all(map(is_, map(_foreign, now), self._foreign)):
@@ -132,13 +136,13 @@ _MEMORY: tuple[Callable[[Tensor], Any], ...] = (
 
 
 def _settings_of(counted: Iterable[nn.Module], kinds: Iterable[type[nn.Module]]) -> tuple[list[Any], list[str]]:
-    """Where the settings of modules stand and their names; the functions that the forwards of `kinds` call, too."""
+    """Return owners and names of settings, and functions that forwards of `kinds` call."""
     owners: list[Any] = []
     names: list[str] = []
     for module in counted:
-        own = [name for name in vars(module) if name not in _NO_SETTINGS]
-        owners += [vars(module)] * len(own)
-        names += own
+        own_names = [name for name in vars(module) if name not in _NO_SETTINGS]
+        owners += [vars(module)] * len(own_names)
+        names += own_names
     for kind in kinds:
         forward: Any = unwrap(kind.forward)
         called = [n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)]

@@ -1,1 +1,1 @@
-"""Checks of what strangers wrote: folders of models, their configurations and their chat templates."""
+"""Checks of strangers' files: folders of models, their configurations and their chat templates."""

@@ -1,4 +1,4 @@
-"""Check of the numbers in a model's configuration, before a class of transformers is made of them."""
+"""Check of the numbers in a model's configuration, before a class of transformers is made from them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ _MOST = 2**31 - 1
 #: Parameters for which there must be a byte of weights: 8 of one bit each, and tied ones counted twice.
 _PER_BYTE = 16
 #: Parameters that no file needs to hold, such as those of a task's head; and numbers in buffers, such as masks.
-_UNSAVED, _MOST_BUFFERS = 1 << 26, 1 << 28
+_UNSAVED, _MAX_BUFFERS = 1 << 26, 1 << 28
 
 
 def check_config(config: Any, where: str, *, trust_remote_code: bool = False) -> None:
-    """Refuse a configuration of which a class would make more than any machine holds, or fetch code of strangers.
+    """Refuse a configuration of a model beyond any machine, or with code of strangers.
 
     Args:
-        config: as JSON. where: its file, for errors. trust_remote_code: such code may run.
+        config: Configuration as JSON.
+        where: Its file, for errors.
+        trust_remote_code: Allow such code.
 
     Raises:
-        DataError: a number beyond what any model has. OptionError: it names a kernel of the hub.
+        DataError: a number beyond what any model has.
+        OptionError: it names a kernel of the hub.
     """
     if not isinstance(config, Mapping):
         raise DataError(f"{where} is a {type(config).__name__}, and must be a table")
@@ -47,19 +50,21 @@ def check_config(config: Any, where: str, *, trust_remote_code: bool = False) ->
             )
         if isinstance(value, bool) or not isinstance(value, int) or _FREE.search(name):
             continue
-        most = next((limit for pattern, limit in _COUNTED if pattern.search(name)), _MOST)
+        maximum = next((limit for pattern, limit in _COUNTED if pattern.search(name)), _MOST)
         if re.search("size|dim|channel|width|vocab", name):
-            most = _MOST  # of one layer, head or expert
-        least = 0 if _LAYERS.search(name) else -most
-        if not least <= value <= most:
-            raise DataError(f"{where}: {name}={value}: no model has that; it must be {least:,} to {most:,}")
+            maximum = _MOST  # of one layer, head or expert
+        minimum = 0 if _LAYERS.search(name) else -maximum
+        if not minimum <= value <= maximum:
+            raise DataError(f"{where}: {name}={value}: no model has that; it must be {minimum:,} to {maximum:,}")
 
 
 def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None:
-    """Refuse a configuration that describes far more parameters than the files of weights can hold.
+    """Refuse a configuration of far more parameters than the files of weights can hold.
 
     Args:
-        n_bytes: of all files of weights. where: the file of the configuration, for errors.
+        config: Configuration of a class of transformers.
+        n_bytes: Bytes of all files of weights.
+        where: File of the configuration, for errors.
 
     Raises:
         DataError: more parameters, or larger buffers. Also errors of transformers, of a configuration without a class.
@@ -74,12 +79,12 @@ def check_parameters(config: PreTrainedConfig, n_bytes: int, where: str) -> None
             "they are not of one model"
         )
     buffered = sum(buffer.numel() for buffer in model.buffers())
-    if buffered > n_bytes + _MOST_BUFFERS:
+    if buffered > n_bytes + _MAX_BUFFERS:
         raise DataError(f"{where} describes buffers of {buffered:,} numbers; no model needs more than its weights have")
 
 
 def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every value that is no table, by its name; those of a list by the list's."""
+    """Yield every value that is no table with its name; those of a list have the list's."""
     waiting: list[tuple[str, Any]] = [(str(name).lower(), value) for name, value in config.items()]
     while waiting:
         name, value = waiting.pop()

@@ -10,18 +10,18 @@ from millpond.errors import DataError, OptionError
 from millpond.models.weights.layout import check_shards
 
 #: Bytes of a JSON file at most: the largest vocabularies have some tens of MB, all others are short.
-_MOST_BYTES, _MOST_VOCABULARY = 16 << 20, 512 << 20
+_MAX_BYTES, _MAX_VOCABULARY = 16 << 20, 512 << 20
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json"})
 #: Bytes of a chat template at most.
-_MOST_TEMPLATE = 1 << 20
+_MAX_TEMPLATE = 1 << 20
 #: Brackets inside each other in a JSON file at most.
-_MOST_DEPTH = 64
+_MAX_DEPTH = 64
 #: Folders inside a model's that transformers reads.
 _INNER = ("additional_chat_templates", "custom_generate")
 
 
 def check_model_folder(folder: Path) -> None:
-    """Refuse a folder whose files lie elsewhere, or cannot be read in bounded time and memory.
+    """Refuse a folder with files elsewhere, or unreadable in bounded time and memory.
 
     Raises:
         DataError: a link to a file outside of the folder, a file that is longer than any of its kind, or JSON that is
@@ -35,33 +35,33 @@ def check_model_folder(folder: Path) -> None:
     for file in files:
         _check_home(file, homes)
         if file.suffix == ".jinja":
-            _check_length(file, _MOST_TEMPLATE)
+            _check_length(file, _MAX_TEMPLATE)
         elif file.suffix == ".json":
-            _check_length(file, _MOST_VOCABULARY if file.name in _VOCABULARIES else _MOST_BYTES)
+            _check_length(file, _MAX_VOCABULARY if file.name in _VOCABULARIES else _MAX_BYTES)
             if file.name not in _VOCABULARIES:  # whose readers bound the depth
-                found = read_json(file)
-                if file.name.endswith(".index.json") and isinstance(found, dict):
-                    check_shards(file, _inside(found.get("weight_map")))
+                content = read_json(file)
+                if file.name.endswith(".index.json") and isinstance(content, dict):
+                    check_shards(file, _inside(content.get("weight_map")))
 
 
 def read_json(path: Path) -> Any:
-    """What a short JSON file holds.
+    """Return the content of a short JSON file.
 
     Raises:
         DataError: it cannot be read, is no JSON, or is deeper than any that a model needs.
     """
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except RecursionError as error:
-        raise DataError(f"{path} has more than {_MOST_DEPTH} brackets inside each other; it is no model's") from error
+        raise DataError(f"{path} has more than {_MAX_DEPTH} brackets inside each other; it is no model's") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON ({error}); the file is damaged") from error
-    level = [found]
-    for _ in range(_MOST_DEPTH):
-        level = [inner for one in level for inner in _inside(one)]
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for node in level for inner in _inside(node)]
         if not level:
-            return found
-    raise DataError(f"{path} has more than {_MOST_DEPTH} brackets inside each other; it is no model's")
+            return content
+    raise DataError(f"{path} has more than {_MAX_DEPTH} brackets inside each other; it is no model's")
 
 
 def _inside(value: Any) -> list[Any]:
@@ -69,14 +69,14 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Its files and the links in it; a folder that is not there has none."""
-    return [one for one in folder.iterdir() if one.is_symlink() or one.is_file()] if folder.is_dir() else []
+    """Return the files and links of a folder; none if it does not exist."""
+    return [path for path in folder.iterdir() if path.is_symlink() or path.is_file()] if folder.is_dir() else []
 
 
 def _homes(folder: Path) -> list[Path]:
-    """Where its files may lie: in it, or where the hub's cache keeps what its snapshots link to."""
-    whole = folder.resolve()
-    return [whole, whole.parent.parent / "blobs"] if whole.parent.name == "snapshots" else [whole]
+    """Return the folders that its files may be in: itself, and that of the hub's snapshots."""
+    resolved = folder.resolve()
+    return [resolved, resolved.parent.parent / "blobs"] if resolved.parent.name == "snapshots" else [resolved]
 
 
 def _check_home(file: Path, homes: list[Path]) -> None:
@@ -88,7 +88,9 @@ def _check_home(file: Path, homes: list[Path]) -> None:
         raise DataError(f"{file} lies outside of the model's folder, at {real}; put the file itself there")
 
 
-def _check_length(file: Path, most: int) -> None:
+def _check_length(file: Path, max_bytes: int) -> None:
     size = file.stat().st_size
-    if size > most:
-        raise DataError(f"{file} has {size:,} bytes, and none of its kind has more than {most:,}; it is no model's")
+    if size > max_bytes:
+        raise DataError(
+            f"{file} has {size:,} bytes, and none of its kind has more than {max_bytes:,}; it is no model's"
+        )

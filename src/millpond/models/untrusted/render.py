@@ -1,4 +1,4 @@
-"""write_chat: a chat by a tokenizer's template, which is a program of the model's and is ended if it does not end."""
+"""Rendering of a chat by a tokenizer's template, a program of the model's that is ended if it does not end."""
 
 from __future__ import annotations
 
@@ -12,45 +12,50 @@ from typing import Any
 from millpond.errors import OptionError
 
 #: Seconds of processor time for one chat: the longest take a tenth of one.
-MOST_SECONDS = 5.0
+MAX_SECONDS = 5.0
 
 
 class _TimeIsUp(Exception):
-    """Raised in the thread of a template by the one that watches it."""
+    """Exception raised in the thread of a template by its watcher."""
 
 
 def write_chat(tokenizer: Any, messages: Sequence[Any], /, **how: Any) -> str:
-    """What the chat template makes of messages.
+    """Return the text that the chat template makes of messages.
 
     Args:
-        how: arguments of `apply_chat_template`, and what the template is given besides.
+        tokenizer: Tokenizer with the template.
+        messages: Messages of the chat.
+        how: Arguments of `apply_chat_template`, and more for the template.
 
     Raises:
-        OptionError: the template has not ended after `MOST_SECONDS`. Also what it raises of messages that it refuses.
+        OptionError: the template has not ended after `MAX_SECONDS`. Also what it raises of messages that it refuses.
     """
     try:
-        with _limited(MOST_SECONDS):
+        with _limited(MAX_SECONDS):
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
     except _TimeIsUp:
         raise OptionError(
             f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'this tokenizer'} has not ended after "
-            f"{MOST_SECONDS:g} s; it is damaged or hostile: send the text itself, or take another template"
+            f"{MAX_SECONDS:g} s; it is damaged or hostile: send the text itself, or take another template"
         ) from None
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_TimeIsUp` in this thread once it has computed for so long; what waits in C is not reached."""
+    """Raise `_TimeIsUp` in this thread after so many seconds of computing.
+
+    Waits in C are not interrupted.
+    """
     thread, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
     clock = _clock_of(thread)
     begin, sent = clock(), False
 
     def watch() -> None:
         nonlocal sent
-        left = seconds
-        while not ended.wait(left):
-            left = seconds - (clock() - begin)
-            if left <= 0:
+        remaining = seconds
+        while not ended.wait(remaining):
+            remaining = seconds - (clock() - begin)
+            if remaining <= 0:
                 with lock:
                     if not ended.is_set():
                         sent = True
@@ -76,7 +81,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _take() -> None:
-    """Let an exception arrive that was sent: the interpreter must not be left with one that it waits to raise."""
+    """Let an exception that was sent arrive, so that the interpreter keeps none to raise."""
     try:
         for _ in range(1000):
             time.sleep(0)
@@ -85,7 +90,7 @@ def _take() -> None:
 
 
 def _clock_of(thread: int) -> Any:
-    """The processor time of a thread; where the platform tells none, the clock on the wall."""
+    """Return the processor time of a thread, or the wall clock if the platform has none."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     number = time.pthread_getcpuclockid(thread)
@@ -93,6 +98,9 @@ def _clock_of(thread: int) -> Any:
 
 
 def _raise_in(thread: int, error: type[Exception]) -> None:
-    """Raise in another thread. Never to be called with nothing, which takes one back that has not arrived: CPython then
-    waits for it for ever, each thread looks for it at each turn of a loop, and one that is profiled stands still."""
+    """Raise an error in another thread.
+
+    Never call it without an error: that takes one back that has not arrived, and CPython then waits for it for ever,
+    each thread looks for it at each turn of a loop, and one that is profiled stands still.
+    """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))

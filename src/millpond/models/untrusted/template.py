@@ -1,4 +1,4 @@
-"""Check of a chat template: tried chats are written by it in a process of their own, whose time and memory end."""
+"""Check of a chat template: it renders trial chats in a process of its own with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 from millpond.errors import DataError
 
 #: Seconds of the clock after which the process is ended, should it wait for something.
-_MOST_WAIT = 60.0
+_MAX_WAIT = 60.0
 _SCRIPT = Path(__file__).with_name("template_child.py")
 
 
 def check_templates(tokenizer: Any, folder: str) -> None:
-    """Refuse a tokenizer one of whose chat templates does not end, or fills the memory.
+    """Refuse a tokenizer with a chat template that does not end, or fills the memory.
 
     Args:
-        folder: that it came from, for errors.
+        tokenizer: Tokenizer to check.
+        folder: Folder that it came from, for errors.
 
     Raises:
         DataError: one of them does, or is none.
     """
-    given = getattr(tokenizer, "chat_template", None) or {}
-    for name, template in given.items() if isinstance(given, dict) else [("default", given)]:
+    templates = getattr(tokenizer, "chat_template", None) or {}
+    for name, template in templates.items() if isinstance(templates, dict) else [("default", templates)]:
         where = _file_of(Path(folder), str(name))
         if not isinstance(template, str):
             raise DataError(f"{where}: the chat template is a {type(template).__name__}, and must be a text")
@@ -34,22 +35,22 @@ def check_templates(tokenizer: Any, folder: str) -> None:
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    """The file of a folder that holds the template of that name."""
-    own = [folder / "additional_chat_templates" / f"{name}.jinja", folder / "chat_template.jinja"]
-    return next((file for file in own if file.is_file()), folder / "tokenizer_config.json")
+    """Return the file of a folder that holds the template of that name."""
+    paths = [folder / "additional_chat_templates" / f"{name}.jinja", folder / "chat_template.jinja"]
+    return next((file for file in paths if file.is_file()), folder / "tokenizer_config.json")
 
 
 @lru_cache(maxsize=64)
 def _wrong_with(template: str) -> str | None:
-    """Why a template is refused; None: it writes chats, or says which ones it does not write."""
+    """Return why a template is refused; None if it renders chats, or says which it refuses."""
     command = [sys.executable, "-I", str(_SCRIPT)]
     try:
         tried = subprocess.run(
-            command, input=template.encode("utf-8", "replace"), capture_output=True, timeout=_MOST_WAIT, check=False
+            command, input=template.encode("utf-8", "replace"), capture_output=True, timeout=_MAX_WAIT, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"wrote no chat in {_MOST_WAIT:g} s"
+        return f"wrote no chat in {_MAX_WAIT:g} s"
     if tried.returncode == 0:
         return None
-    told = tried.stdout.decode("utf-8", "replace").strip()
-    return told or "takes more time or memory than any chat needs"
+    stdout_text = tried.stdout.decode("utf-8", "replace").strip()
+    return stdout_text or "takes more time or memory than any chat needs"

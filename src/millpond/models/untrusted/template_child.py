@@ -1,4 +1,4 @@
-"""The process of `millpond.models.untrusted.template`: a chat template from stdin writes chats, under limits.
+"""Process of `millpond.models.untrusted.template`: a chat template from stdin renders chats, under limits.
 
 It runs as a script without the package, so that it starts in a moment.
 """
@@ -47,7 +47,7 @@ def _limit() -> None:
 
 
 def _environment() -> Any:
-    """As transformers' own: a sandbox, with what it gives to templates."""
+    """Return the sandbox that transformers gives to templates."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -64,21 +64,21 @@ def _environment() -> Any:
     def tojson(value: Any, **how: Any) -> str:
         return json.dumps(value, **how)
 
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": refuse, "strftime_now": lambda how: datetime.now().strftime(how)}
-    return made
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda how: datetime.now().strftime(how)}
+    return environment
 
 
 def _fault(source: str) -> str | None:
-    """What is wrong with a template; None: nothing that a chat would suffer from."""
+    """Return the fault of a template, or None if no chat would suffer from it."""
     import jinja2
 
-    made = _environment()
+    environment = _environment()
     try:
-        template = made.from_string(source)
+        template = environment.from_string(source)
     except (jinja2.TemplateError, SyntaxError) as error:
         return f"is none ({type(error).__name__}: {str(error)[:200]})"
     except RecursionError:

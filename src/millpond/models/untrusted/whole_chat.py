@@ -1,4 +1,4 @@
-"""write_whole: a chat by a tokenizer's template, in which no message is left out."""
+"""Rendering of a chat by a tokenizer's template in which no message is left out."""
 
 from __future__ import annotations
 
@@ -13,42 +13,48 @@ STANDS_FOR = {"developer": "system"}
 
 
 def write_whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
-    """What the chat template makes of messages, every one of which is in it.
+    """Return the text that the chat template makes of messages, each of which is in it.
 
-    A template that knows no `developer` reads it as `system`. Templates leave out what they do not know without a
-    word; that is refused here.
+    A template that knows no `developer` reads it as `system`. Templates leave out what they do not know without a word;
+    that is refused here.
 
     Args:
-        how: arguments of `apply_chat_template`, and what the template is given besides.
+        tokenizer: Tokenizer with the template.
+        messages: Messages of the chat.
+        how: Arguments of `apply_chat_template`, and more for the template.
 
     Raises:
         OptionError: the template leaves out a message; its number and role are in the message. Also as `write_chat`.
     """
-    said = [dict(message) for message in messages]
-    missing = left_out(tokenizer, said, how)
+    copies = [dict(message) for message in messages]
+    missing = left_out(tokenizer, copies, how)
     if missing:
-        said = [{**one, "role": STANDS_FOR.get(str(one["role"]), one["role"])} for one in said]
-        missing = left_out(tokenizer, said, how)
+        copies = [{**entry, "role": STANDS_FOR.get(str(entry["role"]), entry["role"])} for entry in copies]
+        missing = left_out(tokenizer, copies, how)
     if missing:
         number = missing[0]
         raise OptionError(
             f"message {number + 1} has the role {messages[number]['role']!r}, and this model's chat template leaves it "
             "out of what the model reads; send its text as the user's, or take another template"
         )
-    return write_chat(tokenizer, said, **how)
+    return write_chat(tokenizer, copies, **how)
 
 
 def left_out(tokenizer: Any, messages: Sequence[Mapping[str, Any]], how: Mapping[str, Any]) -> list[int]:
-    """Numbers of the messages with a text that the template does not write; none where it refuses them itself."""
-    marks = {number: f"zq{number}qz" for number, one in enumerate(messages) if _has_text(one)}
+    """Return the numbers of messages with a text that the template does not write.
+
+    None if it refuses them itself.
+    """
+    marks = {number: f"zq{number}qz" for number, message in enumerate(messages) if _has_text(message)}
     shadows = [
-        {**one, "content": marks[number]} if number in marks else dict(one) for number, one in enumerate(messages)
+        {**message, "content": marks[number]} if number in marks else dict(message)
+        for number, message in enumerate(messages)
     ]
     try:
-        shown = write_chat(tokenizer, shadows, **how)
+        chat_text = write_chat(tokenizer, shadows, **how)
     except Exception:  # the template is a program of the model's; what it says of the real messages counts
         return []
-    return [number for number, mark in marks.items() if mark not in shown]
+    return [number for number, mark in marks.items() if mark not in chat_text]
 
 
 def _has_text(message: Mapping[str, Any]) -> bool:

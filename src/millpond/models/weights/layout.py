@@ -1,4 +1,4 @@
-"""Where tensors are stored: headers of safetensors files, and runs of a file widened to 4 KiB for direct reads."""
+"""Places of tensors: headers of safetensors files, and runs of a file widened to 4 KiB for direct reads."""
 
 from __future__ import annotations
 
@@ -32,15 +32,19 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 #: A header that claims to be longer is damaged.
-_MOST_HEADER = 100 << 20
+_MAX_HEADER = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies.
+    """Place of a tensor in a file.
 
     Attributes:
-        path: of its file. offset: of its first byte there. nbytes: of it. dtype, shape: of its numbers.
+        path: File of the tensor.
+        offset: First byte in the file.
+        nbytes: Bytes of the tensor.
+        dtype: Dtype of its numbers.
+        shape: Shape of the tensor.
     """
 
     name: str
@@ -52,15 +56,18 @@ class TensorPlace:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether a folder holds weights that are read from here."""
+    """Whether a folder holds weights in safetensors files."""
     return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
 
 
 def tensors_of_folder(folder: Path) -> dict[str, TensorPlace]:
-    """Every tensor of `model.safetensors`, or of the shards of `model.safetensors.index.json`, by name.
+    """Return the places of all tensors of a folder, by name.
+
+    They are those of `model.safetensors`, or of the shards of `model.safetensors.index.json`.
 
     Raises:
-        OptionError: the folder has neither. DataError: a header is damaged, a file has another size than its header
+        OptionError: the folder has neither.
+        DataError: a header is damaged, a file has another size than its header
             says, or a tensor or shard that the index names is missing.
     """
     if (folder / _INDEX).is_file():
@@ -74,7 +81,7 @@ def tensors_of_folder(folder: Path) -> dict[str, TensorPlace]:
 
 
 def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
-    """Every tensor of a safetensors file, by name.
+    """Return the places of all tensors of a safetensors file, by name.
 
     Raises:
         DataError: the header is damaged, or the file has another size than it says.
@@ -83,7 +90,7 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
     try:
         size, first = file.size, _beginning(file, 8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if length > min(size - 8, _MOST_HEADER):
+        if length > min(size - 8, _MAX_HEADER):
             raise DataError(f"{path} has {size:,} bytes and claims a header of {length:,}; it is damaged or cut off")
         header = json.loads(_beginning(file, 8 + length)[8:])
     except OSError as error:
@@ -97,18 +104,18 @@ def tensors_of_file(path: Path) -> dict[str, TensorPlace]:
     if not isinstance(header, dict):
         raise DataError(f"the header of {path} is no table of tensors; the file is damaged")
     begin = 8 + length
-    found = {name: _place(path, name, entry, begin) for name, entry in header.items() if name != "__metadata__"}
-    end = max((place.offset + place.nbytes for place in found.values()), default=begin)
+    places = {name: _place(path, name, entry, begin) for name, entry in header.items() if name != "__metadata__"}
+    end = max((place.offset + place.nbytes for place in places.values()), default=begin)
     if end != size:
         raise DataError(f"{path} has {size:,} bytes, and its header describes {end:,}; it is damaged or cut off")
-    return found
+    return places
 
 
 def _beginning(file: DirectFile, nbytes: int) -> bytes:
-    """The first bytes of a file, past the page cache."""
+    """Return the first bytes of a file, read past the page cache."""
     numbers: Any = aligned_buffer(nbytes).numpy()
-    room = memoryview(numbers)
-    return bytes(room[: min(nbytes, file.read_into(0, room))])
+    buffer = memoryview(numbers)
+    return bytes(buffer[: min(nbytes, file.read_into(0, buffer))])
 
 
 def _place(path: Path, name: str, entry: Any, begin: int) -> TensorPlace:
@@ -126,14 +133,15 @@ def _place(path: Path, name: str, entry: Any, begin: int) -> TensorPlace:
 
 def _weight_map(path: Path) -> Mapping[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no index of shards ({type(error).__name__}: {error})") from error
 
 
 def check_shards(index: Path, files: Iterable[Any]) -> None:
-    """
+    """Check that all shards of an index are in its folder.
+
     Raises:
         DataError: an index names a shard that lies elsewhere.
     """
@@ -159,10 +167,12 @@ _GAP = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Matrices that read the same rows, in codes, one after another.
+    """Matrices in codes that read the same rows, one after another.
 
     Attributes:
-        names: of the parameters. rows: of each of them. whole: all of them.
+        names: Names of the parameters.
+        rows: Rows of each of them.
+        whole: All of them as one matrix.
     """
 
     names: tuple[str, ...]
@@ -170,7 +180,7 @@ class Codes:
     whole: QuantizedWeight
 
     def apart(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Each of the matrices, with its name."""
+        """Return each of the matrices, with its name."""
         begin = 0
         for name, n in zip(self.names, self.rows, strict=True):
             yield name, self.whole.rows(begin, begin + n)
@@ -182,8 +192,11 @@ class FileRun:
     """Bytes of a file that are read at once.
 
     Attributes:
-        offset, nbytes: in the file, multiples of 4 KiB. needed: bytes up to the last one of a tensor. place: in the
-            buffer. checksum: CRC-32 of the `needed` bytes; None where it is not known.
+        offset: First byte in the file, a multiple of 4 KiB.
+        nbytes: Bytes to read, a multiple of 4 KiB.
+        needed: Bytes up to the last one of a tensor.
+        place: First byte in the buffer.
+        checksum: CRC-32 of the `needed` bytes; None if it is not known.
     """
 
     path: Path
@@ -196,10 +209,12 @@ class FileRun:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where some tensors lie in a buffer.
+    """Places of some tensors in a buffer.
 
     Attributes:
-        runs: what is read. places: of each tensor, by the name of a parameter. nbytes: of the buffer.
+        runs: Runs of files that are read.
+        places: Place of each tensor, by the name of a parameter.
+        nbytes: Bytes of the buffer.
     """
 
     runs: tuple[FileRun, ...]
@@ -208,9 +223,11 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorPlace], gap: int = _GAP) -> Layout:
-        """
+        """Return the layout of tensors in a buffer.
+
         Args:
-            gap: bytes between two tensors that are read rather than skipped.
+            tensors: Tensors by the name of their parameter.
+            gap: Bytes between two tensors that are read rather than skipped.
 
         Raises:
             DataError: a tensor begins inside of a number, so that its memory cannot be used as it was read.
@@ -235,11 +252,11 @@ class Layout:
         return cls(tuple(runs), places, runs[-1].place + runs[-1].nbytes if runs else 0)
 
     def codes(self, data: Tensor) -> Sequence[Codes]:
-        """None: all matrices are as they were saved."""
+        """Return no matrices in codes: all are as they were saved."""
         return ()
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
-        """The tensors as views of a buffer (n,) uint8, by name."""
+        """Return the tensors as views of a buffer (n,) uint8, by name."""
         return {
             name: nn.Parameter(
                 data[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape), requires_grad=False

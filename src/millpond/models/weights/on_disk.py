@@ -26,11 +26,12 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class MatrixOnDisk:
-    """A matrix (n_rows, width) in a file, as numbers or as codes and their scales, row after row.
+    """Matrix (n_rows, width) in a file, as numbers or as codes and scales, row after row.
 
     Attributes:
-        spans: offset in the file and bytes of a row: of the numbers, or of codes and of scales. dtype: of its numbers,
-            or of the rows that codes meet. bits: of a code; None: as numbers.
+        spans: Offset in the file and bytes of a row: of the numbers, or of codes and of scales.
+        dtype: Dtype of its numbers, or of the rows that codes are multiplied with.
+        bits: Bits of a code; None for plain numbers.
     """
 
     path: Path
@@ -41,14 +42,14 @@ class MatrixOnDisk:
     bits: int | None = None
 
     def weight(self, parts: Sequence[Tensor], n: int) -> Weight:
-        """Some n of its rows, from the bytes (m,) uint8 of each span."""
+        """Return n of its rows from the bytes (m,) uint8 of each span."""
         if self.bits is None:
             return parts[0].view(self.dtype).view(n, self.width)
         (shape, dtype), scales = QuantizedWeight.parts_of(n, self.width, self.bits)
         return QuantizedWeight(parts[0].view(dtype).view(shape), parts[1].view(torch.float16).view(scales), self.dtype)
 
     def rows(self, begin: int, end: int) -> RowRange:
-        """Where the rows from `begin` to before `end` lie."""
+        """Return the place of the rows from `begin` to before `end`."""
         assert 0 <= begin < end <= self.n_rows, "rows of the matrix"
         runs, places, place = list[FileRun](), list[tuple[int, int]](), 0
         for offset, row_bytes in self.spans:
@@ -61,35 +62,40 @@ class MatrixOnDisk:
         return RowRange(self, begin, end, tuple(runs), tuple(places), place)
 
     def tiles(self, nbytes: int) -> tuple[RowRange, ...]:
-        """All rows in ranges of about the same size, each at most `nbytes` where it is read, but of at least a row."""
-        most = max(1, (nbytes - ALIGNMENT * len(self.spans)) // sum(row_bytes for _, row_bytes in self.spans))
-        while most > 1 and self.room_bytes(most) > nbytes:
-            most -= 1
-        rows = -(-self.n_rows // -(-self.n_rows // most))
-        rows = min(-(-rows // _ROWS) * _ROWS, most // _ROWS * _ROWS) or rows
+        """Return all rows in ranges of about the same size, each read at most `nbytes`.
+
+        A range has at least a row.
+        """
+        max_rows = max(1, (nbytes - ALIGNMENT * len(self.spans)) // sum(row_bytes for _, row_bytes in self.spans))
+        while max_rows > 1 and self.room_bytes(max_rows) > nbytes:
+            max_rows -= 1
+        rows = -(-self.n_rows // -(-self.n_rows // max_rows))
+        rows = min(-(-rows // _ROWS) * _ROWS, max_rows // _ROWS * _ROWS) or rows
         return tuple(self.rows(i, min(i + rows, self.n_rows)) for i in range(0, self.n_rows, rows))
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.n_rows * sum(row_bytes for _, row_bytes in self.spans)
 
     def room_bytes(self, n: int) -> int:
-        """Of a buffer that any n rows are read into."""
+        """Return the bytes of a buffer that any n rows are read into."""
         return sum(aligned_up(n * row_bytes) + ALIGNMENT for _, row_bytes in self.spans)
 
     @property
     def least_tile_bytes(self) -> int:
-        """Of a buffer for the smallest tile that is worth a read."""
+        """Bytes of a buffer for the smallest tile that is worth a read."""
         return self.room_bytes(min(_ROWS, self.n_rows))
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Some rows of a matrix: what is read, and where they lie then.
+    """Range of rows of a matrix: the runs to read, and the places of its bytes then.
 
     Attributes:
-        runs: of the file. places: in a buffer: first byte and bytes of each span. nbytes: of the buffer.
+        runs: Runs of the file.
+        places: First byte and bytes of each span in a buffer.
+        nbytes: Bytes of the buffer.
     """
 
     matrix: MatrixOnDisk
@@ -100,22 +106,23 @@ class RowRange:
     nbytes: int
 
     def parts(self, data: Tensor) -> list[Tensor]:
-        """Bytes (m,) uint8 of each span, as views of a buffer (n,) uint8."""
+        """Return bytes (m,) uint8 of each span, as views of a buffer (n,) uint8."""
         return [data[place : place + n] for place, n in self.places]
 
     def weight(self, data: Tensor) -> Weight:
-        """The rows, as a view of a buffer (n,) uint8."""
+        """Return the rows, as a view of a buffer (n,) uint8."""
         return self.matrix.weight(self.parts(data), self.end - self.begin)
 
 
 @dataclass(frozen=True, slots=True)
 class EndsOnDisk:
-    """Where what lies outside the layers is read.
+    """Places of the weights outside the layers that stay in a file.
 
     Attributes:
-        rest: layout of what stays in memory: all but embeddings and head. tokens, head: embeddings and the last matrix,
-            one matrix where they are tied. whole: the part of a packed file, with its checksum; None where there is
-            none.
+        rest: Layout of what stays in memory: all but embeddings and head.
+        tokens: Embeddings; the same matrix as `head` if they are tied.
+        head: Last matrix.
+        whole: Part of a packed file, with its checksum; None if there is none.
     """
 
     rest: Layout
@@ -125,78 +132,81 @@ class EndsOnDisk:
 
     @classmethod
     def of(cls, skeleton: Skeleton, ends: Layout | CodedLayout) -> EndsOnDisk:
-        """
+        """Return the places of embeddings and head of a model.
+
         Args:
-            ends: layout of all that lies outside the layers; packed ones need no file yet.
+            skeleton: Model without its weights.
+            ends: Layout of everything outside the layers; packed ones need no file yet.
         """
         tokens, head = skeleton.tokens_name, skeleton.head_name
         if isinstance(ends, CodedLayout):
             path = ends.path or Path()
             places = {
-                name: replace(held, path=path, offset=ends.offset + at) for name, (held, at) in ends.plain.items()
+                name: replace(tensor_place, path=path, offset=ends.offset + at)
+                for name, (tensor_place, at) in ends.plain.items()
             }
             matrices = _coded(ends, path)
-            whole = None if ends.path is None else ends.runs[0]
+            first_run = None if ends.path is None else ends.runs[0]
         else:
-            places, matrices, whole = dict(skeleton.ends), {}, None
+            places, matrices, first_run = dict(skeleton.ends), {}, None
         for name in {tokens, head} - set(matrices):
             matrices[name] = _plain(places[name])
         rest = {name: place for name, place in places.items() if name not in (tokens, head)}
-        return cls(Layout.of(rest, gap=0), matrices[tokens], matrices[head], whole)
+        return cls(Layout.of(rest, gap=0), matrices[tokens], matrices[head], first_run)
 
     @property
     def held_bytes(self) -> int:
-        """Of what stays in memory, besides a buffer for a row of the embeddings."""
+        """Bytes of what stays in memory, without a buffer for a row of the embeddings."""
         return aligned_up(self.rest.nbytes)
 
     @property
     def row_room_bytes(self) -> int:
-        """Of the buffer that a row of the embeddings is read into."""
+        """Bytes of the buffer that a row of the embeddings is read into."""
         return self.tokens.room_bytes(1)
 
     @property
     def saved_bytes(self) -> int:
-        """Of embeddings and head in their file; once where they are one matrix."""
+        """Bytes of embeddings and head in their file; once if they are one matrix."""
         return sum(matrix.nbytes for matrix in {self.tokens, self.head})
 
     @property
     def least_slot_bytes(self) -> int:
-        """Of a slot that tiles of the head pass through."""
+        """Bytes of a slot that tiles of the head pass through."""
         return self.head.least_tile_bytes
 
     def check(self, file: Any, room: Tensor) -> int:
-        """Compare the part of a packed file with its checksum, read through a buffer; returns the bytes read.
+        """Compare the part of a packed file with its checksum; return the bytes read.
 
         Raises:
             DataError: it cannot be read, or was damaged.
         """
-        whole = self.whole
-        if whole is None:
+        run = self.whole
+        if run is None:
             return 0
         numbers: Any = room.numpy()
-        view, found = memoryview(numbers), 0
-        for begin in range(0, whole.nbytes, len(view)):
-            n = min(len(view), whole.nbytes - begin)
-            needed = max(0, min(n, whole.needed - begin))
-            transfer(file.read_into, file, whole.offset + begin, view[:n], needed, "read")
-            found = crc32(room[:needed], found)
-        if found != whole.checksum:
+        view, crc = memoryview(numbers), 0
+        for begin in range(0, run.nbytes, len(view)):
+            n = min(len(view), run.nbytes - begin)
+            needed = max(0, min(n, run.needed - begin))
+            transfer(file.read_into, file, run.offset + begin, view[:n], needed, "read")
+            crc = crc32(room[:needed], crc)
+        if crc != run.checksum:
             raise DataError(
-                f"{whole.path} at offset {whole.offset:,}: {whole.needed:,} bytes have the checksum {found:08x} "
-                f"instead of {whole.checksum:08x}; the file was damaged: remove it, so that it is made again"
+                f"{run.path} at offset {run.offset:,}: {run.needed:,} bytes have the checksum {crc:08x} "
+                f"instead of {run.checksum:08x}; the file was damaged: remove it, so that it is made again"
             )
-        return whole.nbytes
+        return run.nbytes
 
 
 class _Matrix:
-    """A matrix in a file, to whoever computes with it."""
+    """Matrix in a file, as code that computes with it sees it."""
 
     def __init__(self, matrix: MatrixOnDisk) -> None:
         self._matrix = matrix
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers, as they are computed with."""
+        """Dtype that its numbers are computed with."""
         return self._matrix.dtype
 
     @property
@@ -209,7 +219,9 @@ class TokenRows(_Matrix):
     """Embeddings in a file, of which each look-up reads the rows that it needs.
 
     Args:
-        file: with the matrix. count: called with the bytes of each read.
+        matrix: Embeddings in the file.
+        file: File with the matrix.
+        count: Called with the bytes of each read.
     """
 
     def __init__(self, matrix: MatrixOnDisk, file: Any, count: Callable[[int], None]) -> None:
@@ -223,36 +235,37 @@ class TokenRows(_Matrix):
         return self._matrix.n_rows
 
     def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (N,) as numbers: (N, width); each different one is read once.
+        """Return rows `ids` (N,) as numbers (N, width); each different one is read once.
 
         Raises:
             DataError: a row could not be read.
         """
         rows, where = torch.unique(ids, return_inverse=True)
         sizes = [row_bytes for _, row_bytes in self._matrix.spans]
-        found = [torch.empty(len(rows), n, dtype=torch.uint8) for n in sizes]
+        buffers = [torch.empty(len(rows), n, dtype=torch.uint8) for n in sizes]
         for at, row in enumerate(rows.tolist()):
-            for held, read in zip(found, self._read(row), strict=True):
-                held[at] = read
-        weight = self._matrix.weight([held.view(-1) for held in found], len(rows))
+            for buffer, read in zip(buffers, self._read(row), strict=True):
+                buffer[at] = read
+        weight = self._matrix.weight([buffer.view(-1) for buffer in buffers], len(rows))
         numbers = weight.widen() if isinstance(weight, QuantizedWeight) else weight
         return numbers.to(ids.device)[where]
 
     def _read(self, row: int) -> list[Tensor]:
-        """The bytes of a row, until the next one is read."""
+        """Return the bytes of a row, until the next one is read."""
         place = self._matrix.rows(row, row + 1)
         for run in place.runs:
-            room = self._view[run.place : run.place + run.nbytes]
-            transfer(self._file.read_into, self._file, run.offset, room, run.needed, "read")
+            buffer = self._view[run.place : run.place + run.nbytes]
+            transfer(self._file.read_into, self._file, run.offset, buffer, run.needed, "read")
             self._count(run.nbytes)
         return place.parts(self._room)
 
 
 class TiledHead(_Matrix):
-    """A head whose matrix passes through memory in tiles of some rows, each a part of the logits.
+    """Head whose matrix passes through memory in tiles of rows, each a part of the logits.
 
     Args:
-        matrix: all of it. tiles: reads them in their order, each until the next: first row, and the rows.
+        matrix: All of the matrix.
+        tiles: Reads the tiles in order, each until the next: first row, and the rows.
     """
 
     def __init__(self, matrix: MatrixOnDisk, tiles: Callable[[], Iterable[tuple[RowRange, Weight]]]) -> None:
@@ -260,17 +273,17 @@ class TiledHead(_Matrix):
         self._tiles = tiles
 
     def product(self, x: Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
-        """(N, n) of rows x (N, width); without rows nothing is read.
+        """Return (N, n) of rows x (N, width); without rows nothing is read.
 
         Raises:
             DataError: a tile could not be read.
         """
-        found = x.new_empty(len(x), self._matrix.n_rows)
+        out = x.new_empty(len(x), self._matrix.n_rows)
         if len(x):
             for tile, weight in self._tiles():
                 some = slice(tile.begin, tile.end)
-                found[:, some] = multiply(x, weight, None if bias is None else bias[some])
-        return found
+                out[:, some] = multiply(x, weight, None if bias is None else bias[some])
+        return out
 
 
 def _plain(place: TensorPlace) -> MatrixOnDisk:
@@ -279,8 +292,8 @@ def _plain(place: TensorPlace) -> MatrixOnDisk:
 
 
 def _coded(ends: CodedLayout, path: Path) -> dict[str, MatrixOnDisk]:
-    """The matrices in codes, by name; each stands alone."""
-    found = {}
+    """Return the matrices in codes, by name; each is on its own."""
+    matrices = {}
     for matrix in ends.matrices:
         (name,), (n,) = matrix.names, matrix.rows
         (codes, _), scales = QuantizedWeight.parts_of(1, matrix.width, matrix.bits)
@@ -288,5 +301,5 @@ def _coded(ends: CodedLayout, path: Path) -> dict[str, MatrixOnDisk]:
             (ends.offset + matrix.codes, codes[1] * codes[2]),
             (ends.offset + matrix.scales, 2 * scales[1] * scales[2]),
         )
-        found[name] = MatrixOnDisk(path, n, matrix.width, spans, matrix.dtype, matrix.bits)
-    return found
+        matrices[name] = MatrixOnDisk(path, n, matrix.width, spans, matrix.dtype, matrix.bits)
+    return matrices

@@ -32,38 +32,40 @@ Report = Callable[[str, float], None]
 
 
 def fill(part: CodedLayout, data: Tensor, source: TensorSource) -> Iterator[int]:
-    """Fill the buffer (n,) uint8 of a part; yields the bytes that each tensor had in its file.
+    """Fill the buffer (n,) uint8 of a part; yield the bytes that each tensor had in its file.
 
-    Blocks of a GGUF file that are groups of ours are taken over, other matrices quantized.
+    Blocks of a GGUF file that are groups of ours are used unchanged, other matrices quantized.
 
     Raises:
-        DataError: a file cannot be read, or is damaged. OptionError: a number is not finite, or beyond float16.
+        DataError: a file cannot be read, or is damaged.
+        OptionError: a number is not finite, or beyond float16.
     """
     places = {name: coded for codes in part.codes(data) for name, coded in codes.apart()}
     plain = part.parameters(data)
     for name, numbers in source.each(part.sources):
         if name in places:
-            room, blocks = places[name], part.blocks.get(name)
+            target, blocks = places[name], part.blocks.get(name)
             if blocks is not None and blocks.raw is not None:
-                packed = blocks.codes(numbers, room.dtype)
+                packed = blocks.codes(numbers, target.dtype)
             else:
-                packed = QuantizedWeight.quantize(numbers, room.bits)
-            room.codes.copy_(packed.codes)
-            room.scales.copy_(packed.scales)
+                packed = QuantizedWeight.quantize(numbers, target.bits)
+            target.codes.copy_(packed.codes)
+            target.scales.copy_(packed.scales)
         else:
             plain[name].data.copy_(numbers)
         yield part.sources[name].nbytes
 
 
 class MemoryPacker:
-    """Fills parts of a model in memory, without a file of packed weights.
+    """Packer that fills parts of a model in memory, without a file of packed weights.
 
     Args:
-        sizes: of all parts. report: shown how far it is.
+        sizes: Layouts of all parts.
+        report: Called with the progress.
     """
 
     def __init__(self, sizes: WeightSizes, report: Report | None = None) -> None:
-        self._source, self._report = TensorSource(), report or (lambda what, share: None)
+        self._source, self._report = TensorSource(), report or (lambda action, share: None)
         self._total, self._done = sum(source_bytes(part) for part in coded_parts(sizes)), 0
 
     def __enter__(self) -> MemoryPacker:
@@ -73,7 +75,7 @@ class MemoryPacker:
         self._source.__exit__(*exception)
 
     def __call__(self, part: PartLayout, data: Tensor) -> None:
-        """Fill the buffer of a part: see `fill`."""
+        """Fill the buffer of a part as `fill` does."""
         assert isinstance(part, CodedLayout), "sizes of codes"
         for nbytes in fill(part, data, self._source):
             self._done += nbytes
@@ -81,21 +83,21 @@ class MemoryPacker:
 
 
 def coded_parts(sizes: WeightSizes) -> list[CodedLayout]:
-    """The ends and each layer."""
-    found = [sizes.ends, *sizes.layers]
-    assert all(isinstance(part, CodedLayout) for part in found), "sizes of codes"
-    return found  # type: ignore[return-value]
+    """Return the layouts of the ends and of each layer."""
+    layouts = [sizes.ends, *sizes.layers]
+    assert all(isinstance(part, CodedLayout) for part in layouts), "sizes of codes"
+    return layouts  # type: ignore[return-value]
 
 
 def source_bytes(part: CodedLayout) -> int:
-    """Bytes of files that a part is made of."""
+    """Return bytes of files that a part is made from."""
     return sum(place.nbytes for place in part.sources.values())
 
 
 #: Changes when the meaning of a byte does.
 FORMAT = 2
 _MAGIC, _FIXED = b"MPWEIGHT", struct.Struct("<8sQI")
-_MOST_HEADER = 16 << 20
+_MAX_HEADER = 16 << 20
 #: Bytes of a tensor's first and last page by which a checkpoint is known.
 _SAMPLE = 4096
 
@@ -103,11 +105,16 @@ _SAMPLE = 4096
 def packed_sizes(
     folder: Path, name: str, skeleton: Skeleton, weights: str, report: Report | None = None
 ) -> WeightSizes:
-    """The layouts of the packed weights of a model in their file, which is made if there is none of this checkpoint.
+    """Return the layouts of a model's packed weights in their file.
+
+    The file is made if there is none of this checkpoint.
 
     Args:
-        folder: where the file is, or comes to be. name: of the model, for the file's name.
-        weights: "int8" or "int4". report: shown how far it is.
+        folder: Folder of the file.
+        name: Name of the model, for the file's name.
+        skeleton: Model without its weights.
+        weights: "int8" or "int4".
+        report: Called with the progress.
 
     Raises:
         OptionError: the folder is not there, cannot be written or has too little room, or a number is not finite or
@@ -120,7 +127,7 @@ def packed_sizes(
     parts = coded_parts(sizes)
     checksums = _read_header(path, _header(weights, mark, parts, [0] * len(parts)))
     if checksums is None:
-        checksums = _write(path, weights, mark, parts, report or (lambda what, share: None))
+        checksums = _write(path, weights, mark, parts, report or (lambda action, share: None))
     at = _begin(_header(weights, mark, parts, checksums))
     placed = []
     for part, checksum in zip(parts, checksums, strict=True):
@@ -131,14 +138,15 @@ def packed_sizes(
 
 
 def source_mark(skeleton: Skeleton) -> str:
-    """A hash by which a checkpoint is known: names, shapes and places of all tensors, with the first and the last page
-    of each.
+    """Return a hash that identifies a checkpoint.
+
+    It is of the names, shapes and places of all tensors, with the first and the last page of each.
 
     Raises:
         DataError: a file cannot be read.
     """
-    found = hashlib.sha256(type(skeleton.model).__name__.encode())
-    room: Any = aligned_buffer(_SAMPLE).numpy()
+    digest = hashlib.sha256(type(skeleton.model).__name__.encode())
+    buffer: Any = aligned_buffer(_SAMPLE).numpy()
     files: dict[Path, DirectFile] = {}
     try:
         for part in (skeleton.ends, *skeleton.by_layer):
@@ -147,28 +155,31 @@ def source_mark(skeleton: Skeleton) -> str:
                     files[place.path] = DirectFile(place.path)
                 file = files[place.path]
                 marks = [name, str(place.dtype), list(place.shape), place.path.name, place.offset, file.size]
-                found.update(json.dumps(marks).encode())
+                digest.update(json.dumps(marks).encode())
                 for offset in (place.offset, place.offset + max(place.nbytes - 1, 0)):
-                    n = file.read_into(aligned_down(offset), memoryview(room))
-                    found.update(memoryview(room)[:n])
+                    n = file.read_into(aligned_down(offset), memoryview(buffer))
+                    digest.update(memoryview(buffer)[:n])
     except OSError as error:
         raise DataError(f"{place.path} cannot be read: {error.strerror or error}") from error
     finally:
         for file in files.values():
             file.close()
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------- header
 
 
 def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Sequence[int]) -> bytes:
-    """The header, as long for all checksums; places are counted from the first part on."""
+    """Return the header, equally long for all checksums.
+
+    Places are counted from the first part on.
+    """
     extents, at = [], 0
     for part, checksum in zip(parts, checksums, strict=True):
         extents.append([at, part.needed, f"{checksum:08x}"])
         at += part.nbytes
-    found = {
+    header = {
         "format": FORMAT,
         "weights": weights,
         "source": mark,
@@ -176,29 +187,32 @@ def _header(weights: str, mark: str, parts: Sequence[CodedLayout], checksums: Se
         "extents": extents,
         "matrices": [part.described() for part in parts],
     }
-    return json.dumps(found).encode()
+    return json.dumps(header).encode()
 
 
 def _begin(header: bytes) -> int:
-    """Where the first part lies."""
+    """Return the offset of the first part."""
     return aligned_up(_FIXED.size + len(header))
 
 
 def _read_header(path: Path, expected: bytes) -> list[int] | None:
-    """Checksums of the parts of a whole file with the expected header, but for these; None where there is none."""
+    """Return the checksums of the parts of a complete file with the expected header, or None.
+
+    The checksums in the header are not compared.
+    """
     try:
         with path.open("rb") as file:
             magic, length, checksum = _FIXED.unpack(file.read(_FIXED.size))
-            text = file.read(min(length, _MOST_HEADER))
+            text = file.read(min(length, _MAX_HEADER))
         if magic != _MAGIC or len(text) != length or zlib.crc32(text) != checksum:
             return None
         header = json.loads(text)
         checksums = [int(extent[2], 16) for extent in header["extents"]]
-        wanted = json.loads(expected)
-        for extent, own in zip(wanted["extents"], header["extents"], strict=True):
-            extent[2] = own[2]
-        whole = path.stat().st_size == _begin(expected) + wanted["nbytes"]
-        return checksums if header == wanted and whole else None
+        expected_header = json.loads(expected)
+        for extent, stored in zip(expected_header["extents"], header["extents"], strict=True):
+            extent[2] = stored[2]
+        is_complete = path.stat().st_size == _begin(expected) + expected_header["nbytes"]
+        return checksums if header == expected_header and is_complete else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error):
         return None
 
@@ -232,9 +246,9 @@ def _write(path: Path, weights: str, mark: str, parts: Sequence[CodedLayout], sa
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[int]:
-    """A file that is written, and appears under its name when it is complete.
+    """Write a file that appears under its name when it is complete.
 
-    Where the system can it has no name before, so that nothing is left of it when the process is killed.
+    If the system can, it has no name before, so that nothing of it is left when the process is killed.
     """
     hidden, temporary = _nameless(path.parent), ""
     try:
@@ -263,7 +277,7 @@ def _appearing(path: Path) -> Iterator[int]:
 
 
 def _nameless(folder: Path) -> int | None:
-    """A file without a name; None where there is no such thing."""
+    """Return a file without a name, or None if the system has no such thing."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644)
     except (AttributeError, OSError):
@@ -271,7 +285,7 @@ def _nameless(folder: Path) -> int | None:
 
 
 def _named(handle: int, path: Path) -> str:
-    """A name next to `path` for a file without one, for the moment in which it replaces another."""
+    """Return a name next to `path` for a nameless file while it replaces another."""
     name = f".{path.name}-{os.getpid()}-{handle}"
     folder = os.open(path.parent, os.O_RDONLY)
     try:

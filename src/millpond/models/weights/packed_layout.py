@@ -29,8 +29,13 @@ class PackedMatrix:
     """Matrices that read the same rows, one after another.
 
     Attributes:
-        names: of the parameters. rows: of each of them. width: numbers of a row. bits: of a code. dtype: of the rows
-            that they meet. codes, scales: where they begin in the part.
+        names: Names of the parameters.
+        rows: Rows of each of them.
+        width: Numbers of a row.
+        bits: Bits of a code.
+        dtype: Dtype of the rows that they are multiplied with.
+        codes: First byte of the codes in the part.
+        scales: First byte of the scales in the part.
     """
 
     names: tuple[str, ...]
@@ -42,23 +47,27 @@ class PackedMatrix:
     scales: int
 
     def of(self, data: Tensor) -> Codes:
-        """The matrices as views of a part (n,) uint8."""
+        """Return the matrices as views of a part (n,) uint8."""
         (shape, dtype), scales = QuantizedWeight.parts_of(sum(self.rows), self.width, self.bits)
-        whole = QuantizedWeight(
+        weight = QuantizedWeight(
             _view(data, self.codes, shape, dtype), _view(data, self.scales, scales, torch.float16), self.dtype
         )
-        return Codes(self.names, self.rows, whole)
+        return Codes(self.names, self.rows, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedLayout:
-    """A part of a packed file, read at once: matrices in codes, and what stays as it was saved.
+    """Part of a packed file, read at once: matrices in codes, and the rest as it was saved.
 
     Attributes:
-        matrices: in codes. plain: the other tensors, each with its place in the part. needed: bytes up to the last.
-        sources: where the numbers or the codes of each tensor are read. blocks: of a GGUF file, of the matrices that
-            come from there.
-        path, offset, checksum: of the part in a file; None, 0 and None while there is none.
+        matrices: Matrices in codes.
+        plain: The other tensors, each with its place in the part.
+        needed: Bytes up to the last tensor.
+        sources: Places of the numbers or the codes of each tensor.
+        blocks: Blocks of a GGUF file, of the matrices that come from there.
+        path: File of the part; None while there is none.
+        offset: First byte of the part in the file; 0 while there is none.
+        checksum: CRC-32 of the part; None while there is no file.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -79,10 +88,14 @@ class CodedLayout:
         dtype: torch.dtype,
         of_file: Mapping[str, GGUFBlocks],
     ) -> CodedLayout:
-        """
+        """Return the layout of tensors in a part, matrices in codes.
+
         Args:
-            tensors: by name. groups: names of the matrices that read the same rows. bits: of a code, where a GGUF file
-                does not say. dtype: of rows, and of what is not in codes. of_file: what tensors of files come from.
+            tensors: Tensors by name.
+            groups: Names of the matrices that read the same rows.
+            bits: Bits of a code where a GGUF file does not say.
+            dtype: Dtype of rows, and of what is not in codes.
+            of_file: Blocks of a GGUF file that tensors come from.
 
         Raises:
             UnsupportedModelError: a matrix has rows of no whole groups.
@@ -96,58 +109,61 @@ class CodedLayout:
                     f"{names[0]} {tensors[names[0]].shape} cannot be quantized: codes are of groups of {GROUP} numbers "
                     "of a row; leave out weights="
                 )
-            for own, some in groupby(names, key=lambda name: blocks[name].bits if name in blocks else bits):
+            for matrix_bits, some in groupby(names, key=lambda name: blocks[name].bits if name in blocks else bits):
                 together = tuple(some)
                 rows = tuple(tensors[name].shape[0] for name in together)
-                (codes, _), scales = QuantizedWeight.parts_of(sum(rows), width, own)
+                (codes, _), scales = QuantizedWeight.parts_of(sum(rows), width, matrix_bits)
                 at = _up(end)
-                behind = _up(at + prod(codes))
-                matrices.append(PackedMatrix(together, rows, width, own, dtype, at, behind))
-                end = behind + 2 * prod(scales)
+                next_offset = _up(at + prod(codes))
+                matrices.append(PackedMatrix(together, rows, width, matrix_bits, dtype, at, next_offset))
+                end = next_offset + 2 * prod(scales)
         packed = {name for matrix in matrices for name in matrix.names}
         plain: dict[str, tuple[TensorPlace, int]] = {}
         end = _up(end)
         for name, tensor in tensors.items():  # in the order of the model, so biases stand one after another
             if name not in packed:
-                held = _held(tensor, dtype)
-                end = -(-end // held.dtype.itemsize) * held.dtype.itemsize
-                plain[name] = held, end
-                end += held.nbytes
-        blocks = {name: found for name, found in blocks.items() if name in packed}
-        raw = {name: found.raw for name, found in blocks.items() if found.raw is not None}
+                stored_dtype = _held(tensor, dtype)
+                end = -(-end // stored_dtype.dtype.itemsize) * stored_dtype.dtype.itemsize
+                plain[name] = stored_dtype, end
+                end += stored_dtype.nbytes
+        blocks = {name: block for name, block in blocks.items() if name in packed}
+        raw = {name: block.raw for name, block in blocks.items() if block.raw is not None}
         return cls(tuple(matrices), plain, end, {**tensors, **raw}, blocks)
 
     @property
     def nbytes(self) -> int:
-        """Of the part, a multiple of 4 KiB."""
+        """Bytes of the part, a multiple of 4 KiB."""
         return aligned_up(self.needed)
 
     @property
     def runs(self) -> tuple[FileRun, ...]:
-        """What is read: the part."""
+        """Runs that are read: the part."""
         assert self.path is not None, "of a part in a file"
         return (FileRun(self.path, self.offset, self.nbytes, self.needed, 0, self.checksum),)
 
     def described(self) -> dict[str, str]:
-        """What each matrix in codes is: "4 bits", "4 bits of Q4_1" where a GGUF file has them, "8 bits from Q6_K"."""
-        found = {}
+        """Return a description of each matrix in codes.
+
+        It is "4 bits", or "4 bits of Q4_1" if a GGUF file has them, or "8 bits from Q6_K".
+        """
+        formats = {}
         for matrix in self.matrices:
             for name in matrix.names:
                 blocks, bits = self.blocks.get(name), f"{matrix.bits} bits"
                 how = "" if blocks is None else f" {'from' if blocks.raw is None else 'of'} {blocks.kind}"
-                found[name] = bits + how
-        return found
+                formats[name] = bits + how
+        return formats
 
     def within(self, path: Path, offset: int, checksum: int) -> CodedLayout:
-        """The part where it lies in a file."""
+        """Return the part with its place in a file."""
         return replace(self, path=path, offset=offset, checksum=checksum)
 
     def codes(self, data: Tensor) -> Sequence[Codes]:
-        """The matrices as views of a buffer (n,) uint8."""
+        """Return the matrices as views of a buffer (n,) uint8."""
         return [matrix.of(data) for matrix in self.matrices]
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
-        """The other tensors as views of a buffer (n,) uint8, by name."""
+        """Return the other tensors as views of a buffer (n,) uint8, by name."""
         return {
             name: nn.Parameter(_view(data, place, tensor.shape, tensor.dtype), requires_grad=False)
             for name, (tensor, place) in self.plain.items()
@@ -155,9 +171,10 @@ class CodedLayout:
 
 
 def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
-    """What lies outside the layers, with the head in codes, and with it the embeddings where it shares them.
+    """Return the part outside the layers, with the head in codes.
 
-    Embeddings of their own are looked up and not multiplied: they stay as they are, unless a GGUF file has codes.
+    Embeddings are in codes if they share the head's matrix. Those of their own are looked up and not multiplied: they
+    stay as they are, unless a GGUF file has codes.
     """
     tokens, head = skeleton.tokens_name, skeleton.head_name
     taken = skeleton.blocks.get(skeleton.ends[tokens].name)
@@ -168,8 +185,9 @@ def packed_ends(skeleton: Skeleton, weights: str) -> CodedLayout:
 
 
 def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
-    """A layer with its matrices in codes; those that read the same rows stand one after another, and so do their
-    biases.
+    """Return the part of a layer with its matrices in codes.
+
+    Those that read the same rows are next to each other, and so are their biases.
     """
     layer, tensors = skeleton.layers[index], skeleton.by_layer[index]
     block = block_of(layer, fusable)
@@ -182,7 +200,7 @@ def packed_layer(skeleton: Skeleton, index: int, weights: str) -> CodedLayout:
 
 
 def _held(tensor: TensorPlace, dtype: torch.dtype) -> TensorPlace:
-    """A tensor as it is held in memory: floats in `dtype`."""
+    """Return the place of a tensor as it is held in memory: floats in `dtype`."""
     if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
         return tensor
     return replace(tensor, dtype=dtype, nbytes=prod(tensor.shape) * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Bytes that the weights of a model take, plain or in codes: what lies where in the buffers that hold them."""
+"""Bytes that the weights of a model take, plain or in codes: the layouts of the buffers that hold them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from millpond.tiers.buffers import aligned_up
 
 
 class PartLayout(Protocol):
-    """What lies where in a buffer with the weights of the ends or of a layer."""
+    """Layout of a buffer with the weights of the ends or of a layer."""
 
     @property
     def runs(self) -> tuple[FileRun, ...]:
-        """What is read into the buffer."""
+        """Runs that are read into the buffer."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         ...
 
     def codes(self, data: Tensor) -> Sequence[Codes]:
-        """Matrices in codes, as views of a buffer (n,) uint8."""
+        """Return matrices in codes, as views of a buffer (n,) uint8."""
         ...
 
     def parameters(self, data: Tensor) -> dict[str, nn.Parameter]:
-        """All that is not in codes, as views of a buffer (n,) uint8, by name."""
+        """Return all that is not in codes, as views of a buffer (n,) uint8, by name."""
         ...
 
 
@@ -40,10 +40,12 @@ class WeightSizes:
     """Bytes that the weights of a model take in memory, as they are read.
 
     Args:
-        weights: "int8" or "int4" for matrices in codes; None: as they were saved.
+        skeleton: Model without its weights.
+        weights: "int8" or "int4" for matrices in codes; None for weights as they were saved.
 
     Attributes:
-        ends: layout of what lies outside the layers. layers: that of each layer.
+        ends: Layout of what is outside the layers.
+        layers: Layout of each layer.
 
     Raises:
         UnsupportedModelError: a matrix that cannot be quantized.
@@ -62,21 +64,21 @@ class WeightSizes:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot, which holds any of the layers, and some rows of the head."""
+        """Bytes of a slot, which holds any of the layers, and some rows of the head."""
         layers = max(aligned_up(layout.nbytes) for layout in self.layers)
         return max(layers, self.ends_on_disk.least_slot_bytes)
 
     @property
     def ends_on_disk(self) -> EndsOnDisk:
-        """Where embeddings and head are read that do not stay in memory."""
+        """Places of embeddings and head that are not in memory."""
         return EndsOnDisk.of(self._skeleton, self.ends)
 
     @property
     def tiles(self) -> tuple[RowRange, ...]:
-        """The head in parts that a slot holds."""
+        """Parts of the head that a slot holds."""
         return self.ends_on_disk.head.tiles(self.slot_bytes)
 
-    def kept_bytes(self, kept: Iterable[int], *, ends_on_disk: bool = False) -> int:
-        """Of what stays in memory of the ends, and of layers that do."""
+    def kept_bytes(self, layers: Iterable[int], *, ends_on_disk: bool = False) -> int:
+        """Return the bytes of the ends and of the layers that stay in memory."""
         ends = self.ends_on_disk.held_bytes if ends_on_disk else aligned_up(self.ends.nbytes)
-        return ends + sum(aligned_up(self.layers[index].nbytes) for index in kept)
+        return ends + sum(aligned_up(self.layers[index].nbytes) for index in layers)

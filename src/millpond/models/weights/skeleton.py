@@ -1,4 +1,4 @@
-"""A transformers model without its weights, and where in a folder these lie."""
+"""Skeleton of a transformers model: its modules without weights, and the places of these in a folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ _OLD_HEAD = "embed_out.weight"
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model whose parameters hold nothing.
+    """Model whose parameters hold nothing.
 
     Attributes:
-        folder: where its files are.
-        model: all parameters on "meta". layers: its layers. dtype: of its weights, as they were saved or as wanted.
-        ends: tensors outside the layers, by the name of the model's parameter. by_layer: those of each layer, by name
-            in the layer. tied: the head is the embedding.
+        folder: Folder of its files.
+        model: Model with all parameters on "meta".
+        layers: Its layers.
+        dtype: Dtype of its weights, as they were saved or as requested.
+        ends: Tensors outside the layers, by the name of the model's parameter.
+        by_layer: Tensors of each layer, by name in the layer.
+        tied: The head is the embedding.
     """
 
     folder: Path
@@ -51,18 +54,18 @@ class Skeleton:
 
     @cached_property
     def head_name(self) -> str:
-        """Name of the parameter with the last matrix: where it is tied that with the embeddings."""
-        whole: Any = self.model
-        return self.tokens_name if self.tied else self._name_of(whole.get_output_embeddings())
+        """Name of the parameter with the last matrix; that of the embeddings if tied."""
+        untyped: Any = self.model
+        return self.tokens_name if self.tied else self._name_of(untyped.get_output_embeddings())
 
     def _name_of(self, module: Any) -> str:
-        """Of the weight of a module."""
+        """Return the name of the weight of a module."""
         weights = self.model.named_parameters(remove_duplicate=False)
         return next(name for name, weight in weights if weight is module.weight)
 
     @cached_property
     def blocks(self) -> dict[str, GGUFBlocks]:
-        """Matrices of the GGUF file that the folder was converted from, by the names of the folder's tensors.
+        """Return matrices of the GGUF file that the folder was converted from, by tensor name.
 
         Raises:
             DataError: one of the files cannot be read.
@@ -72,13 +75,15 @@ class Skeleton:
 
     @classmethod
     def of(cls, folder: Path, dtype: torch.dtype | None = None) -> Skeleton:
-        """Read configuration and headers; nothing else is read, and no weight allocated.
+        """Read configuration and headers; allocate no weight.
 
         Args:
-            dtype: that the model computes in; None: the one in which all weights were saved.
+            folder: Folder of the model.
+            dtype: Dtype that the model computes in; None for the one in which all weights were saved.
 
         Raises:
-            OptionError: no folder with a model in safetensors files. DataError: a damaged file, or one that does not
+            OptionError: no folder with a model in safetensors files.
+            DataError: a damaged file, or one that does not
                 fit the configuration. UnsupportedModelError: a family whose layers do not run natively.
         """
         check_model_folder(folder)
@@ -110,22 +115,24 @@ class Skeleton:
 
 
 def _dtype_of(folder: Path, tensors: dict[str, TensorPlace]) -> torch.dtype:
-    """
+    """Return the one dtype of all weights.
+
     Raises:
         UnsupportedModelError: the weights are of several dtypes.
     """
-    found = {place.dtype for place in tensors.values() if place.dtype.is_floating_point}
-    if len(found) != 1:
-        shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
+    dtypes = {place.dtype for place in tensors.values() if place.dtype.is_floating_point}
+    if len(dtypes) != 1:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
         raise UnsupportedModelError(
-            f"the weights in {folder} are of several dtypes, or none ({shown}); save the model in one with "
+            f"the weights in {folder} are of several dtypes, or none ({names}); save the model in one with "
             "save_pretrained, or name one with dtype= where weights= packs them in memory"
         )
-    return found.pop()
+    return dtypes.pop()
 
 
 def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """
+    """Return the model of a configuration with all parameters on "meta".
+
     Raises:
         UnsupportedModelError: no causal language model, or one with buffers that cannot be made without its weights.
     """
@@ -153,7 +160,7 @@ def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _layers_of(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
-    """Name of the list of layers, and the layers.
+    """Return the name of the list of layers, and the layers.
 
     Raises:
         UnsupportedModelError: they are elsewhere.
@@ -173,13 +180,13 @@ def _layers_of(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 def _sorted_out(
     model: PreTrainedModel, folder: Path, tensors: dict[str, TensorPlace], prefix: str, n_layers: int
 ) -> tuple[dict[str, TensorPlace], tuple[dict[str, TensorPlace], ...], bool]:
-    """Tensors outside the layers, those of each layer, and whether the head is the embedding.
+    """Return tensors outside the layers, those of each layer, and whether the head is tied.
 
     Raises:
         DataError: a tensor is missing, or has another shape than the configuration says.
     """
-    whole: Any = model
-    head = whole.get_output_embeddings()
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
     head_name = next((name for name, module in model.named_modules() if module is head), "")
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     ends: dict[str, TensorPlace] = {}
@@ -208,16 +215,16 @@ def _sorted_out(
 
 @contextmanager
 def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Other parameters in a module, by name; its own come back."""
+    """Put other parameters into a module, by name; its own come back at the end."""
     holders: list[tuple[dict[str, Any], str]] = []
     for name in parameters:
         owner, _, field = name.rpartition(".")
         holders.append((module.get_submodule(owner)._parameters, field))
-    before = [held[field] for held, field in holders]
-    for (held, field), parameter in zip(holders, parameters.values(), strict=True):
-        held[field] = parameter
+    before = [module_parameters[field] for module_parameters, field in holders]
+    for (module_parameters, field), parameter in zip(holders, parameters.values(), strict=True):
+        module_parameters[field] = parameter
     try:
         yield
     finally:
-        for (held, field), parameter in zip(holders, before, strict=True):
-            held[field] = parameter
+        for (module_parameters, field), parameter in zip(holders, before, strict=True):
+            module_parameters[field] = parameter

@@ -36,10 +36,10 @@ from millpond.tiers.threads import ThreadBackend
 
 @contextmanager
 def computing_with(matrices: Iterable[tuple[Any, EndMatrix]]) -> Iterator[None]:
-    """Linear layers and embeddings compute with the numbers that these matrices stand for, by torch.
+    """Let linear layers and embeddings compute with the numbers of these matrices, by torch.
 
     Args:
-        matrices: modules, each with its matrix.
+        matrices: Modules, each with its matrix.
     """
     changed: list[Any] = []
     try:
@@ -64,13 +64,13 @@ def _embedding(module: nn.Embedding, matrix: QuantizedWeight | EmbeddingSource, 
 
 
 def _multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The outcome of a linear layer by torch; of codes in float32, some rows of the matrix at a time."""
+    """Return the output of a linear layer by torch; of codes in float32, some rows at a time."""
     if isinstance(weight, Tensor):
         return functional.linear(x, weight, bias)
     step, wide = max(1, BLOCK // weight.shape[1]), x.float()
     matrices = (weight.rows(begin, begin + step).widen(torch.float32) for begin in range(0, len(weight), step))
-    found = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
-    return (found if bias is None else found + bias).to(x.dtype)
+    outputs = torch.cat([functional.linear(wide, matrix) for matrix in matrices], -1)
+    return (outputs if bias is None else outputs + bias).to(x.dtype)
 
 
 #: When packed parts are compared with their checksums.
@@ -80,30 +80,37 @@ _N_THROUGH, _THROUGH_BYTES = 2, 4 << 20
 
 
 class StreamedLayers:
-    """The layers of a model as blocks, in their order, each only while its weights are in memory.
+    """Layers of a model as blocks, in order, each only while its weights are in memory.
 
     Args:
-        kept: layers that stay in the host's memory. n_slots: layers in memory at a time of those that come.
-        ledger: what all buffers are taken of, from the tier "host", and of a device from "device".
-        device: where layers are computed; None: where the host's memory is. With a device the slots are there, layers
-            that are kept are copied to them, and those `on_device` stay there, with what lies outside the layers.
-        backend: who reads; None: one thread. overlap: read the layers ahead while one is computed.
-        open_file: opens a file of weights. verify: compare packed parts with their checksums when they are read for the
-            "first" time, or "always".
-        ends_on_disk: the head is read in tiles after the layers of a sweep, and of embeddings the rows that are looked
+        skeleton: Model without its weights.
+        sizes: Layouts of the buffers of ends and layers.
+        ledger: Ledger that all buffers are taken of, from the tier "host", and of a device from "device".
+        kept: Layers that stay in the host's memory.
+        n_slots: Streamed layers that are in memory at a time.
+        backend: Backend that reads; None for one thread.
+        overlap: Read the layers ahead while one is computed.
+        open_file: Opens a file of weights.
+        verify: Compare packed parts with their checksums when they are read for the "first" time, or "always".
+        device: Device that computes the layers; None for the host. With a device the slots are there, layers that are
+            kept are copied to them, and those `on_device` stay there, with what is outside the layers.
+        on_device: Layers among the kept ones that stay on the device.
+        ends_on_disk: The head is read in tiles after the layers of a sweep, and of embeddings the rows that are looked
             up; else both stay in memory.
-        pack: fills the buffer of what stays in memory, where that is in no file: the ends and all layers.
+        pack: Fills the buffer of what stays in memory if that is in no file: the ends and all layers.
 
     Attributes:
-        model: its parameters outside the layers are in memory, those of the layers on "meta".
-        bytes_read: of files, since it was made. row_bytes_read: those of them for embeddings that were looked up.
-        nbytes: of weights in memory, with the slots.
-        head, tokens: the last matrix and the embeddings in codes or read from a file; None where they are parameters of
-            the model.
-        resident: whether all layers stay in memory.
+        model: Model whose parameters outside the layers are in memory, those of the layers on "meta".
+        bytes_read: Bytes read from files so far.
+        row_bytes_read: Bytes of these for embeddings that were looked up.
+        nbytes: Bytes of weights in memory, with the slots.
+        resident: Whether all layers stay in memory.
+        head: Last matrix in codes or read from a file; None if it is a parameter of the model.
+        tokens: Embeddings, likewise.
 
     Raises:
-        BudgetError: the ledger has too few bytes. DataError: a file cannot be read. OptionError: no such `verify`.
+        BudgetError: the ledger has too few bytes.
+        DataError: a file cannot be read. OptionError: no such `verify`.
     """
 
     def __init__(
@@ -186,14 +193,14 @@ class StreamedLayers:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[Block]:
-        """Each block in turn; its weights are in memory until the iterator is advanced."""
+        """Return each block in turn; its weights are in memory until the iterator is advanced."""
         for index in range(len(self)):
             with self._here(index) as layer:
                 yield layer.block
 
     @contextmanager
     def in_modules(self) -> Iterator[None]:
-        """Weights are put into the modules of a layer when it is called, and taken out after it.
+        """Put weights into the modules of a layer when it is called, and take them out after it.
 
         Matrices in codes are widened some rows at a time.
         """
@@ -204,7 +211,7 @@ class StreamedLayers:
                 within.append(ExitStack())
                 layer = within[-1].enter_context(self._here(index))
                 within[-1].enter_context(with_parameters(module, layer.parameters))
-                matrices = [(module.get_submodule(name), own) for name, own in layer.matrices]
+                matrices = [(module.get_submodule(name), weight) for name, weight in layer.matrices]
                 within[-1].enter_context(computing_with(matrices))
 
             return enter
@@ -224,7 +231,7 @@ class StreamedLayers:
                 hook.remove()
 
     def close(self) -> None:
-        """End the reads, close the files and give the memory back; a second call changes nothing."""
+        """End the reads, close the files and release the memory; a second call changes nothing."""
         self._loader.close()
         for file in self._files.values():
             file.close()
@@ -243,7 +250,7 @@ class StreamedLayers:
 
     @contextmanager
     def _here(self, index: int) -> Iterator[_Layer]:
-        """A layer with its weights in memory."""
+        """Yield a layer with its weights in memory."""
         self._release(self._in_use)  # of a sweep that an error ended
         slot = self._kept.get(index)
         if slot is not None:
@@ -253,7 +260,7 @@ class StreamedLayers:
             yield self._block(index, slot)
 
     def _head_tiles(self) -> Iterator[tuple[RowRange, Weight]]:
-        """Each tile of the head in turn; its rows are in memory until the iterator is advanced."""
+        """Yield each tile of the head; its rows are in memory until the iterator is advanced."""
         for index, tile in enumerate(self._tiles, len(self)):
             self._release(self._in_use)
             with self._read(index) as slot:
@@ -261,7 +268,7 @@ class StreamedLayers:
 
     @contextmanager
     def _read(self, index: int) -> Iterator[Slot]:
-        """The slot with what is read as number `index` of a sweep; what comes after it is read meanwhile."""
+        """Yield the slot of number `index` of a sweep; what comes after it is read meanwhile."""
         slot = self._in_use = self._wait_for(index)
         self._read_ahead(index)
         try:
@@ -271,14 +278,16 @@ class StreamedLayers:
             self._read_ahead(index)
 
     def _block(self, index: int, slot: Slot) -> _Layer:
-        """A layer whose weights lie in a slot."""
+        """Return a layer whose weights are in a slot."""
         key = index, id(slot)
         if key not in self._blocks:
             self._blocks[key] = _layer_in(self._modules[index], self._layouts[index], slot.data)
         return self._blocks[key]
 
     def _wait_for(self, index: int) -> Slot:
-        """The slot with a layer's weights. A read ahead that failed, maybe long ago, is made again.
+        """Return the slot with a layer's weights.
+
+        A read ahead that failed, maybe long ago, is repeated.
 
         Raises:
             DataError: they could not be read.
@@ -310,7 +319,7 @@ class StreamedLayers:
             self._in_use = None
 
     def _read_ahead(self, index: int) -> None:
-        """Fill the free slots with the layers that come after those on their way, or after `index`."""
+        """Fill the free slots with the layers after those on their way, or after `index`."""
         while self._overlap and self._free:
             last = self._pending[-1][0] if self._pending else index
             self._submit(self._streamed[(self._streamed.index(last) + 1) % len(self._streamed)])
@@ -333,7 +342,7 @@ class StreamedLayers:
         self._set_parameters(layout, data)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         weights = dict(model.named_parameters(remove_duplicate=False))
-        for name, codes in (one for found in layout.codes(data) for one in found.apart()):
+        for name, codes in (entry for matrix in layout.codes(data) for entry in matrix.apart()):
             shape_only = _shape_only(codes)
             if skeleton.tied or head.weight is weights[name]:
                 self.head, head.weight = codes, shape_only
@@ -346,9 +355,9 @@ class StreamedLayers:
 
     def _open_ends(self, skeleton: Skeleton, far: EndsOnDisk) -> None:
         """Read what stays of the ends, and make embeddings and head readers of their files."""
-        room = self._free[0] if self._to_device is None else self._through[0]
+        slot = self._free[0] if self._to_device is None else self._through[0]
         if far.whole is not None:
-            self.bytes_read += far.check(self._file(far.whole.path), room.data)
+            self.bytes_read += far.check(self._file(far.whole.path), slot.data)
         self._set_parameters(far.rest, self._read_now(far.rest).data)
         model: Any = skeleton.model
         embeddings, last = model.get_input_embeddings(), model.get_output_embeddings()
@@ -364,13 +373,13 @@ class StreamedLayers:
         self.bytes_read += nbytes
 
     def _set_parameters(self, layout: PartLayout, data: Tensor) -> None:
-        """Parameters outside the layers, as views of a buffer."""
+        """Set the parameters outside the layers to views of a buffer."""
         for name, parameter in layout.parameters(data).items():
             owner, _, field = name.rpartition(".")
             self.model.get_submodule(owner)._parameters[field] = parameter
 
     def _read_now(self, layout: PartLayout, loader: Loader | None = None) -> Slot:
-        """What stays, read to where layers are computed, or by another loader."""
+        """Return what stays, read to the device that computes, or by another loader."""
         slot = Slot(self._near(layout.nbytes) if loader is None else aligned_buffer(layout.nbytes))
         if self._pack is not None:
             self._pack(layout, slot.data)
@@ -379,7 +388,7 @@ class StreamedLayers:
         return (loader or self._to_device or self._loader).read(self._extents(layout.runs), slot).wait()
 
     def _near(self, nbytes: int) -> Tensor:
-        """Memory where layers are computed."""
+        """Return memory of the device that computes the layers."""
         return aligned_buffer(nbytes) if self._device is None else self._device.buffer(nbytes)
 
     def _extents(self, runs: Iterable[FileRun], check: bool = True) -> list[Extent]:
@@ -395,7 +404,7 @@ class StreamedLayers:
 
 
 def _move_buffers(model: nn.Module, device: Device) -> None:
-    """What the modules hold besides parameters goes to where they compute."""
+    """Move what the modules hold besides parameters to the device that computes."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -403,7 +412,8 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
 
 
 def check_verify(verify: str) -> None:
-    """
+    """Check that `verify` is a way to compare checksums.
+
     Raises:
         OptionError: no such `verify`.
     """
@@ -412,12 +422,12 @@ def check_verify(verify: str) -> None:
 
 
 def _shape_only(matrix: QuantizedWeight | TokenRows | TiledHead) -> nn.Parameter:
-    """In place of a matrix that is not a parameter: its shape and dtype, and no memory."""
+    """Return the shape and dtype of a matrix that is not a parameter, without memory."""
     return nn.Parameter(torch.zeros(1, 1, dtype=matrix.dtype).expand(matrix.shape), requires_grad=False)
 
 
 class _Layer(NamedTuple):
-    """A layer whose weights lie in a slot: as a block, and as parameters and matrices of its module, by name."""
+    """Layer with its weights in a slot: as a block, and as parameters of its module, by name."""
 
     block: Block
     parameters: dict[str, nn.Parameter]
@@ -427,9 +437,9 @@ class _Layer(NamedTuple):
 def _layer_in(module: nn.Module, layout: PartLayout, data: Tensor) -> _Layer:
     parameters, codes = layout.parameters(data), layout.codes(data)
     weights = dict(module.named_parameters())
-    of_weights = {id(weights[name]): own for one in codes for name, own in one.apart()}
+    of_weights = {id(weights[name]): weight for matrix in codes for name, weight in matrix.apart()}
     take = take_codes(of_weights) if codes else in_place
     with with_parameters(module, parameters):
         block = block_of(module, take)
-    matrices = [(name.removesuffix(".weight"), own) for one in codes for name, own in one.apart()]
+    matrices = [(name.removesuffix(".weight"), weight) for matrix in codes for name, weight in matrix.apart()]
     return _Layer(block, parameters, matrices)

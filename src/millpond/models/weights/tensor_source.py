@@ -1,4 +1,4 @@
-"""Tensors of a model's files, read past the page cache, one at a time or some of their rows."""
+"""Source of tensors of a model's files, read past the page cache, one at a time or some of their rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millpond.tiers.threads import ThreadBackend
 
 
 class TensorSource:
-    """Reads tensors, the next one while one is used; files stay open until it is left."""
+    """Reader of tensors, the next one while one is used; files stay open until it is left."""
 
     def __init__(self) -> None:
         self._files: dict[Path, DirectFile] = {}
@@ -32,7 +32,7 @@ class TensorSource:
             file.close()
 
     def each(self, tensors: Mapping[str, TensorPlace]) -> Iterator[tuple[str, Tensor]]:
-        """Name and numbers of each tensor, which are there until the iterator is advanced.
+        """Yield name and numbers of each tensor, which stay until the iterator is advanced.
 
         Raises:
             DataError: a file cannot be read.
@@ -47,7 +47,7 @@ class TensorSource:
                 yield first, layout.parameters(slot.data)[first].data
 
     def row(self, tensor: TensorPlace, index: int) -> Tensor:
-        """Row `index` of a matrix.
+        """Return row `index` of a matrix.
 
         Raises:
             DataError: the file cannot be read.
@@ -63,8 +63,8 @@ class TensorSource:
             raise DataError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
         if n < begin - first + row:
             raise DataError(f"{tensor.path} ends inside of {tensor.name!r}; the file is damaged or cut off")
-        found: Tensor = data[begin - first : begin - first + row].clone().view(tensor.dtype)
-        return found
+        row_tensor: Tensor = data[begin - first : begin - first + row].clone().view(tensor.dtype)
+        return row_tensor
 
     def _file(self, path: Path) -> DirectFile:
         if path not in self._files:

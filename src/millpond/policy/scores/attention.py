@@ -20,7 +20,7 @@ Queries = Literal["none", "all", "window", "both", "rotated", "unrotated"]
 
 
 class Score(Protocol):
-    """A score at prefill, and the signal and the eviction order that continue it in the decode kernel."""
+    """Score at prefill, with the signal and eviction order that continue it while decoding."""
 
     @property
     def queries(self) -> Queries: ...
@@ -30,11 +30,11 @@ class Score(Protocol):
     def signal(self) -> Signal: ...
     @property
     def evict(self) -> Evict | None:
-        """How the decode kernel continues; None: no kernel can, the cache plans again after each step (slow)."""
+        """Eviction order of the decode kernel; None if each step must end with a plan (slow)."""
         ...
 
     def score(self, view: View, seed: int) -> Tensor:
-        """(H, N) float32; the value where there is no entry does not matter."""
+        """Return (H, N) float32; the value where there is no entry does not matter."""
         ...
 
 
@@ -104,7 +104,7 @@ class LastAttention:
 
 @dataclass(frozen=True, slots=True)
 class WindowAttention:
-    """Mean attention of the last `window` queries, pooled over neighbouring positions (SnapKV).
+    """Mean attention of the last `window` queries, pooled over neighbours (SnapKV).
 
     c_j = mean_i A_ij over the window's queries i, then a one-dimensional max or average pool of width `kernel` over
     the entries before the window, in the order of positions. Average pooling counts the zero padding.
@@ -147,7 +147,10 @@ class Recency:
 
 @dataclass(frozen=True, slots=True)
 class RandomPriority:
-    """s_j = a hash of (seed, layer, head, position): a uniform sample that no batch, chunk or order changes."""
+    """s_j = a hash of (seed, layer, head, position).
+
+    The sample is uniform, and no batch, chunk or order changes it.
+    """
 
     queries: Queries = "none"
     window: int = 0
@@ -178,7 +181,10 @@ class WrappedScore:
 
 
 def decay_of(score: object) -> float:
-    """The factor on all gathered attention at each new token: that of the innermost score; 1 where none forgets."""
+    """Return the factor on all recorded attention at each new token.
+
+    It is that of the innermost score; 1 where none forgets.
+    """
     while isinstance(score, WrappedScore):
         score = score.base
     return score.decay if isinstance(score, AccumulatedAttention) else 1.0
@@ -186,7 +192,7 @@ def decay_of(score: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GlobalAndLocal:
-    """s_j = max(g_j, l_j * mean(g) / mean(l)), pooled by the maximum over `kernel` neighbouring entries.
+    """s_j = max(g_j, l_j * mean(g) / mean(l)), max-pooled over `kernel` neighbours.
 
     g is the attention from all queries, l that of the last `window`. Over a whole prompt of n tokens the factor is
     n / window exactly.

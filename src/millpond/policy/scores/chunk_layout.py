@@ -13,11 +13,11 @@ from millpond.policy.view import columns_of
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Where the entries of each chunk are.
+    """Columns of the entries of each chunk.
 
     Attributes:
         columns: (H, n, width) int64, columns of the view; any column where there is no entry.
-        present: (H, n, width) bool, where there is one.
+        present: (H, n, width) bool, whether there is an entry.
     """
 
     columns: Tensor
@@ -25,9 +25,9 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, positions: Tensor, first: int, size: int, n: int) -> ChunkLayout:
-        """`n` chunks of `size` positions from `first` on.
+        """Return the layout of `n` chunks of `size` positions from `first` on.
 
-        positions: (H, N), ascending along N, -1 where there is no entry (all of these come last).
+        positions (H, N) ascend along N, -1 where there is no entry (all of these come last).
         """
         places = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
         bounds = first + size * torch.arange(n + 1, dtype=positions.dtype, device=positions.device)
@@ -36,21 +36,24 @@ class ChunkLayout:
         lane = torch.arange(max(int(counts.max()), 1), device=positions.device)
         return cls((begin[:, :-1, None] + lane).clamp(max=positions.shape[1] - 1), lane < counts[..., None])
 
-    def only(self, chosen: Tensor) -> ChunkLayout:
-        """The same chunks without the entries that are not chosen (H, N)."""
-        return ChunkLayout(self.columns, self.present & self.take(chosen))
+    def only(self, selected: Tensor) -> ChunkLayout:
+        """Return the same chunks without the entries that are not selected (H, N)."""
+        return ChunkLayout(self.columns, self.present & self.take(selected))
 
     def take(self, part: Tensor) -> Tensor:
-        """A part of entries (H, N) or (H, N, dim) as (H, n, width) or (H, n, width, dim)."""
+        """Return a part of entries (H, N) or (H, N, dim) as (H, n, width) or (H, n, width, dim)."""
         return columns_of(part, self.columns.flatten(1)).view(*self.columns.shape, *part.shape[2:])
 
     def put(self, value: Tensor, into: Tensor) -> Tensor:
-        """`into` (H, N) with the values (H, n, width) of the entries that are present."""
+        """Return `into` (H, N) with the values (H, n, width) of the entries that are present."""
         spare = into.shape[1]
         columns = torch.where(self.present, self.columns, spare).flatten(1)
         return torch.nn.functional.pad(into, (0, 1)).scatter_(1, columns, value.flatten(1))[:, :spare]
 
     def ranks(self, value: Tensor) -> Tensor:
-        """(H, n, width): how many of its own chunk are better by value (H, n, width), ties to the newest."""
+        """Return (H, n, width): how many entries of its chunk are better by value (H, n, width).
+
+        Ties go to the newest.
+        """
         present = self.present.flatten(0, 1)
         return rank_by_value(value.flatten(0, 1), present, torch.zeros_like(present)).view(value.shape)

@@ -37,9 +37,9 @@ class KeyNorm:
 
 @dataclass(frozen=True, slots=True)
 class KeyDifference:
-    """s_j = - cos(k_j, mean_i k_i / ||k_i||) over the entries i of the head: keys unlike the others stay.
+    """s_j = - cos(k_j, mean_i k_i / ||k_i||) over the entries i of the head.
 
-    It ranks the entries as the sum of their cosines with all others would.
+    Keys unlike the others stay. It ranks the entries as the sum of their cosines with all others would.
     """
 
     queries: Queries = "none"

@@ -18,10 +18,12 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryMoments:
-    """Sums over the queries of one sequence in one layer, added up in float64, so that any chunks give the same.
+    """Sums over the queries of one sequence in one layer, in float64, equal for any chunks.
 
     Attributes:
-        count: how many queries. total: (Hq, D), their sum. outer: (Hq, D, D), the sum of q q^T.
+        count: Number of queries.
+        total: (Hq, D), the sum of the queries.
+        outer: (Hq, D, D), the sum of q q^T.
     """
 
     count: int
@@ -30,7 +32,10 @@ class QueryMoments:
 
     @classmethod
     def of(cls, queries: Tensor) -> QueryMoments:
-        """The moments of some hundred queries (Hq, n, D), whose products are summed in float32 or wider."""
+        """Return the moments of queries (Hq, n, D), summed in float32 or wider.
+
+        n is some hundred.
+        """
         q = queries.to(torch.promote_types(queries.dtype, torch.float32))
         return cls(q.shape[1], q.sum(1).double(), (q.transpose(1, 2) @ q).double())
 
@@ -39,23 +44,23 @@ class QueryMoments:
 
     @property
     def mean(self) -> Tensor:
-        """(Hq, D); 0 where there are no queries."""
+        """(Hq, D), the mean; 0 if there are no queries."""
         return self.total / max(self.count, 1)
 
     @property
     def covariance(self) -> Tensor:
-        """(Hq, D, D), over count; 0 where there are no queries."""
+        """(Hq, D, D), the covariance over count; 0 if there are no queries."""
         return self.outer / max(self.count, 1) - self.mean[:, :, None] * self.mean[:, None, :]
 
 
 @dataclass(frozen=True, slots=True)
 class QueryView(View):
-    """A view of a layer whose score needs the moments of its queries.
+    """View of a layer for a score that needs the moments of its queries.
 
     Attributes:
-        moments: of the queries so far, those at the sinks left out.
-        rotate: rotates queries as the layer does; None where it does not.
-        scale: of the layer's logits q k.
+        moments: Moments of the queries so far, without those at the sinks.
+        rotate: Rotates queries as the layer does; None if it does not rotate them.
+        scale: Factor of the layer's logits q k.
     """
 
     moments: QueryMoments | None = None
@@ -64,14 +69,14 @@ class QueryView(View):
 
 
 def moments_of(view: View) -> tuple[QueryView, QueryMoments]:
-    """The view with the moments that it shows."""
+    """Return the view with its moments, checked to be there."""
     assert isinstance(view, QueryView), "the cache provides the moments that a score declares"
     assert view.moments is not None, "a plan comes after a pass, which has queries"
     return view, view.moments
 
 
 def mean_rotation(rotate: Rotate | None, dim: int, first: int, n: int, device: torch.device) -> Tensor:
-    """(D, D) float64: the mean of the rotation matrices R_t over positions first <= t < first + n."""
+    """Return (D, D) float64: the mean of the rotations R_t, first <= t < first + n."""
     eye = torch.eye(dim, dtype=torch.float64, device=device)
     if rotate is None:
         return eye

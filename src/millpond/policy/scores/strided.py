@@ -28,11 +28,11 @@ class Strided:
     itself, and what it asks for is always still there.
 
     Attributes:
-        width: positions of a unit.
-        stride: units from one of the pattern to the next; 0: as the budget asks.
-        ends: the pattern's unit is the first of each stride (position 0 belongs to it), or the last.
-        heavy: share of the budget that goes to the entries with most attention, s_j = sum_i A_ij, outside the
-            protected ones; it comes before the pattern.
+        width: Positions of a unit.
+        stride: Units from one of the pattern to the next; 0 for the stride that the budget asks for.
+        ends: The pattern's unit is the first of each stride (position 0 belongs to it), or the last.
+        heavy: Share of the budget that goes to the entries with most attention, s_j = sum_i A_ij, outside the protected
+            ones; it comes before the pattern.
     """
 
     width: int = 1
@@ -43,12 +43,12 @@ class Strided:
 
     @property
     def evict(self) -> Evict | None:
-        """Positions alone decide, unless there are heavy hitters to rank."""
+        """Eviction by position alone, unless there are heavy hitters to rank."""
         return None if self.heavy else Evict.SPACED
 
     @property
     def spacing(self) -> Spacing:
-        """The pattern as the decode kernel knows it."""
+        """Pattern in the form of the decode kernel."""
         return Spacing(self.width, int(self.ends == "last"), self.stride)
 
     @property

@@ -1,4 +1,4 @@
-"""Scores that trained gates or retaining heads give an entry when it is written (Attention-Gate, Locret)."""
+"""Scores of entries by trained gates or retaining heads, given when an entry is written (Attention-Gate, Locret)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FindGates = Callable[[Gates | None], Gates]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gated:
-    """p_j = the probability that entry j was given when it was written, from its token and the text before it.
+    """p_j = the probability of entry j when it was written, by its token and earlier text.
 
     Attributes:
-        gates: the networks; None until a model says which are its own.
+        gates: Gates of the model; None until a model provides them.
     """
 
     gates: Gates | None = None
@@ -42,11 +42,11 @@ FindHeads = Callable[[RetainingHeads | None], RetainingHeads]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Retained:
-    """s_j = the score that entry j was given when it was written, by a network over its own query, key and value.
+    """s_j = the score of entry j when it was written, by a network over its own q, k, v.
 
     Attributes:
-        heads: the networks; None until a model says which are its own.
-        expecting: scores are the labels that the networks expect, so that heads compare; else each head's quantiles.
+        heads: Retaining heads of the model; None until a model provides them.
+        expecting: Scores are the labels that the networks expect, so that heads compare; else each head's quantiles.
     """
 
     heads: RetainingHeads | None = None
@@ -62,18 +62,18 @@ class Retained:
 
 
 def retained(score: object) -> Retained | None:
-    """The score by retaining heads that `score` is or builds on; None for any other."""
+    """Return the score by retaining heads that `score` is or builds on; None for any other."""
     while isinstance(score, WrappedScore):
         score = score.base
     return score if isinstance(score, Retained) else None
 
 
 def with_heads(score: Any, find: FindHeads) -> Any:
-    """`score` with the heads of a model in place of those that it named."""
+    """Return `score` with the heads of a model instead of those that it named."""
     if isinstance(score, WrappedScore):
         return replace(score, base=with_heads(score.base, find))
-    own = retained(score)
-    if own is None:
+    own_score = retained(score)
+    if own_score is None:
         return score
-    heads = find(own.heads)
-    return replace(own, heads=heads.expecting() if own.expecting else heads)
+    heads = find(own_score.heads)
+    return replace(own_score, heads=heads.expecting() if own_score.expecting else heads)

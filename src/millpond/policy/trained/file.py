@@ -19,7 +19,7 @@ from millpond.policy.trained.networks import ATTENTION, QUANTILE_STEPS, Gates, L
 
 FORMAT = "millpond heads 1"
 #: Bytes of a header at most.
-MOST_HEADER_BYTES = 1 << 24
+MAX_HEADER_BYTES = 1 << 24
 #: Numbers of a file are of these types; weights in half the bytes.
 _BYTES = {"F32": 4, "BF16": 2}
 
@@ -28,10 +28,10 @@ Shapes = dict[str, list[int]]
 
 
 class NetworkKind(NamedTuple):
-    """A kind of networks: the value of `kind` in their files, what errors call them, and the names of their parts.
+    """Kind of networks: `kind` in their files, name in errors, and names of their parts.
 
     Attributes:
-        exact: parts that are stored in float32.
+        exact: Parts that are stored in float32.
     """
 
     name: str
@@ -41,7 +41,7 @@ class NetworkKind(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What trains them."""
+        """Command that trains them."""
         return f"'millpond train {self.name}'"
 
 
@@ -50,8 +50,9 @@ GATE = NetworkKind("gate", "gates", LayerGate.PARTS, ("b2",))
 
 
 def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> None:
-    """Write the file: weights in bfloat16, quantiles of heads and the last biases of gates in
-    float32. A crash while writing leaves an older file whole.
+    """Write the file of trained networks; a crash while writing leaves an older file whole.
+
+    Weights are in bfloat16, quantiles of heads and the last biases of gates in float32.
 
     Raises:
         DataError: it cannot be written.
@@ -81,7 +82,7 @@ def save_heads(heads: RetainingHeads | Gates, path: str | os.PathLike[str]) -> N
 
 
 def _in_order(content: bytes) -> bytes:
-    """A safetensors file whose header is in alphabetical order, so that equal heads make equal files."""
+    """Return a safetensors file with its header sorted, so that equal heads make equal files."""
     length = int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -89,7 +90,7 @@ def _in_order(content: bytes) -> bytes:
 
 
 def heads_of(content: bytes, name: str) -> RetainingHeads:
-    """The retaining heads in the bytes of a file called `name`.
+    """Return the retaining heads in the bytes of a file called `name`.
 
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
@@ -99,7 +100,7 @@ def heads_of(content: bytes, name: str) -> RetainingHeads:
 
 
 def gates_of(content: bytes, name: str) -> Gates:
-    """The gates in the bytes of a file called `name`.
+    """Return the gates in the bytes of a file called `name`.
 
     Raises:
         DataError: torn, foreign, of another kind, or with shapes that do not fit one another.
@@ -116,7 +117,9 @@ def gates_of(content: bytes, name: str) -> Gates:
 
 
 def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
-    """What the header of a file of any kind says: format, kind, model, name, layers and facts.
+    """Return the facts in the header of a file of any kind.
+
+    They are format, kind, model, name, layers and facts.
 
     Raises:
         DataError: it cannot be read, or has no header of such a file.
@@ -125,7 +128,7 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
     try:
         with open(name, "rb") as file:
             start = file.read(8)
-            length = min(int.from_bytes(start, "little"), MOST_HEADER_BYTES)
+            length = min(int.from_bytes(start, "little"), MAX_HEADER_BYTES)
             header = file.read(length)
     except OSError as error:
         raise DataError(f"{name!r} cannot be read: {error}") from None
@@ -133,7 +136,7 @@ def about_file(path: str | os.PathLike[str]) -> Mapping[str, str]:
 
 
 def _read(content: bytes, name: str, kind: NetworkKind) -> tuple[list[list[Tensor]], dict[str, Any]]:
-    """The parts of each layer in the order of the kind, and what the file says of itself."""
+    """Return the parts of each layer in the order of the kind, and the file's metadata."""
     about = _checked_header(content, name, kind)
     try:
         tensors = load(content)
@@ -154,9 +157,9 @@ def _broken(name: str, kind: NetworkKind, error: Exception) -> DataError:
 
 
 def _header(content: bytes, name: str) -> dict[str, Any]:
-    """The header of a safetensors file, whose tensors may be missing."""
+    """Return the header of a safetensors file, whose tensors may be missing."""
     length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(MOST_HEADER_BYTES, len(content) - 8):
+    if len(content) < 8 or length > min(MAX_HEADER_BYTES, len(content) - 8):
         raise DataError(f"{name!r} is torn or no safetensors file: it ends inside its header; copy it again")
     try:
         header = json.loads(content[8 : 8 + length])
@@ -168,14 +171,14 @@ def _header(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -> dict[str, str]:
-    """The metadata of a header, of this format and kind; None: of any kind."""
+    """Return the metadata of a header, of this format and kind; None: of any kind."""
     about = header.get("__metadata__")
     about = about if isinstance(about, dict) else {}
-    wanted = kind or RETAIN
+    expected_kind = kind or RETAIN
     if about.get("format") != FORMAT:
         raise DataError(
             f"{name!r} holds no heads of this Millpond: its format is {about.get('format')!r}, not {FORMAT!r}; train "
-            f"them with {wanted.command}"
+            f"them with {expected_kind.command}"
         )
     if kind is not None and about.get("kind") != kind.name:
         raise DataError(
@@ -188,7 +191,7 @@ def _about(header: dict[str, Any], name: str, kind: NetworkKind | None = None) -
 
 
 def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, str]:
-    """The metadata of a whole file, whose shapes fit one another and whose bytes are all there."""
+    """Return the metadata of a complete file, whose shapes fit one another."""
     header = _header(content, name)
     about = _about(header, name, kind)
     try:
@@ -208,14 +211,14 @@ def _checked_header(content: bytes, name: str, kind: NetworkKind) -> dict[str, s
             size = max(size, end)
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(name, kind, error) from None
-    held = len(content) - 8 - int.from_bytes(content[:8], "little")
-    if held != size:
-        raise DataError(f"{name!r} is torn: it holds {held:,} of {size:,} bytes of numbers; copy it again")
+    num_bytes = len(content) - 8 - int.from_bytes(content[:8], "little")
+    if num_bytes != size:
+        raise DataError(f"{name!r} is torn: it holds {num_bytes:,} of {size:,} bytes of numbers; copy it again")
     return about
 
 
 def _fitting(kind: NetworkKind, shapes: Shapes) -> Shapes:
-    """The shapes that the parts of one layer must have, given those of the first ones."""
+    """Return the shapes that the parts of one layer must have, given those of the first ones."""
     width, inputs = shapes["w1"]
     n_heads = shapes["b2"][0]
     rest: Shapes = {"w1": [width, inputs], "b1": [width], "w2": [n_heads, width], "b2": [n_heads]}

@@ -20,17 +20,18 @@ SCORE_DIGITS = 14
 
 
 class LayerNetwork(Protocol):
-    """The network of one layer, as tensors under the names of its parts."""
+    """Network of one layer, as tensors under the names of its parts."""
 
     #: Names of its tensors, in the order in which it is made of them.
     PARTS: ClassVar[tuple[str, ...]]
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Self:
-        """The same on a device: what is multiplied with features in `dtype`, the rest in float32."""
+        """Return the network on a device, its factors of features in `dtype`, the rest in float32."""
         ...
 
     def check(self, layer: int, inputs: int, n_kv_heads: int) -> None:
-        """
+        """Check the numbers that a layer gives of a token, and its KV heads.
+
         Raises:
             CacheMismatchError: `layer` gives other numbers of a token than it takes, or has other KV heads.
         """
@@ -42,12 +43,14 @@ L = TypeVar("L", bound=LayerNetwork)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedNetworks(Generic[L]):
-    """The networks of a model that score its entries.
+    """Networks of a model that score its entries.
 
     Attributes:
-        layers: one per attention layer. model: the mark of the model. name: its class, for people.
-        facts: how they were trained: data, steps, seed ...
-        digest: of all numbers; equal where the scores are.
+        layers: Networks, one per attention layer.
+        model: Mark that identifies the model.
+        name: Class of the model, for people.
+        facts: Facts of the training: data, steps, seed ...
+        digest: Digest of all numbers; equal if the scores are.
     """
 
     layers: Sequence[L]
@@ -65,7 +68,7 @@ class TrainedNetworks(Generic[L]):
         object.__setattr__(self, "digest", digest.hexdigest())
 
     def at(self, layer: int, features: Tensor, n_kv_heads: int) -> L:
-        """The network of a layer where its features (..., inputs) are.
+        """Return the network of a layer on the device of its features (..., inputs).
 
         Its large products are in bfloat16 where features are, on a CPU that has instructions for it; else in float32.
 
@@ -81,24 +84,24 @@ class TrainedNetworks(Generic[L]):
         place = layer, features.device, torch.bfloat16 if small else torch.float32
         if place not in self._placed:
             self._placed[place] = self.layers[layer].to(*place[1:])
-        found = self._placed[place]
-        found.check(layer, features.shape[-1], n_kv_heads)
-        return found
+        network = self._placed[place]
+        network.check(layer, features.shape[-1], n_kv_heads)
+        return network
 
 
 def features_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, n, inputs): query, key and value of each token, all heads side by side; bfloat16 as they are, else float32.
+    """Return (B, n, inputs): query, key and value of each token, all heads side by side.
 
-    Shapes: q (B, query heads, n, key_dim), k (B, KV heads, n, key_dim), v (B, KV heads, n, value_dim).
+    bfloat16 if they are, else float32.
     """
     dtype = torch.bfloat16 if q.dtype is k.dtype is v.dtype is torch.bfloat16 else torch.float32
     return torch.cat([part.to(dtype).transpose(1, 2).flatten(2) for part in (q, k, v)], -1)
 
 
 def rounded(score: Tensor) -> Tensor:
-    """`score` in SCORE_DIGITS binary digits behind the point."""
-    found: Tensor = (score * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
-    return found
+    """Return `score` rounded to SCORE_DIGITS binary digits after the point."""
+    rounded: Tensor = (score * 2**SCORE_DIGITS).round() / 2**SCORE_DIGITS
+    return rounded
 
 
 #: Newest positions that stay whatever the gate says, and first ones: in training and by default.
@@ -110,7 +113,7 @@ CONTEXT_DTYPE = torch.bfloat16
 
 
 class GateInput(NamedTuple):
-    """What the narrow attention of a gate makes of tokens: queries (heads, n, width), a key and a value (n, width)."""
+    """Input of a gate's attention: queries (heads, n, width), a key and a value (n, width)."""
 
     queries: Tensor
     keys: Tensor
@@ -119,15 +122,21 @@ class GateInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerGate:
-    """The network of one layer: p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2), u = attention of narrow heads over x.
+    """Gate of one layer: p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2).
 
-    x = [q; k; v] of a token before RoPE. u_i = softmax_{j <= i}(Wq x_i . Wk x_j / sqrt(width)) Wv x_j for each of the
-    gate's heads, which share their keys and values. Where the gate is not causal, the j of a prompt are all its tokens.
+    u = attention of narrow heads over x, the [q; k; v] of a token before RoPE. u_i = softmax_{j <= i}(Wq x_i . Wk x_j /
+    sqrt(width)) Wv x_j for each of the gate's heads, which share their keys and values. If the gate is not causal, the
+    j of a prompt are all its tokens.
 
     Attributes:
-        wq: (heads * width, inputs). wk, wv: (width, inputs). w1: (hidden, inputs + heads * width). b1: (hidden,).
-        w2: (KV heads, hidden). b2: (KV heads,).
-        causal: a token looks at those before it alone, also while its prompt is read.
+        wq: (heads * width, inputs).
+        wk: (width, inputs).
+        wv: (width, inputs).
+        w1: (hidden, inputs + heads * width).
+        b1: (hidden,).
+        w2: (KV heads, hidden).
+        b2: (KV heads,).
+        causal: A token sees only those before it, also while its prompt is read.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "w1", "b1", "w2", "b2")
@@ -143,25 +152,27 @@ class LayerGate:
 
     @property
     def width(self) -> int:
-        """Numbers of a key, and of a value, that the gate remembers of each token."""
+        """Numbers of a key, and of a value, that the gate stores of each token."""
         return len(self.wk)
 
     def take(self, features: Tensor) -> GateInput:
-        """Queries, keys and values of features (n, inputs)."""
+        """Return queries, keys and values of features (n, inputs)."""
         x = features.to(self.wq)
         queries = linear(x, self.wq).view(len(x), -1, self.width).transpose(0, 1)
         return GateInput(queries, linear(x, self.wk), linear(x, self.wv))
 
     def logits(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """(KV heads, n): how surely each KV head keeps the tokens; arguments as of `hidden`."""
+        """Return (KV heads, n) logits of keeping the tokens; arguments as in `hidden`."""
         return F.linear(self.hidden(features, queries, keys, values), self.w2, self.b2).T
 
     def hidden(self, features: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """(n, hidden) in the dtype of `w2`: SiLU(W1 [x; u] + b1) of tokens.
+        """Return (n, hidden) in the dtype of `w2`: SiLU(W1 [x; u] + b1) of tokens.
 
         Args:
-            features: (n, inputs), of the newest n of N tokens. queries: (heads, n, width), theirs. keys, values:
-                (N, width), of all tokens so far. Tokens that nothing stands before (n = N) are a prompt.
+            features: (n, inputs), of the newest n of N tokens.
+            queries: (heads, n, width), of the same n tokens.
+            keys: (N, width), of all tokens so far. If n = N, the tokens are a prompt.
+            values: (N, width), of all tokens so far.
         """
         (n_heads, n, _), total = queries.shape, len(keys)
         k, v = (part.to(queries.dtype).expand(n_heads, -1, -1) for part in (keys, values))
@@ -191,23 +202,23 @@ class LayerGate:
 
 
 class Gates(TrainedNetworks[LayerGate]):
-    """The gates of a model; facts: data, steps, seed, target, attention (causal or global)."""
+    """Gates of a model; facts: data, steps, seed, target, attention (causal or global)."""
 
     __slots__ = ()
 
     @property
     def causal(self) -> bool:
-        """Whether a flag depends on the text before it alone, so that it does not matter where a prompt is cut."""
+        """Whether a flag depends only on earlier text, so that a prompt may be cut anywhere."""
         return all(layer.causal for layer in self.layers)
 
 
 def kept_probability(logits: Tensor) -> Tensor:
-    """The p of logits of any shape, in `SCORE_DIGITS` digits: the score that is stored with an entry."""
+    """Return the p of logits of any shape, in `SCORE_DIGITS` digits, as stored with an entry."""
     return rounded(logits.float().sigmoid())
 
 
 def default_shape(hidden: int) -> tuple[int, int]:
-    """Narrow heads of a gate and their width, for a model of this hidden size."""
+    """Return the number of narrow heads of a gate and their width, for a hidden size."""
     return 4, 8 if hidden < 512 else 16
 
 
@@ -221,11 +232,14 @@ LARGE = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerHeads:
-    """The network of one layer: s = W2 SiLU(W1 [q; k; v] + b1) + b2.
+    """Retaining head of one layer: s = W2 SiLU(W1 [q; k; v] + b1) + b2.
 
     Attributes:
-        w1: (width, inputs). b1: (width,). w2: (KV heads, width). b2: (KV heads,).
-        quantiles: (KV heads, QUANTILE_STEPS + 1) float32, ascending: of the raw scores on texts of training.
+        w1: (width, inputs).
+        b1: (width,).
+        w2: (KV heads, width).
+        b2: (KV heads,).
+        quantiles: (KV heads, QUANTILE_STEPS + 1) float32, ascending: quantiles of the raw scores on training texts.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("w1", "b1", "w2", "b2", "quantiles")
@@ -237,13 +251,14 @@ class LayerHeads:
     quantiles: Tensor
 
     def raw(self, features: Tensor) -> Tensor:
-        """(n, KV heads) in the dtype of `w2`: raw scores of features (n, inputs), see `features_of`."""
+        """Return (n, KV heads) in the dtype of `w2`: raw scores of features (n, inputs)."""
         return F.linear(F.silu(linear(features.to(self.w1), self.w1, self.b1).to(self.w2)), self.w2, self.b2)
 
     def scores(self, features: Tensor) -> Tensor:
-        """(KV heads, n) float32: where each raw score lies among those of its head, 0 to 1 on texts as in training.
+        """Return (KV heads, n) float32: the rank of each raw score among those of its head.
 
-        Raw scores of different heads do not compare; these do. Values outside the quantiles go on below 0 and above 1.
+        It is 0 to 1 on texts as in training. Raw scores of different heads do not compare; these do. Values outside the
+        quantiles continue below 0 and above 1.
         """
         return as_quantiles(self.raw(features).T, self.quantiles)
 
@@ -265,16 +280,18 @@ class LayerHeads:
 
 
 class RetainingHeads(TrainedNetworks[LayerHeads]):
-    """The retaining heads of a model; facts: data, steps, seed, label, chunks."""
+    """Retaining heads of a model; facts: data, steps, seed, label, chunks."""
 
     __slots__ = ()
 
     def scores(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, KV heads, n) float32: the scores of new tokens.
+        """Return (B, KV heads, n) float32: the scores of new tokens.
 
         Args:
-            q: (B, query heads, n, key_dim). k: (B, KV heads, n, key_dim). v: (B, KV heads, n, value_dim); queries and
-                keys before RoPE.
+            layer: Index of the attention layer.
+            q: (B, query heads, n, key_dim), before RoPE.
+            k: (B, KV heads, n, key_dim), before RoPE.
+            v: (B, KV heads, n, value_dim).
 
         Raises:
             CacheMismatchError: the heads are of a model of another shape.
@@ -285,7 +302,7 @@ class RetainingHeads(TrainedNetworks[LayerHeads]):
         return heads.scores(features.flatten(0, 1)).view(-1, batch, n).transpose(0, 1)
 
     def expecting(self) -> RetainingHeads:
-        """The same networks, whose scores are the labels that they expect, one unit for all heads and layers.
+        """Return the networks with scores that are the labels they expect, one unit for all heads.
 
         A score is then (label + 12) / 12, so that heads compare by the attention that is expected for an entry.
 
@@ -303,7 +320,7 @@ class RetainingHeads(TrainedNetworks[LayerHeads]):
 
 
 def default_width(hidden: int) -> int:
-    """Width of the networks for a model of this hidden size; of large ones the paper's.
+    """Return the width of the networks for a hidden size; the paper's for large ones.
 
     1,024 adds 2.9 % to the weights of a layer of Llama 3.1 8B.
     """
@@ -311,21 +328,22 @@ def default_width(hidden: int) -> int:
 
 
 def as_quantiles(raw: Tensor, quantiles: Tensor) -> Tensor:
-    """(H, n): where raw scores (H, n) lie among quantiles (H, steps + 1), linear between them, in SCORE_DIGITS digits.
+    """Return (H, n): the ranks of raw scores (H, n) among quantiles (H, steps + 1).
 
-    Outside of them a score goes on in units of their whole range.
+    They are linear between quantiles, in SCORE_DIGITS digits. Outside of them a score continues in units of their whole
+    range.
     """
     steps = quantiles.shape[1] - 1
     above = torch.searchsorted(quantiles, raw.contiguous(), right=True).clamp(1, steps)
     low, high = quantiles.gather(1, above - 1), quantiles.gather(1, above)
     inside = ((raw - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
-    least, most = quantiles[:, :1], quantiles[:, -1:]
-    outside = ((raw - most).clamp(min=0) - (least - raw).clamp(min=0)) / (most - least).clamp(min=1e-6)
+    lowest, highest = quantiles[:, :1], quantiles[:, -1:]
+    outside = ((raw - highest).clamp(min=0) - (lowest - raw).clamp(min=0)) / (highest - lowest).clamp(min=1e-6)
     return rounded((above - 1 + inside) / steps + outside)
 
 
 def quantiles_of(raw: Tensor) -> Tensor:
-    """(H, QUANTILE_STEPS + 1) float32, ascending: the quantiles of raw scores (H, n)."""
+    """Return (H, QUANTILE_STEPS + 1) float32, ascending: the quantiles of raw scores (H, n)."""
     ordered = raw.float().sort(1).values
     places = torch.linspace(0, raw.shape[1] - 1, QUANTILE_STEPS + 1, device=raw.device).round().long()
     return ordered[:, places].contiguous()

@@ -50,7 +50,7 @@ def two_phases(setup: DecodeSetup) -> Callable[[int], Callable[[], object]]:
             out, lse, _ = ops.decode(DecodeArgs(q, new, new, regions))
             if not shared:
                 return out
-            return ops.attend(AttendArgs(q, shared_entries, shape.scale, members=members, found=(out, lse))).out
+            return ops.attend(AttendArgs(q, shared_entries, shape.scale, members=members, partial=(out, lse))).out
 
         return call
 

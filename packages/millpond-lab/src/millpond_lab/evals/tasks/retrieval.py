@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from millpond.errors import OptionError
-from millpond.option_ranges import MOST_POSITIONS, SOME_POSITIONS, Range
+from millpond.option_ranges import MAX_POSITIONS, SOME_POSITIONS, Range
 from millpond_lab.evals.data import pond_tasks
 from millpond_lab.evals.data.data_files import DataRow, FileTask, read_rows
 from millpond_lab.evals.data.generated_task import (
@@ -244,7 +244,7 @@ _KV_INTRO = "Read the value of one key out of the JSON object below.\n\nJSON dat
 def kv_retrieval(
     path: Annotated[str, "a file with ordered_kv_records (a list of [key, value]), key and value; may end in .gz"] = "",
     gold: Annotated[
-        int, "where the wanted pair stands, from 0; -1: where the file has it", Range(-1, MOST_POSITIONS)
+        int, "where the wanted pair stands, from 0; -1: where the file has it", Range(-1, MAX_POSITIONS)
     ] = -1,
 ) -> Task:
     """Read one value out of a long JSON object of random keys."""
