@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layer_table": {"score": "snapkv/window=4"},
     "ada": {"score": "snapkv/window=4"},
     "lagkv": {"lag": 4},
+    "merge_on_evict": {"score": "snapkv/window=4"},
 }
 MERGING = ("cam", "d2o", "elastic", "ems", "kvmerger", "merge_on_evict")
 ALL = [name for name in mp.list_methods() if name != "infllm"]
