@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.state.positions import PositionTracker
-from millpond.cache.state.span_marks import fair_refusal, kept_refusal
-from millpond.cache.state.spans import TextMarks
 from millpond.cache.state.token_ids import TokenIds
 from millpond.cache.types import RotaryEmbedding
-from millpond.errors import CacheMismatchError, NotPicklableError, OptionError, UnsupportedModelError
+from millpond.errors import CacheMismatchError, NotPicklableError, UnsupportedModelError
 from millpond.hf.forget import check_forgets, check_not_kept, spans_in
 from millpond.hf.fork import check_pages, share
 from millpond.hf.forward_hooks import ForwardHooks
@@ -35,6 +33,7 @@ from millpond.hf.layer import MillpondLayer, Observer, layer_cache
 from millpond.hf.layer_budgets import LayerBudgets
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.prompt_parts import PromptParts
+from millpond.hf.protected_spans import protect_spans
 from millpond.hf.signals.reconstruction import PromptReconstruction
 from millpond.hf.signals.rotary import attach_rotations
 from millpond.hf.signals.token_entropy import TokenEntropyHook
@@ -43,10 +42,7 @@ from millpond.hf.stats import CacheStats, measure
 from millpond.hf.tokens_read import TextRead
 from millpond.kernels.cuda_graphs import RecordedDecode, record_cuda, recording
 from millpond.policy.policy import Policy
-from millpond.prompt_marks import Span, SpanShare, kept_spans, with_share
 from millpond.tiers.free_memory import give_back
-
-AnySpan = TypeVar("AnySpan", Span, SpanShare)
 
 
 class MillpondCache(Cache):
@@ -206,40 +202,7 @@ class MillpondCache(Cache):
                 raises `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
-        if share is not None:
-            return self._share_out(with_share(spans, share), sequence)
-        refusal = kept_refusal(self.policy, self._pools.codecs)
-        if refusal is not None:
-            raise OptionError(f"spans cannot be kept: {refusal}")
-        self._mark(self.timeline.marks.kept, kept_spans(spans), sequence)
-
-    def _share_out(self, shares: Sequence[SpanShare], sequence: int | None) -> None:
-        """
-        Raises:
-            OptionError, CacheMismatchError: see `protect`.
-        """
-        refusal = fair_refusal(self.policy, self._pools.codecs)
-        if refusal is not None:
-            raise OptionError(f"spans cannot have a share of the budget: {refusal}")
-        self._mark(self.timeline.marks.shares, shares, sequence)
-
-    def _mark(self, marks: TextMarks[AnySpan], found: Sequence[AnySpan], sequence: int | None) -> None:
-        """Add spans, whose tuples begin with their places, to those of the prompt or of what follows it."""
-        timeline = self.timeline
-        if not timeline.n_seq:
-            marks.expect(found, sequence)
-            return
-        if sequence is not None and not 0 <= sequence < timeline.n_seq:
-            raise CacheMismatchError(f"sequence {sequence}: the cache holds {timeline.n_seq}")
-        chosen = range(timeline.n_seq) if sequence is None else [sequence]
-        for s in chosen:
-            if found and found[0][0] < timeline.seen[s]:
-                raise CacheMismatchError(
-                    f"span [{found[0][0]}, {found[0][1]}): sequence {s} has read {timeline.seen[s]} tokens, of which "
-                    "some may have left; keep spans of what is read next, or protect() before the prompt"
-                )
-        for s in chosen:
-            marks.add(found, s)
+        protect_spans(self.timeline, self.policy, self._pools.codecs, spans, share, sequence)
 
     @no_autograd
     def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:
