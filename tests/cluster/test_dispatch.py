@@ -285,7 +285,7 @@ def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
         ends = start(local, PROMPTS[:1], watch=True)
         local.wait_until(lambda: dispatcher.at("decode-0"))
         lives = holds.engine._llm._engine._requests
-        local.wait_until(lambda: any(len(one.answers[0].tokens) >= holds.hold for one in list(lives.values())))
+        local.wait_until(lambda: any(len(one.answers[0].tokens) >= holds.hold for one in list(lives)))
         running = loop.run(dispatcher.memory("0", 0))
         assert running is not None
         assert loop.run(dispatcher.memory("0", 0, "")) == running

@@ -241,7 +241,7 @@ def test_requests_that_decode_together_continue_their_own_turns(tmp_path: Path) 
 
 
 def test_a_disk_limit_needs_a_folder() -> None:
-    with pytest.raises(OptionError, match="cache_disk='1GiB' limits the files in cache_dir="):
+    with pytest.raises(OptionError, match="cache_disk=1073741824 limits the files in cache_dir="):
         open_engine(None, cache_disk="1GiB")
 
 
