@@ -14,7 +14,7 @@ griffe = pytest.importorskip("griffe", reason="griffe comes with the tools for t
 SOURCES = Path(__file__).parents[2] / "src" / "millpond"
 #: Packages whose docstrings keep the rules; the list grows until it is all of `src/millpond`.
 PACKAGES = (
-    *("tiers", "codec", "policy", "models", "kernels"),
+    *("tiers", "codec", "policy", "models", "kernels", "runner", "inspector"),
     *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "registry"),
     *("scalar", "typed_json"),
 )
