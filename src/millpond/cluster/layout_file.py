@@ -36,13 +36,14 @@ class PlannedWorkers:
 
 
 def load_plan(path: str) -> PlannedWorkers:
-    """The recommended workers of a plan.
+    """Return the recommended workers of a plan.
 
     Raises:
-        OptionError: the file cannot be opened. DataError: it is no plan, or its workers do not go together.
+        OptionError: the file cannot be opened.
+        DataError: it is no plan, or its workers do not go together.
     """
-    found = read_json(path, "plan", FORMAT, _WAY_OUT)
-    workers, copies = found.get("workers"), found.get("copies", 1)
+    data = read_json(path, "plan", FORMAT, _WAY_OUT)
+    workers, copies = data.get("workers"), data.get("copies", 1)
     if not isinstance(workers, list) or not _is_count(copies) or not 0 < len(workers) * copies <= MOST_WORKERS:
         raise DataError(f"{path}: workers must be a list, and 1 to {MOST_WORKERS:,} with all copies; {_WAY_OUT}")
     roles: Counter[str] = Counter()

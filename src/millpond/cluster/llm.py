@@ -9,10 +9,10 @@ from os import PathLike, fspath
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
+from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.dispatcher import Dispatcher
 from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
-from millpond.cluster.ledger import check_movable
 from millpond.cluster.ray_worker import RaySession, RayWorker
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker_pool import MakeWorker
@@ -31,12 +31,16 @@ class Cluster:
     """Workers, and the dispatcher that gives them requests.
 
     Args:
-        settings: of the workers. model: a name or folder that every worker can open. config: of each engine.
-        dtype, threads: as of `LLM`, for each worker.
-        make: makes workers in place of Ray, for tests; None: Ray does.
+        settings: Settings of the workers.
+        model: A name or folder that every worker can open.
+        config: Configuration of each engine.
+        dtype: As of `LLM`, for each worker.
+        threads: As of `LLM`, for each worker.
+        make: Makes workers in place of Ray, for tests; None: Ray does.
 
     Attributes:
-        model, config: as given.
+        model: The model.
+        config: The configuration.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or Ray is not there. No process is left.
@@ -89,12 +93,13 @@ class Cluster:
 
 
 class ClusterClient:
-    """A model on several engines, before it is said how requests come: from one thread or from many tasks.
+    """A model on several engines, without a way for requests to arrive.
 
-    Args: see `ClusterSettings` and `LLM`; those of its two kinds, `ClusterLLM` and `AsyncClusterLLM`.
+    Its kinds `ClusterLLM` and `AsyncClusterLLM` take requests from one thread and from many tasks; see them for the
+    arguments.
 
     Attributes:
-        model_name: name that clients use.
+        model_name: Name that clients use.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or the extra `cluster` is not installed.
@@ -135,7 +140,7 @@ class ClusterClient:
         return self._cluster.loop.call(self._cluster.dispatcher.workers).result()
 
     def figures(self) -> ClusterFigures:
-        """What was moved, replayed and lost since the start."""
+        """Return counters of moves, replays and losses since the start."""
         return self._cluster.dispatcher.figures
 
 
@@ -143,10 +148,12 @@ class ClusterLLM(ClusterClient):
     """A model that answers prompts on several engines; `millpond.cluster.LLM`.
 
     Args:
-        model: a name or folder. config: of each engine; None for the defaults.
-        model_name: name that clients use; None: the model's own.
-        dtype, threads: as of `LLM`, for each worker.
-        **options: fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
+        model: A name or folder.
+        config: Configuration of each engine; None for the defaults.
+        model_name: Name that clients use; None: the model's own.
+        dtype: As of `LLM`, for each worker.
+        threads: As of `LLM`, for each worker.
+        **options: Fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
             of each worker. See docs/reference/settings.md.
 
     Raises:
@@ -171,8 +178,8 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        found = self.stream(prompts, params, cache=cache, marks=marks)
-        return sorted(found, key=lambda output: int(output.request_id))
+        outputs = self.stream(prompts, params, cache=cache, marks=marks)
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def stream(
         self,
