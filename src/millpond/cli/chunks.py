@@ -130,7 +130,7 @@ def _listed(folder: Path, *, verify: bool = False) -> list[StoredFile]:
 
 
 def _texts(file: Path, paragraphs: bool) -> list[str]:
-    """The chunks of a file.
+    """Return the chunks of a file.
 
     Raises:
         DataError: it cannot be read, or is no text.

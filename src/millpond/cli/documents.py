@@ -96,7 +96,7 @@ def ask(
 
 
 class _Made(NamedTuple):
-    """What a document says of how it was made."""
+    """Settings that a document was made with."""
 
     model: str
     dtype: str

@@ -55,7 +55,8 @@ class Placing(OptionGroup):
         return (self.memory or self.device_memory or self.disk or self.weights) is not None
 
     def check(self, device: str | None, chunk: int | None) -> None:
-        """
+        """Check that the engine has the options that are given.
+
         Raises:
             OptionError: options of `generate` that the engine does not have.
         """
@@ -80,8 +81,12 @@ def generate_in_engine(
     """Write the answer to a text, and a line about it.
 
     Args:
-        chat: as `--chat`. settings: fields of `EngineConfig`. params: of the answer; the end of a turn is added where
-            the chat template is used.
+        model: Options of the model.
+        placing: Options of its place.
+        text: The prompt.
+        chat: As `--chat`.
+        settings: Fields of `EngineConfig`.
+        params: Sampling parameters of the answer; the end of a turn is added where the chat template is used.
     """
     from millpond.cli.chat_backend import LocalBackend
     from millpond.engine.config import EngineConfig
@@ -233,7 +238,7 @@ def generate(
 
 
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats, lost: Forgotten) -> str:
-    """What was done, how fast, what the cache holds of what a full one would, and what it has forgotten."""
+    """Return a line about the run: its speed, the cache's bytes, and what it has forgotten."""
     prefill = n_prompt / watch.prefill_s if watch.prefill_s else 0.0
     return (
         f"prompt {n_prompt:,} tokens at {prefill:,.0f} tokens/s · {len(watch.ticks):,} new at "

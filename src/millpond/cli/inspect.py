@@ -72,7 +72,7 @@ def inspect(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Encoded:
-    """The prompt as tokens with their texts, through the chat template if wanted, or if there is one.
+    """Return the prompt as tokens with texts, through the chat template if one is to be used.
 
     Raises:
         OptionError: a chat template is wanted and there is none.

@@ -65,7 +65,7 @@ WeightSeed = Annotated[int, typer.Option(help="Seed of weights, prompts and orde
 
 
 def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:
-    """{"name": "value"} from ["name=value", ...]; what the text means is the registry's to decide.
+    """Return {"name": "value"} from ["name=value", ...]; the registry interprets the text.
 
     Raises:
         OptionError: no "=" in a pair, or a name given twice.
@@ -116,7 +116,7 @@ class OptionGroup:
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer, with every parameter of an `OptionGroup` type replaced by the options of that group.
+    """Return a command for typer whose `OptionGroup` parameters are replaced by their options.
 
     The default of such a parameter, a group, gives the defaults of the options; without one they are the fields' own.
     """
@@ -159,7 +159,7 @@ def _names(group: type[OptionGroup]) -> dict[str, None]:
 
 
 def _usual(group: type[OptionGroup], name: str) -> Any:
-    """The default of a setting of the group."""
+    """Return the default of a setting of the group."""
     return group.usual[name] if name in group.usual else usual_of(group.kind, name)
 
 
@@ -203,7 +203,7 @@ class CacheChoice(OptionGroup):
         return parse_options(self.option or [])
 
     def kept(self) -> dict[str, Any]:
-        """Method, budget and codec: those of the preset, or as given where there is none.
+        """Return method, budget and codec: those of the preset, or else as given.
 
         Raises:
             OptionError: no such preset, or one together with an option that it decides.
@@ -232,7 +232,7 @@ class CacheChoice(OptionGroup):
         return {**kept, **bound, "calibration": self.calibration, **self.options}
 
     def for_request(self) -> dict[str, Any]:
-        """What the user chose, as an engine or a request takes it; nothing where their own defaults hold.
+        """Return the user's choice as an engine or a request takes it, without defaults.
 
         Raises:
             OptionError: see `kept` and `parse_options`.
@@ -256,7 +256,7 @@ class ModelOptions(OptionGroup):
     trust_remote_code: TrustRemoteCode = False
 
     def load(self) -> tuple[Any, PreTrainedTokenizerBase]:
-        """The model on its device, and its tokenizer.
+        """Return the model on its device, and its tokenizer.
 
         Raises:
             OptionError: the model cannot be loaded, or the device cannot be used.
@@ -267,7 +267,7 @@ class ModelOptions(OptionGroup):
 def load_on(
     model: str, dtype: str, device: str | None, trust_remote_code: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A model on a device, and its tokenizer.
+    """Return a model on a device, and its tokenizer.
 
     Raises:
         OptionError: the model cannot be loaded, or the device cannot be used.
@@ -281,20 +281,22 @@ def load_on(
 
 
 def device_of_engine(name: str | None, *on_cpu: object) -> str | None:
-    """The device of an engine's model: the one of that name; without a name a GPU if there is one, but not where one of
-    the settings `on_cpu` is given, which are for a CPU.
+    """Return the device of an engine's model.
+
+    It is the one of that name; without a name a GPU if there is one, but not where one of the settings `on_cpu` is
+    given, which are for a CPU.
 
     Raises:
         OptionError: torch knows no such device, or cannot use it here.
     """
     if name is None and any(setting is not None for setting in on_cpu):
         return None
-    found = pick_device(name)
-    return None if found.type == "cpu" else str(found)
+    device = pick_device(name)
+    return None if device.type == "cpu" else str(device)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name; without a name, a GPU if there is one.
+    """Return the device of that name; without a name, a GPU if there is one.
 
     Raises:
         OptionError: torch knows no such device, or cannot use it here.
@@ -314,7 +316,7 @@ class PromptSource(OptionGroup):
     prompt_file: Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")] = None
 
     def read(self) -> str:
-        """The prompt from one of its two sources.
+        """Return the prompt from one of its two sources.
 
         Raises:
             OptionError: neither or both are given, the file cannot be read, or the prompt is empty.
@@ -344,10 +346,10 @@ def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> boo
     """
     from millpond.models.chat_template import has_template
 
-    found = has_template(tokenizer)
-    if chat and not found:
+    templated = has_template(tokenizer)
+    if chat and not templated:
         raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
-    return found and chat is not False
+    return templated and chat is not False
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:

@@ -50,7 +50,7 @@ def plan(
 
     kept = cache.kept()
     with notes(), bar() as report:
-        found = make_plan(
+        placement = make_plan(
             model,
             memory=memory,
             disk=disk,
@@ -64,12 +64,12 @@ def plan(
             **kept,
         )
     if out is not None:
-        save_plan(found, out)
+        save_plan(placement, out)
     if json:
-        typer.echo(to_json(found), nl=False)
+        typer.echo(to_json(placement), nl=False)
         return
-    output().print(table(found))
-    for line in sentences(found):
+    output().print(table(placement))
+    for line in sentences(placement):
         output().print(line, soft_wrap=True, highlight=False)
 
 

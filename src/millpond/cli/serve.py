@@ -106,7 +106,8 @@ class EngineChoice(OptionGroup):
         }
 
     def _chunks(self) -> ChunkStore | None:
-        """
+        """Return the chunk store of the options.
+
         Raises:
             OptionError: limits of a store without its folder.
         """
@@ -142,14 +143,15 @@ class Workers(OptionGroup):
         return not {"replicas", "prefill", "decode", "layout"}.isdisjoint(self.given)
 
     def as_arguments(self, threads: int | None = None) -> dict[str, Any]:
-        """Those of `millpond.cluster.AsyncLLM`.
+        """Return the arguments of `millpond.cluster.AsyncLLM`.
 
         Args:
-            threads: of each worker.
+            threads: Threads of each worker.
 
         Raises:
             OptionError: options of a cluster without workers, or a plan that does not fit this machine or the other
-                options. DataError: no plan.
+                options.
+            DataError: no plan.
         """
         if not self.several and (lost := self.given & {"address", "handoff_memory", "checkpoint_tokens"}):
             raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, --layout, or --prefill and --decode")
@@ -345,7 +347,9 @@ def serve(
 
 
 def name_of(model: str) -> str:
-    """A model's name for clients: a hub id or a name as it is, a folder by its last part, a GGUF file by its stem.
+    """Return a model's name for clients.
+
+    It is a hub id or a name as it is, a folder by its last part, a GGUF file by its stem.
 
     Example:
         >>> name_of("pond-recall")

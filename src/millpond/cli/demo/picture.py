@@ -23,7 +23,10 @@ ROW_INCHES, HEAD_INCHES = 0.15, 0.42
 
 
 def draw(outcomes: Sequence[DemoOutcome], pairs: Sequence[int], length: int, file: Path, heading: str) -> None:
-    """Write a PNG with one panel per method: a row per layer and KV head, x is the position in the text."""
+    """Write a PNG with one panel per method.
+
+    A panel has a row per layer and KV head, and x is the position in the text.
+    """
     rows = [len(outcome.kept) for outcome in outcomes]
     heights = [ROW_INCHES * n + HEAD_INCHES for n in rows]
     figure = Figure(figsize=(12, sum(heights) + 0.9), dpi=130, facecolor="white")

@@ -40,9 +40,14 @@ class DemoTask:
 
     @classmethod
     def draw(cls, length: int, questions: int, seed: int) -> DemoTask:
-        """A held-out task of `length` words; the first `questions` of its 32 pairs, in random order, are asked.
+        """Return a held-out task of `length` words, with some of its 32 pairs as questions.
 
         The text of 2,048 words and seed 0 comes with the model; another one is drawn by millpond-lab.
+
+        Args:
+            length: Words of the text.
+            questions: Questions, of the first pairs, in random order.
+            seed: Seed of the text.
 
         Raises:
             OptionError: a length that cannot hold the pairs, a number of questions out of range, or another text than
@@ -62,7 +67,10 @@ class DemoTask:
         )
 
     def beginning(self, length: int) -> DemoTask:
-        """The first `length` tokens and one question, which they need not answer: a short run of the same kind."""
+        """Return a short run of the same kind: the first `length` tokens and one question.
+
+        The tokens need not answer the question.
+        """
         return replace(
             self, context=self.context[:, :length], questions=self.questions[:1], answers=self.answers[:1], pairs=[]
         )
@@ -80,7 +88,7 @@ class DemoTask:
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """What one method remembered of the task, and what that took."""
+    """Memory of one method of the task, and its cost."""
 
     method: str
     right: int
@@ -144,5 +152,8 @@ def _held(cache: MillpondCache) -> dict[str, Any]:
 
 
 def _rate(watch: Stopwatch, sequences: int) -> float:
-    """Tokens per second of the whole batch in its fastest step: what else the machine does slows only the others."""
+    """Return tokens per second of the whole batch in its fastest step.
+
+    Other work of the machine slows only the other steps.
+    """
     return sequences / min(watch.steps)
