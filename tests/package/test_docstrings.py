@@ -16,7 +16,7 @@ griffe = pytest.importorskip("griffe", reason="griffe comes with the tools for t
 SOURCES = Path(__file__).parents[2] / "src" / "millpond"
 #: Packages whose docstrings keep the rules; the list grows until it is all of `src/millpond`.
 PACKAGES = (
-    *("tiers", "codec", "policy", "models", "kernels", "runner", "inspector", "cluster", "cli"),
+    *("tiers", "codec", "policy", "models", "kernels", "runner", "inspector", "cluster", "cli", "server"),
     *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "registry"),
     *("scalar", "typed_json"),
 )
@@ -74,11 +74,11 @@ def parameters_of(node: Any) -> list[str] | None:
 def faults_of(node: Any) -> list[str]:
     """Return what is wrong with one docstring."""
     first = node.docstring.value.split("\n")[0]
-    faults = []
-    if first not in shown_lines():
-        faults += [f"begins with {word!r}" for word in RIDDLES if re.match(rf"{word}(?!\w)", first)]
-        if node.kind.value != "module" and len(first) > LONGEST_FIRST_LINE:
-            faults.append(f"first line of {len(first)} characters")
+    if first in shown_lines():
+        return []
+    faults = [f"begins with {word!r}" for word in RIDDLES if re.match(rf"{word}(?!\w)", first)]
+    if node.kind.value != "module" and len(first) > LONGEST_FIRST_LINE:
+        faults.append(f"first line of {len(first)} characters")
     for section in node.docstring.parsed:
         kind = section.kind.value
         if kind not in ("parameters", "attributes"):

@@ -114,7 +114,7 @@ async def _run(work: Any, llm: AsyncLLM, file: Path, out: Path, bad: Path) -> No
     from millpond.server.batch_files import answered_in
 
     await work.read(file, answered_in(out))
-    asked = sum(len(request.prompt) for _, job in work.jobs for request in job.requests)
+    asked = sum(len(request.prompt) for _, api_call in work.calls for request in api_call.requests)
     count = await work.run(out, bad)
     read = llm.stats().prompt_tokens
     where = f" (see {escape(str(bad))})" if count.refused else ""

@@ -43,7 +43,9 @@ class AdmissionControl:
 
     @contextmanager
     def admit(self, ids: Sequence[str], client: str = "") -> Iterator[None]:
-        """Admit some prompts, all or none. A client with prompts in flight cannot take the last places of the queue.
+        """Admit some prompts, all or none.
+
+        A client with prompts in flight cannot take the last places of the queue.
 
         Raises:
             ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, the
@@ -79,8 +81,10 @@ class AdmissionControl:
         return set(self._under_way_of)
 
     def check_number(self, prompts: int) -> None:
-        """Raises:
-        ApiError: 400, more prompts than the queue holds.
+        """Check a number of prompts.
+
+        Raises:
+            ApiError: 400, more prompts than the queue holds.
         """
         if prompts > self._max_queue:
             rule = f"the queue holds {self._max_queue}; send fewer prompts per request"
@@ -116,9 +120,10 @@ class AdmissionControl:
         return min(_MOST_WAIT, max(_LEAST_WAIT, math.ceil(gap * waiting / 2)))
 
     async def drain(self, within_s: float) -> None:
-        """Refuse new requests, give running ones `within_s` seconds from the first call, then end them as they are.
+        """Refuse new requests, and end the running ones after a while.
 
-        An engine that hangs ends nothing: the server waits `LEAVE_S` seconds more.
+        Running ones have `within_s` seconds from the first call; then they end as they are. An engine that hangs ends
+        nothing: the server waits `LEAVE_S` seconds more.
         """
         self.draining = True
         if self._drained_by is None:

@@ -35,10 +35,11 @@ _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
 def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
-    """What makes the prompt besides the messages.
+    """Return what makes the prompt besides the messages.
 
     Args:
-        has_template: whether the tokenizer has a chat template, which takes arguments.
+        body: Body of the request.
+        has_template: Whether the tokenizer has a chat template, which takes arguments.
     """
     last = body.messages[-1]
     continues = last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in _blocks(last))
@@ -63,7 +64,7 @@ def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
 
 
 def chat_messages(body: PromptFields) -> list[Message]:
-    """The conversation, with the instructions as its first message."""
+    """Return the conversation, with the instructions as its first message."""
     system = [] if not body.system else [Message(role="system", content=_text(body.system))]
     return [*system, *(one for message in body.messages for one in _messages(message))]
 
@@ -74,7 +75,7 @@ def use_tools(body: PromptFields) -> bool:
 
 
 def chat_of(body: MessagesBody, has_template: bool) -> ChatBody:
-    """The same as a body of /v1/chat/completions."""
+    """Return the same as a body of /v1/chat/completions."""
     same = {name: getattr(body, name) for name in TokenFields.model_fields if name not in ("metadata", "stop")}
     choice, schema = body.tool_choice, None if body.output_config is None else body.output_config.format
     if isinstance(choice, ToolChoice):
@@ -103,7 +104,7 @@ def _blocks(message: AnthropicMessage) -> Sequence[Block]:
 
 
 def _messages(message: AnthropicMessage) -> list[Message]:
-    """A message of ours, or several, one for each result of a tool, in their order."""
+    """Return a message of ours, or several, one for each result of a tool, in their order."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
     if message.role == "assistant":
@@ -122,7 +123,7 @@ def _messages(message: AnthropicMessage) -> list[Message]:
 
 
 def _answer(blocks: Sequence[Block]) -> Message:
-    """What the model said: thoughts, text and calls."""
+    """Return the model's message: thoughts, text and calls."""
     thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     text = _text([block for block in blocks if isinstance(block, TextBlock)])
@@ -140,7 +141,10 @@ def _call(block: ToolUseBlock) -> ToolCall:
 
 
 def _result(block: ToolResultBlock) -> Message:
-    """What a tool answered; that it failed is said in words, since templates know no other way."""
+    """Return the result of a tool as a message.
+
+    That it failed is said in words, since templates know no other way.
+    """
     parts = _text(block.content or "")
     text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
     if block.is_error and not text.lower().lstrip().startswith("error"):

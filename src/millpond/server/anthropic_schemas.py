@@ -28,7 +28,7 @@ def _text_or_list(value: Any) -> str:
 
 
 def _readable(given: Any) -> Any:
-    """A block, unless it is one that no model here reads.
+    """Return a block, unless it is one that no model here reads.
 
     Raises:
         ValueError: it is, by its name.
@@ -44,7 +44,7 @@ def _readable(given: Any) -> Any:
 
 
 def _known(given: Any) -> Any:
-    """A tool, unless it is one of Anthropic's own servers or models.
+    """Return a tool, unless it is one of Anthropic's own servers or models.
 
     Raises:
         ValueError: it is, by its name.
@@ -237,7 +237,7 @@ class ContextManagement(Body):
 
 
 class PromptFields(Body):
-    """What makes a prompt of a conversation, in both routes."""
+    """Fields that make a prompt of a conversation, in both routes."""
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]

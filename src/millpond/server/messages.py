@@ -26,7 +26,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
 
 
 def _short(value: Any) -> Any:
-    """A value that is not longer than `MOST_JSON`, see `length_of`."""
+    """Return a value that is not longer than `MOST_JSON`, see `length_of`."""
     length_of(value)
     return value
 
@@ -161,7 +161,7 @@ class Tool(Body):
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call from their JSON.
+    """Return the arguments of a call from their JSON.
 
     Raises:
         ValueError: no JSON, or no object.
@@ -171,12 +171,12 @@ def arguments_of(text: str) -> dict[str, Any]:
         {'city': 'Bern'}
     """
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        arguments = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a call must be JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the arguments of a call must be a JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a call must be a JSON object, not {type(arguments).__name__}")
+    return arguments
 
 
 def _refuse(name: str) -> Any:

@@ -54,10 +54,14 @@ class RequestLog:
 
 
 def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """One line.
+    """Return one line of the log.
 
     Args:
-        status: 0: the connection was lost before there was one. outputs: that have ended. seconds: of the request.
+        method: Method of HTTP.
+        route: Path of the route.
+        status: Status of HTTP; 0: the connection was lost before there was one.
+        outputs: Outputs that have ended.
+        seconds: Seconds of the request.
 
     Example:
         >>> line_of("GET", "/v1/models", 200, [], 0.25)

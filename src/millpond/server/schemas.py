@@ -94,7 +94,7 @@ class StreamOptions(Body):
 
 
 class TokenFields(GuidedFields):
-    """How tokens are chosen and the cache is kept, in every kind of answer; null stands for the default."""
+    """Choice of tokens and of the cache, in every kind of answer; null stands for the default."""
 
     model: str | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -127,7 +127,7 @@ class TokenFields(GuidedFields):
 
 
 class SamplingFields(TokenFields):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     max_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=128)
@@ -208,11 +208,11 @@ class SchemaFormat(Body):
 
 
 class ChatFields(Body):
-    """What makes a prompt of messages.
+    """Fields that make a prompt of messages.
 
     Attributes:
-        add_generation_prompt: whether it ends with the head of an answer. continue_final_message: whether it ends
-            inside the last message, which the answer continues.
+        add_generation_prompt: Whether it ends with the head of an answer.
+        continue_final_message: Whether it ends inside the last message, which the answer continues.
     """
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None

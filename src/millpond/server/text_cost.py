@@ -24,13 +24,16 @@ Span = tuple[int, int]
 
 
 def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
-    """Refuse a text with runs of blanks, or of anything else, that would take seconds to tokenize.
+    """Refuse a text with runs that would take seconds to tokenize.
 
-    Tokenizers split a text before they look at its words. Where an expression that splits tries each place of a run
-    again, or where a run is one word that is gone through again and again, time grows with the square of its length.
+    The runs are of blanks, or of anything else. Tokenizers split a text before they look at its words. Where an
+    expression that splits tries each place of a run again, or where a run is one word that is gone through again and
+    again, time grows with the square of its length.
 
     Args:
-        encode: tokenizes a text. param: the field of the request that it comes from.
+        text: The text.
+        encode: Tokenizes a text.
+        param: Field of the request that it comes from.
 
     Raises:
         ApiError: 400, runs are that long, and this tokenizer is that slow.
@@ -53,7 +56,7 @@ def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
 
 
 def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], squares: float) -> float | None:
-    """Seconds for runs whose lengths' squares add up to `squares`, where these are too many; None: they are not.
+    """Return the seconds of runs with a sum of squared lengths, if too many; else None.
 
     Longer and longer parts of the run are tried, so that little time is spent on a tokenizer that takes the square.
     """
@@ -73,7 +76,7 @@ def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], s
 
 
 def _blanks(text: str) -> list[Span]:
-    return [found.span() for found in _BLANKS.finditer(text) if _length(found.span()) >= LONG_RUN]
+    return [run.span() for run in _BLANKS.finditer(text) if _length(run.span()) >= LONG_RUN]
 
 
 def _words(text: str) -> list[Span]:
@@ -91,7 +94,10 @@ def _length(span: Span) -> int:
 
 
 def _seconds(encode: Callable[[str], object], text: str, tries: int) -> float:
-    """CPU time of the fastest of some tries, in this thread: what others do meanwhile does not count."""
+    """Return the CPU time of the fastest of some tries, in this thread.
+
+    What others do meanwhile does not count.
+    """
     times = []
     for _ in range(tries):
         began = time.thread_time()

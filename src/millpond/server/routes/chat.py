@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import Request
-from millpond.server.answers import ChatVoice, ChoicesJob
+from millpond.server.answers import ChatFormat, ChoicesCall
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.prompt_marks import chat_marks
@@ -28,41 +28,43 @@ from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
 from millpond.server.structured_outputs import StructuralTag, two_of
 from millpond.server.tokenizer_worker import PLAIN_STOP
-from millpond.server.tools.response_format import CallVoice
+from millpond.server.tools.response_format import ToolCallFormat
 from millpond.server.tools.tool_choice import Tools, tools_of
 
 
 def routes(service: Service) -> APIRouter:
-    """The route that answers chats."""
+    """Return the route that answers chats."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         """The next message of a chat."""
-        return await service.answer(http, await job_of(service, body))
+        return await service.answer(http, await call_of(service, body))
 
     return router
 
 
-async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
-    """What a body asks for, checked.
+async def call_of(service: Service, body: ChatBody) -> ChoicesCall:
+    """Return the call that a body asks for, checked.
 
     Raises:
         ApiError, OptionError: it cannot be.
     """
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    asked = await asked_of(service, body, name)
+    chat = await chat_request_of(service, body, name)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     scores = bool(body.logprobs)
-    voice = ChatVoice(scores) if asked.tools is None else CallVoice(asked.tools, asked.held, scores)
-    return ChoicesJob(name, asked.requests, voice, bool(body.stream), include_usage)
+    response_format = ChatFormat(scores) if chat.tools is None else ToolCallFormat(chat.tools, chat.held, scores)
+    return ChoicesCall(name, chat.requests, response_format, bool(body.stream), include_usage)
 
 
-class AskedChat(NamedTuple):
+class ChatRequest(NamedTuple):
     """A chat as the engine gets it.
 
     Attributes:
-        requests: the one request. tools: that can be called. held: the answer follows `tools.constraint`.
+        requests: The one request.
+        tools: Tools that can be called.
+        held: Whether the answer follows `tools.constraint`.
     """
 
     requests: list[Request]
@@ -70,11 +72,14 @@ class AskedChat(NamedTuple):
     held: bool
 
 
-async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound: bool = False) -> AskedChat:
-    """The engine's request of a chat, checked.
+async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_is_bound: bool = False) -> ChatRequest:
+    """Return the engine's request of a chat, checked.
 
     Args:
-        name: its id. most_is_bound: fewer new tokens than `max_tokens` are no error where the context holds no more.
+        service: The service.
+        body: Body of the request.
+        name: Its id.
+        most_is_bound: Fewer new tokens than `max_tokens` are no error where the context holds no more.
 
     Raises:
         ApiError, OptionError: it cannot be.
@@ -116,4 +121,4 @@ async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound
     made = requests(
         name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, wants_progress(body)
     )
-    return AskedChat(made, tools, held=tag is not None)
+    return ChatRequest(made, tools, held=tag is not None)

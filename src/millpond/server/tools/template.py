@@ -25,12 +25,13 @@ _USER = {"role": "user", "content": "Where is it?"}
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a template shows.
+    """Treatment of tools by a template.
 
     Attributes:
-        tools: whether it shows tools; if not, the server writes them and their calls into messages.
-        as_text: whether it wants arguments as JSON, not as values. many: whether one message may have several calls.
-        call: how it writes one; empty where it writes none.
+        tools: Whether it shows tools; if not, the server writes them and their calls into messages.
+        as_text: Whether it wants arguments as JSON, not as values.
+        many: Whether one message may have several calls.
+        call: How it writes one; empty where it writes none.
     """
 
     tools: bool = False
@@ -39,7 +40,7 @@ class Shown:
     call: str = ""
 
     def format(self) -> CallFormat | None:
-        """The format of its calls; None: none that is known."""
+        """Return the format of its calls; None: none that is known."""
         if not self.tools:
             return Hermes()  # in which the server writes them
         call = "".join(self.call.split())
@@ -51,7 +52,7 @@ class Shown:
 
 
 def ask_template(tokenizer: Any) -> Shown:
-    """What the chat template of a tokenizer does, if it has one."""
+    """Return what the chat template of a tokenizer does, if it has one."""
     if not getattr(tokenizer, "chat_template", None):
         return Shown()
     if _NAME not in _said(tokenizer, [_USER]):
@@ -72,7 +73,7 @@ def _calling(count: int, as_text: bool) -> dict[str, Any]:
 
 
 def _said(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """What the template makes of it; nothing where it refuses."""
+    """Return the template's text of messages; nothing where it refuses."""
     try:
         return write_chat(tokenizer, messages, tools=[_TOOL])
     except Exception:  # a template is a program of the model's
@@ -84,11 +85,13 @@ def _plain_json(text: str) -> bool:
 
 
 def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without calls and results of tools, which say the same; tools are shown before the first of the user's.
+    r"""Return messages in which text replaces calls and results of tools.
+
+    Tools are shown before the first message of the user.
 
     Example:
         >>> in_words([{"role": "tool", "content": "7"}], [])
-        [{'role': 'user', 'content': '<tool_response>\\n7\\n</tool_response>'}]
+        [{'role': 'user', 'content': '<tool_response>\n7\n</tool_response>'}]
     """
     made: list[dict[str, Any]] = []
     results = False
