@@ -26,7 +26,7 @@ def added_commands(lab: Iterable[str]) -> dict[str, Command]:
     One that cannot be imported reports that when it is called.
 
     Args:
-        lab: names of commands of millpond-lab; where it is not installed, calling one says how to get it.
+        lab: Names of commands of millpond-lab; where it is not installed, calling one says how to get it.
     """
     commands: dict[str, Command] = {}
     for point in entry_points(group=GROUP):

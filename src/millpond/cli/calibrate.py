@@ -73,7 +73,7 @@ def calibrate(
 
 
 def parse_bits(text: str, name: str) -> list[int]:
-    """Whole numbers separated by commas.
+    """Return whole numbers separated by commas.
 
     Raises:
         OptionError: something else.

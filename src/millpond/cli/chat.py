@@ -288,7 +288,7 @@ class ChatSession:
             raise OptionError(f"session {name!r} cannot be stored ({error})") from error
 
     def load(self, system: str | None) -> list[Message]:
-        """Its messages so far; of a new one the system message, if there is one.
+        """Return its messages so far; of a new one the system message, if there is one.
 
         Raises:
             OptionError: it began with another system message. DataError: its file is not as it was written.

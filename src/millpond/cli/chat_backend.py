@@ -225,7 +225,7 @@ class HttpBackend:
 
 
 def parse_event(event: str) -> tuple[str, bool, dict[str, Any] | None]:
-    """Text of the first choice, whether it ended, and the server's count if this event has it.
+    """Return the first choice's text, whether it ended, and the server's count if it has one.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it is no event of a completion, or tells of an error.
@@ -272,7 +272,7 @@ def reach(url: str, model: str | None, key: str | None, body: Mapping[str, Any])
 
 @contextmanager
 def _held_back() -> Iterator[list[object]]:
-    """Ctrl-C interrupts nothing in here; what it would have interrupted gathers in the list."""
+    """Hold back Ctrl-C: it interrupts nothing in here, and gathers in the list."""
     came: list[object] = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append(_))
     try:

@@ -67,7 +67,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def size(n_bytes: float) -> str:
-    """Bytes as people read them, in binary units.
+    """Return bytes as people read them, in binary units.
 
     Example:
         >>> size(1536), size(3 * 2**20)

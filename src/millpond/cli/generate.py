@@ -141,11 +141,11 @@ class Sampling(OptionGroup):
             )
 
     def drawn(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`."""
+        """Return fields of `SamplingParams`."""
         return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "typical_p", "seed")}
 
     def kwargs(self) -> dict[str, Any]:
-        """For `generate()`."""
+        """Return arguments of `generate()`."""
         if self.temperature == 0:
             return {"do_sample": False}
         return {

@@ -96,11 +96,11 @@ class OptionGroup:
     A group can also take settings of a dataclass: `kind`, and their names among those of its `order`.
 
     Attributes:
-        given: names of the options that the user set on the command line; no option itself.
-        settings: values of the settings by their names, as `kind` takes them; those that are missing have their
+        given: Names of the options that the user set on the command line; no option itself.
+        settings: Values of the settings by their names, as `kind` takes them; those that are missing have their
             defaults.
         kind, order: a dataclass with settings, and the names of all options of the group in the order of the help.
-        usual: defaults of settings that are others than those of `kind`.
+        usual: Defaults of settings that are others than those of `kind`.
     """
 
     given: frozenset[str] = frozenset()
@@ -148,13 +148,13 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: type[OptionGroup]) -> dict[str, Any]:
-    """Types of the options that are fields of the group itself."""
+    """Return the types of the options that are fields of the group itself."""
     hints = get_type_hints(group, include_extras=True)
     return {one.name: hints[one.name] for one in fields(group) if one.name not in ("given", "settings")}
 
 
 def _names(group: type[OptionGroup]) -> dict[str, None]:
-    """Names of all options in the order of the help."""
+    """Return the names of all options in the order of the help."""
     return dict.fromkeys(group.order or _fields(group))
 
 
@@ -220,7 +220,7 @@ class CacheChoice(OptionGroup):
         return {"budget": None, **preset_of(self.preset)}
 
     def for_compress(self) -> dict[str, Any]:
-        """Arguments of `compress`.
+        """Return arguments of `compress`.
 
         Raises:
             OptionError: see `kept` and `parse_options`.
@@ -353,7 +353,7 @@ def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> boo
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
-    """(1, n) token ids, through the chat template if wanted, or if there is one.
+    """Return (1, n) token ids, through the chat template if wanted, or if there is one.
 
     Raises:
         OptionError: a chat template is wanted and there is none.

@@ -74,7 +74,7 @@ def plan(
 
 
 def table(plan: Plan) -> Table:
-    """Tiers x (weights, KV, activations), in bytes."""
+    """Return a table of tiers x (weights, KV, activations), in bytes."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown.add_column("tier")
     for name in (*COLUMNS, "together"):

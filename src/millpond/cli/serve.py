@@ -88,7 +88,7 @@ class EngineChoice(OptionGroup):
     ] = "lru"
 
     def as_arguments(self) -> dict[str, Any]:
-        """Fields of `EngineConfig`.
+        """Return fields of `EngineConfig`.
 
         Raises:
             OptionError: a rule for a prefix cache, and none.
@@ -163,7 +163,7 @@ class Workers(OptionGroup):
 
 
 def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str, int | None]:
-    """Numbers of workers by role, of a plan that this machine can run.
+    """Return numbers of workers by role, of a plan that this machine can run.
 
     Raises:
         OptionError: workers of several devices, or more threads than this machine has CPUs. DataError: no plan.
@@ -223,7 +223,7 @@ class Access(OptionGroup):
     )
 
     def as_settings(self) -> dict[str, Any]:
-        """Fields of `ServerSettings`, with what the environment adds.
+        """Return fields of `ServerSettings`, with what the environment adds.
 
         Raises:
             OptionError: not NAME=PATH, or a priority limit that is no whole number.
@@ -242,7 +242,7 @@ class Access(OptionGroup):
 
 
 def keys_of(text: str) -> list[str]:
-    """Items of a variable, separated by commas.
+    """Return the items of a variable, separated by commas.
 
     Example:
         >>> keys_of("one, two,")
@@ -252,7 +252,7 @@ def keys_of(text: str) -> list[str]:
 
 
 def limits_of(texts: list[str]) -> dict[str, int]:
-    """Priority limits by key; that of all others by "".
+    """Return priority limits by key; that of all others by "".
 
     Raises:
         OptionError: no whole number.

@@ -133,7 +133,13 @@ class AsyncClusterLLM(ClusterClient):
 
     @classmethod
     def of(cls, cluster: Cluster, model_name: str | None = None, tokenizer: Any = None) -> Self:
-        """Over workers that are there; tokenizer: None for that of the model."""
+        """Return a model over workers that run already.
+
+        Args:
+            cluster: The workers.
+            model_name: Name for clients.
+            tokenizer: Tokenizer of the model; None: that of its folder.
+        """
         made = super().of(cluster, model_name)
         if tokenizer is not None:
             made.tokenizer = tokenizer
@@ -172,7 +178,7 @@ class AsyncClusterLLM(ClusterClient):
         return self._cache
 
     def live(self) -> dict[Role, int]:
-        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 where there is none."""
         return self._cluster.dispatcher.live()
 
     @property

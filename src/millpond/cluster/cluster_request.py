@@ -160,12 +160,12 @@ class ClusterRequest:
         return any(changes) or update.finished or (further and self.request.tell_read)
 
     def end(self, reason: FinishReason) -> None:
-        """All answers that grow end as they are."""
+        """End all unfinished answers as they are."""
         for answer in self._answers:
             answer.finish_reason = answer.finish_reason or reason
 
     def output(self, *, finished: bool = False, error: MillpondError | None = None) -> RequestOutput:
-        """As far as it has come."""
+        """Return the output so far."""
         prompt = self.request.prompt
         return RequestOutput(
             self.request.request_id,

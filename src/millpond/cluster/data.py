@@ -191,7 +191,7 @@ class AnswerFiles:
         return frozenset(self.newer(frozenset()))
 
     def newer(self, than: frozenset[str]) -> dict[str, Row]:
-        """Rows with an answer by their keys, without those of `than`.
+        """Return rows with an answer by their keys, without those of `than`.
 
         Raises:
             DataError: a file that is no file of answers.
@@ -200,7 +200,7 @@ class AnswerFiles:
         return {key: row for row in answered if (key := key_of(row, self._columns.key)) not in than}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows of all files; where a key was answered more than once, each time.
+        """Yield all rows of all files; where a key was answered more than once, each time.
 
         Raises:
             DataError: a line that is no row.
@@ -338,19 +338,19 @@ def generate_dataset(
     fails comes with an error and no answer. Where a process is killed, its block is answered once more.
 
     Args:
-        dataset: a `ray.data.Dataset`; its blocks are what processes share (`repartition`).
-        model: a name or folder that every process can open.
-        config: of each engine; None for the defaults.
-        prompt: column of the prompts, texts or token ids.
-        key: column that names a row; needed for `out`.
-        params: of every answer; one answer for each row.
-        replicas: processes, each with one engine.
-        in_flight: rows that an engine has at a time.
-        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, and a
+        dataset: A `ray.data.Dataset`; its blocks are what processes share (`repartition`).
+        model: A name or folder that every process can open.
+        config: Configuration of each engine; None for the defaults.
+        prompt: Column of the prompts, texts or token ids.
+        key: Column that names a row; needed for `out`.
+        params: Sampling parameters of every answer; one answer for each row.
+        replicas: Processes, each with one engine.
+        in_flight: Rows that an engine has at a time.
+        out: Folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, and a
             second run does what is missing. None: nothing is kept.
-        dtype: as of `LLM`.
-        threads: of each process, as of `LLM`.
-        **options: fields of `EngineConfig`, in place of those of `config`.
+        dtype: As of `LLM`.
+        threads: Threads of each process, as of `LLM`.
+        **options: Fields of `EngineConfig`, in place of those of `config`.
 
     Returns:
         A `ray.data.Dataset`, computed when it is read: the rows with the columns "answer" and "error". With `out`,
@@ -400,5 +400,5 @@ def rows_of(block: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _dtype(value: Any) -> Any:
-    """Texts and what may be missing are objects; numbers stay as they are."""
+    """Return the dtype of a column: object for texts and missing values, else as it is."""
     return object if value is None or isinstance(value, str) else None

@@ -60,7 +60,7 @@ class RetryQueue:
     One of them may be what ends its workers. On a worker together they would end together; alone, it ends alone.
 
     Args:
-        max_replays: how often in a row a request is begun again.
+        max_replays: Most restarts of a request in a row.
     """
 
     def __init__(self, max_replays: int) -> None:
@@ -102,7 +102,7 @@ class StartBatcher:
     answered the message before; nothing waits for a clock.
 
     Args:
-        tasks: what runs in the background.
+        tasks: Tasks in the background.
     """
 
     def __init__(self, tasks: BackgroundTasks) -> None:
@@ -191,7 +191,7 @@ class Dispatcher:
         return self._pool.model
 
     def workers(self) -> list[WorkerInfo]:
-        """All of them, by name."""
+        """Return all workers, by name."""
         return self._pool.info(Counter(one.worker for one in self._entries.values() if one.worker is not None))
 
     @property
@@ -204,7 +204,7 @@ class Dispatcher:
         return self._pool.live()
 
     def stats(self) -> EngineStats:
-        """All engines as one; what has no worker waits."""
+        """Return the statistics of all engines as one; requests without a worker wait."""
         stats = together([self._pool.stats[name] for name in self._pool.serving if name in self._pool.stats])
         homeless = sum(entry.worker is None for entry in self._entries.values())
         return replace(stats, waiting=stats.waiting + homeless)

@@ -84,7 +84,7 @@ class ClusterFigures:
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
-    """All engines as one; no limit where one of them has none. They share no chunk store."""
+    """Return all engines as one; no limit where one has none. They share no chunk store."""
 
     def of(name: str) -> int | None:
         values = [getattr(one, name) for one in stats]
@@ -95,7 +95,7 @@ def together(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _prefixes(parts: Sequence[PrefixStats | None]) -> PrefixStats | None:
-    """Prefix caches of one rule as one; None where there is none."""
+    """Return prefix caches of one rule as one; None where there is none."""
     present = [one for one in parts if one is not None]
     if not present:
         return None

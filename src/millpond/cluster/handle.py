@@ -56,7 +56,7 @@ class WorkerHandle(Protocol):
         ...
 
     def offered(self, name: str) -> Any:
-        """Where the bytes of an offered request can be pulled from, for `take` of another worker."""
+        """Return a source of an offered request's bytes, for `take` of another worker."""
         ...
 
     async def take(self, name: str, offered: Any) -> None:

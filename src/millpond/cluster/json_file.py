@@ -9,7 +9,7 @@ from millpond.errors import DataError
 from millpond.option_files import read_file
 
 #: Most bytes of a file.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def read_json(path: str, what: str, version: int, way_out: str) -> dict[str, Any]:
@@ -20,8 +20,8 @@ def read_json(path: str, what: str, version: int, way_out: str) -> dict[str, Any
         DataError: it is too large, or as `parse_json`.
     """
     raw = read_file(path)
-    if len(raw) > MOST_BYTES:
-        raise DataError(f"{path}: {len(raw):,} bytes, a {what} has at most {MOST_BYTES:,}; {way_out}")
+    if len(raw) > MAX_BYTES:
+        raise DataError(f"{path}: {len(raw):,} bytes, a {what} has at most {MAX_BYTES:,}; {way_out}")
     return parse_json(raw, path, what, version, way_out)
 
 

@@ -123,7 +123,7 @@ class ClusterClient:
 
     @classmethod
     def of(cls, cluster: Cluster, model_name: str | None = None) -> Self:
-        """Over workers that are there."""
+        """Return a model over workers that run already."""
         made = cls.__new__(cls)
         made._begin(cluster, model_name or cluster.model)
         return made
@@ -132,11 +132,11 @@ class ClusterClient:
         self._cluster, self.model_name = cluster, model_name
 
     def stats(self) -> EngineStats:
-        """All engines as one."""
+        """Return the statistics of all engines as one."""
         return self._cluster.loop.call(self._cluster.dispatcher.stats).result()
 
     def workers(self) -> list[WorkerInfo]:
-        """All workers: name, role, process, node, state, requests, bytes and stats."""
+        """Return all workers: name, role, process, node, state, requests, bytes and stats."""
         return self._cluster.loop.call(self._cluster.dispatcher.workers).result()
 
     def figures(self) -> ClusterFigures:
@@ -189,7 +189,7 @@ class ClusterLLM(ClusterClient):
         cache: CacheOptions | None = None,
         marks: PromptMarks | Sequence[PromptMarks] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, each output as soon as it is finished."""
+        """Yield each output of `generate` as soon as it is finished."""
         asked = requests_of(prompts, params, cache, self._names, marks)
         for request in asked:
             check_movable(request)

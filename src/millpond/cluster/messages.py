@@ -18,7 +18,7 @@ class StartMessage:
     """One request for a worker.
 
     Attributes:
-        stays: it decodes where it is read, whatever the role of that worker.
+        stays: Whether it decodes where it is read, whatever the role of that worker.
     """
 
     request: Request

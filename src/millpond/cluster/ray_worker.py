@@ -36,7 +36,7 @@ class _Actor(EngineWorker):
     """Engine worker in Ray's process."""
 
     async def node(self) -> str:
-        """Id of the machine in Ray."""
+        """Return the id of the machine in Ray."""
         ray: Any = require("ray", "cluster", "a worker")
         return str(ray.get_runtime_context().get_node_id())
 

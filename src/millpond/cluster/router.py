@@ -40,7 +40,7 @@ class RecentWork:
         self._tokens[worker] = self._tokens.get(worker, 0.0) + tokens
 
     def ahead(self, workers: Collection[str]) -> dict[str, int]:
-        """Tokens by which each of these workers was given more than its share."""
+        """Return the tokens by which each of these workers was given more than its share."""
         mean = sum(self._tokens.get(name, 0.0) for name in workers) / max(len(workers), 1)
         return {name: int(max(0.0, self._tokens.get(name, 0.0) - _EVEN * mean)) for name in workers}
 
@@ -110,7 +110,7 @@ def choose(
 #: Characters that count as a token where a prompt is a text.
 CHARACTERS = 4
 #: Most blocks of one worker that are known, whatever it holds.
-MOST_BLOCKS = 2**17
+MAX_BLOCKS = 2**17
 
 
 class PrefixLedger:
@@ -120,7 +120,7 @@ class PrefixLedger:
     alike have the same first keys, and the keys tell nothing about their texts.
 
     Args:
-        block: tokens of a block, as engines share them.
+        block: Tokens of a block, as engines share them.
     """
 
     def __init__(self, block: int) -> None:
@@ -129,7 +129,7 @@ class PrefixLedger:
         self._held: dict[str, OrderedDict[bytes, None]] = {}
 
     def keys(self, request: Request) -> tuple[bytes, ...]:
-        """Keys of the full blocks of a prompt; none of one with chunks."""
+        """Return the keys of the full blocks of a prompt; none of one with chunks."""
         prompt, cache = request.prompt, request.cache
         if isinstance(prompt, Prompt):
             return ()
@@ -144,7 +144,7 @@ class PrefixLedger:
         return tuple(keys)
 
     def hits(self, worker: str, keys: Sequence[bytes]) -> int:
-        """Tokens at the beginning of a prompt that a worker is thought to hold."""
+        """Return the tokens at the beginning of a prompt that a worker is thought to hold."""
         blocks = self._held.get(worker)
         if not blocks:
             return 0
@@ -157,7 +157,7 @@ class PrefixLedger:
         for key in reversed(keys):  # the beginning is the last to be forgotten
             blocks[key] = None
             blocks.move_to_end(key)
-        self.trim(worker, MOST_BLOCKS)
+        self.trim(worker, MAX_BLOCKS)
 
     def trim(self, worker: str, blocks: int) -> None:
         """Forget all but `blocks` blocks of a worker."""

@@ -243,7 +243,7 @@ class EngineWorker:
         return np.frombuffer(self._handoff.fetch(name), dtype=np.uint8)
 
     async def release(self, name: str) -> None:
-        """Another worker has a request: its bytes here are free."""
+        """Free the bytes of a request that another worker has."""
         self._handoff.drop(name)
 
     async def take(self, name: str, data: npt.NDArray[np.uint8]) -> None:
@@ -393,7 +393,7 @@ class EngineWorker:
 
 
 def _bytes_of(output: RequestOutput) -> int | None:
-    """Bytes in the pages of a request; None: not all of its answers have begun."""
+    """Return the bytes in a request's pages; None: not all of its answers have begun."""
     if not all(one.token_ids for one in output.completions):
         return None
     return sum(one.kv.kv_bytes for one in output.completions if one.kv is not None)

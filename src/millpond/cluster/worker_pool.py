@@ -36,7 +36,7 @@ class PoolListener(Protocol):
         ...
 
     def wanted(self, handle: WorkerHandle) -> frozenset[str]:
-        """Names of the requests that wait in a worker and whose bytes are still wanted."""
+        """Return names of the requests that wait in a worker and whose bytes are still wanted."""
         ...
 
     def lost(self, handle: WorkerHandle) -> None:
@@ -48,7 +48,7 @@ class PoolListener(Protocol):
         ...
 
     def role_failed(self, role: Role, error: MillpondError | None) -> None:
-        """No worker of a role is left, and none starts."""
+        """End all requests: no worker of a role is left, and none starts."""
         ...
 
 
@@ -110,7 +110,11 @@ class WorkerPool:
         self._starting.clear()
 
     def info(self, requests: Mapping[str, int]) -> list[WorkerInfo]:
-        """All workers, by name. requests: how many each has."""
+        """Return all workers, by name.
+
+        Args:
+            requests: Number of requests of each.
+        """
         workers = [
             WorkerInfo(
                 name,
@@ -128,13 +132,13 @@ class WorkerPool:
         return sorted(workers, key=lambda one: one.name)
 
     def able(self, role: Role | None = None) -> list[WorkerHandle]:
-        """Workers that take new requests; of one role, or of all."""
+        """Return workers that take new requests; of one role, or of all."""
         return [
             one for one in self.serving.values() if one.name not in self.draining and (role is None or one.role == role)
         ]
 
     def live(self) -> dict[Role, int]:
-        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 where there is none."""
         return {role: len(self.able(role)) for role in dict.fromkeys(self._roles)}
 
     async def begin_drain(self, name: str, replace: bool) -> tuple[WorkerHandle, bool]:

@@ -62,7 +62,7 @@ def water(n: int, dark: bool = False) -> list[str]:
 
 
 def text_on(colour: str) -> str:
-    """Dark or bright, whichever reads better on `colour`."""
+    """Return dark or bright, whichever reads better on `colour`."""
     return max((DEEP, BRIGHT), key=lambda ink: contrast(ink, colour))
 
 
@@ -78,7 +78,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of "#rrggbb", 0 to 1."""
+    """Return the relative luminance of "#rrggbb", 0 to 1."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

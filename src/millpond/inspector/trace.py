@@ -55,7 +55,7 @@ class HeadTrace:
     demoted: tuple[tuple[int, int, str], ...] = ()
 
     def kept(self, step: int) -> list[int]:
-        """Positions held after `step`, ascending."""
+        """Return the positions held after `step`, ascending."""
         held = set(self.first)
         for change in self.changes[:step]:
             held |= set(change.added)
@@ -68,11 +68,11 @@ class Trace:
     """A generation as its cache saw it.
 
     Attributes:
-        setting: what was run: model, method, budget, codec, and so on, as a person reads it.
-        tokens: the text of every token, white space included; joined, they are the text.
-        n_prompt: how many of them are the prompt.
+        setting: Settings of the run: model, method, budget, codec, and so on, as a person reads it.
+        tokens: The text of every token, white space included; joined, they are the text.
+        n_prompt: Number of those of the prompt.
         heads: [layer][KV head].
-        score_steps: the steps at which scores were written down, ascending, 0 first.
+        score_steps: The steps at which scores were written down, ascending, 0 first.
         kv_bytes, full_kv_bytes: per step, bytes held and bytes that a full cache would hold.
     """
 
@@ -91,7 +91,7 @@ class Trace:
         return len(self.kv_bytes) - 1
 
     def kept(self, layer: int, head: int, step: int) -> list[int]:
-        """Positions that a head holds after `step`, ascending.
+        """Return the positions that a head holds after `step`, ascending.
 
         Raises:
             OptionError: there is no such layer, head or step.
@@ -124,7 +124,7 @@ class Trace:
         return self.heads[layer][head]
 
     def write(self, path: Path) -> None:
-        """As JSON, to be read by `read_trace`."""
+        """Write the trace as JSON, to be read by `read_trace`."""
         data = {"format": FORMAT, **asdict(self)}
         for layer in data["heads"]:
             for head in layer:

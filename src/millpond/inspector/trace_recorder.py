@@ -80,7 +80,7 @@ class Recorder(BaseStreamer):
         self._saw_prompt = False
 
     def put(self, value: Any) -> None:
-        """Look at the cache; the prompt itself comes first, before it is read."""
+        """Record the cache; the prompt itself comes first, before it is read."""
         if self._saw_prompt:
             self._look()
         self._saw_prompt = True
@@ -115,7 +115,7 @@ class Recorder(BaseStreamer):
         return held, frame
 
     def _keep(self, step: int, frame: Frame) -> None:
-        """Remember a frame; if that is too much, let every second one go."""
+        """Store a frame; if that is too much, drop every second one."""
         self._frames[step] = frame
         self._stored += _entries(frame)
         while self._stored > self._limit and len(self._frames) > 1:

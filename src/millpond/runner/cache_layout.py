@@ -73,7 +73,7 @@ class CacheLayout:
         return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
     def codec(self, layer: LayerShape) -> Codec | None:
-        """How a layer's entries become codes; None where they are stored as they are."""
+        """Return the codec of a layer's entries; None where they are stored plain."""
         codec = self.pools.of(layer.index).codec
         return None if codec is None or (layer.window and codec.tiered) else codec
 
@@ -127,7 +127,7 @@ class CacheLayout:
         )
 
     def entry_bytes(self, layer: LayerShape) -> int:
-        """Bytes of a token's keys and values in one layer, in the model's dtype."""
+        """Return the bytes of a token's keys and values in one layer, in the model's dtype."""
         return layer.n_kv_heads * (layer.key_dim + layer.value_dim) * self._dtype.itemsize
 
 
@@ -135,7 +135,7 @@ class _RequestBudgets(LayerBudgets):
     """Budgets whose bytes are those of one sequence, whatever else is in its batch."""
 
     def expected(self, layer: int, table: PageTable, seen: int, kept: int = 0) -> int:
-        """Entries per KV head, before the text is known."""
+        """Return entries per KV head, before the text is known."""
         if self.budget is not None and self._policy.needs_all_layers:
             return self._average(table, seen, kept)
         return self.entries(layer, table, 0, seen, kept)

@@ -28,7 +28,7 @@ from millpond.models.lean.watch import Watch, own_forward
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
 #: Graphs that are kept, of other numbers of sequences, methods or pools.
-MOST_GRAPHS = 8
+MAX_GRAPHS = 8
 
 #: Runs rows through all layers: forward(ids (S,), positions (S,), attend, rows (S,)) -> logits (S, vocabulary).
 Forward = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]
@@ -103,7 +103,7 @@ class DecodeGraph:
         return None
 
     def _make(self, key: tuple[Any, ...], ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> _Graph:
-        while len(self._graphs) >= MOST_GRAPHS:
+        while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         inputs, own_ids, own_positions = StepInputs(regions), ids.clone(), positions.clone()
         outputs: list[tuple[Tensor, Tensor]] = []
@@ -340,7 +340,7 @@ def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
 
 
 def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """Attention of the trial tokens over themselves."""
+    """Return attention of the trial tokens over themselves."""
     positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     return ops.prefill(PrefillArgs(q, k, v, positions, shape)).out.transpose(0, 1)

@@ -73,7 +73,7 @@ class SegmentedAttention:
     """Attention of each layer, segment by segment.
 
     Attributes:
-        segments: cut all rows of the pass, in order.
+        segments: Segments that cut all rows of the pass, in order.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -163,7 +163,7 @@ class SegmentedAttention:
 
 
 def _growth(segments: Sequence[Segment]) -> Pages:
-    """Pages that new tokens may take in all layers."""
+    """Return the pages that new tokens may take in all layers."""
     need: Counter[Pool] = Counter()
     for segment in segments:
         if segment.stack is None or segment.stack.tier is None:
@@ -180,7 +180,7 @@ class ShapeWatch:
     """Recorder of the shapes of keys and values, without their content.
 
     Args:
-        segments: of the pass, where modules run segment by segment.
+        segments: Segments of the pass, where modules run segment by segment.
     """
 
     def __init__(self, segments: Sequence[Segment] = ()) -> None:

@@ -229,7 +229,7 @@ class PackedModel:
         return self._lean.keys_of_second_layer(ids)
 
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
-        """`forward` through the modules."""
+        """Run `forward` through the modules."""
         begin_pass()
         if isinstance(served, SegmentedAttention):
             served.clear_shared()

@@ -79,7 +79,7 @@ class CarriedStates(States):
         into.select(sequences)
 
     def copy_out(self) -> Content:
-        """All of them, on the host."""
+        """Return all states, on the host."""
         return tuple(torch.empty_like(state, device="cpu").copy_(state) for state in self.tensors())
 
     def drop(self) -> None:
@@ -87,7 +87,7 @@ class CarriedStates(States):
         self.replace(lambda state: state.new_empty(0))
 
     def put_back(self, content: Content) -> None:
-        """Hold again what `copy_out` gave."""
+        """Restore what `copy_out` returned."""
         back = iter(content)
         self.replace(lambda state: next(back).to(state.device))
 

@@ -22,7 +22,7 @@ class EventWriter(Protocol):
         ...
 
     def end(self) -> Iterator[str]:
-        """All have ended."""
+        """Yield the end, after all answers have ended."""
         ...
 
     def fail(self, error: ApiError) -> Iterator[str]:

@@ -158,7 +158,7 @@ def _mark(blocks: Iterable[Any]) -> Any:
 
 
 def _text(content: str | Sequence[Any]) -> str | list[TextPart]:
-    """Text as it is, or the parts of blocks, each of which begins a line of its own."""
+    """Return a text as it is, or the parts of blocks, each of which begins a line of its own."""
     if isinstance(content, str):
         return content
     made: list[TextPart] = []

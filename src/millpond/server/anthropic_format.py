@@ -89,7 +89,12 @@ class MessagesCall:
         return {"type": "tool_use", "id": self.tools.format.new_id(), "name": name, "input": {}}
 
     def end(self, completion: Completion, calls: int) -> dict[str, Any]:
-        """Why the message ended, in Anthropic's words and in ours; calls: of it."""
+        """Return why the message ended, in Anthropic's words and in ours.
+
+        Args:
+            completion: The answer.
+            calls: Number of its calls.
+        """
         reason = openai_reason(completion)
         stopped = completion.stop_reason if completion.stop_reason in self.stops else None
         if reason == "stop":

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
-from millpond.server.messages import MOST_NAME, MOST_TOOLS, NAMES, Body, CacheControl, Echo, Name, length_of
+from millpond.server.messages import MAX_NAME, MAX_TOOLS, NAMES, Body, CacheControl, Echo, Name, length_of
 from millpond.server.schemas import Label, StopText, TokenFields
 
 #: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
@@ -146,7 +146,7 @@ class AnthropicTool(Body):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
+    name: Annotated[str, Field(pattern=NAMES, max_length=MAX_NAME)]
     description: str | None = None
     input_schema: dict[str, Any]
     input_examples: list[dict[str, Any]] | None = None
@@ -248,7 +248,7 @@ class PromptFields(Body):
         ]
         | None
     ) = None
-    tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[AutoChoice | AnyChoice | ToolChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -58,7 +58,7 @@ class RefusedLine:
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[BatchLine | RefusedLine]:
-    """Every line that is not blank; the second of two with the same `custom_id` is refused."""
+    """Yield every line that is not blank; the second of two with one `custom_id` is refused."""
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, 1):
         if not raw.strip():

@@ -57,7 +57,7 @@ class JsonBodies:
     """Makes checked bodies of JSON texts.
 
     Args:
-        most_items: values that a body may have, see `Counts.within`.
+        most_items: Values that a body may have, see `Counts.within`.
     """
 
     def __init__(self, most_items: int) -> None:
@@ -119,7 +119,7 @@ class _Parsed(Request):
         self._body_fields = body
 
     async def body(self) -> bytes:
-        """Not empty."""
+        """Return a text that is not empty, so that FastAPI asks for `json`."""
         return b"{}"
 
     async def json(self) -> Any:

@@ -32,7 +32,7 @@ _BYTE_S, _SLICE = 2e-8, 2**18
 #: Seconds between two checks of the queue.
 _CHECK_S = 1e-3
 #: Seconds that may be owed at most, so that one request that took long does not shut the door.
-_MOST_OWED_S = 2.0
+_MAX_OWED_S = 2.0
 
 
 class ClientPacing:
@@ -63,7 +63,7 @@ class ClientPacing:
         client.served += round(1e6 * seconds)
         if self._others(name):
             now = time.monotonic()
-            self._free_at = min(max(now, self._free_at) + PAID_BACK * seconds, now + _MOST_OWED_S)
+            self._free_at = min(max(now, self._free_at) + PAID_BACK * seconds, now + _MAX_OWED_S)
 
     async def wait_turn(self, name: str, client: ClientService) -> None:
         """Wait until a request may continue; the least served client goes first."""

@@ -157,7 +157,7 @@ def picked(fields: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _timings(output: RequestOutput, read: int, new: int) -> dict[str, Any]:
-    """Milliseconds of the prompt and of the answer."""
+    """Return the milliseconds of the prompt and of the answer."""
     times = output.times
     first, end = times.first_token, times.finished
     spent = {

@@ -163,11 +163,11 @@ class ServedCluster(ServedLLM, Protocol):
     """A `ServedLLM` of several workers."""
 
     def workers(self) -> Sequence[ServedWorker]:
-        """All workers."""
+        """Return all workers."""
         ...
 
     def live(self) -> Mapping[str, int]:
-        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 where there is none."""
         ...
 
     def figures(self) -> MoveCounters:

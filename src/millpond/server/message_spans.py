@@ -11,7 +11,7 @@ from millpond.server.errors import ApiError
 from millpond.server.messages import Message
 
 #: Chunks of one prompt, at most.
-MOST_CHUNKS = 256
+MAX_CHUNKS = 256
 
 
 class EnclosedMessages:
@@ -103,7 +103,7 @@ class EnclosedMessages:
 
 
 def text_of(message: Message) -> str:
-    """All its text."""
+    """Return all text of a message."""
     content = message.content
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
@@ -135,8 +135,8 @@ class MarkedChunks:
             if part.chunk:
                 self._texts.append(part.text)
             parts.append(part.model_copy(update={"text": self._mark(len(self._texts) - 1)}) if part.chunk else part)
-        if len(self._texts) > MOST_CHUNKS:
-            raise ApiError(400, f"a prompt may have {MOST_CHUNKS} chunks", "invalid_value", "messages")
+        if len(self._texts) > MAX_CHUNKS:
+            raise ApiError(400, f"a prompt may have {MAX_CHUNKS} chunks", "invalid_value", "messages")
         return message.model_copy(update={"content": parts})
 
     def _mark(self, number: int) -> str:

@@ -30,7 +30,7 @@ class EngineCollector(Collector):
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
-        """Every number of the engine under its name."""
+        """Yield every number of the engine under its name."""
         stats = self._llm.stats()
         admission = {
             "requests_under_way": ("Prompts that came in and are not answered.", len(self._admission.under_way)),
@@ -50,7 +50,7 @@ class EngineCollector(Collector):
 
 
 def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
-    """Bytes, hits and failures of stored sessions."""
+    """Yield bytes, hits and failures of stored sessions."""
     gauges = {
         "disk_bytes": ("Bytes of stored turns.", stats.disk_bytes),
         "disk_limit_bytes": ("What stored turns may never exceed.", stats.disk_limit),
@@ -104,7 +104,7 @@ def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
 
 
 def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
-    """Bytes, hits and failures of the chunk store."""
+    """Yield bytes, hits and failures of the chunk store."""
     for tier, nbytes in (("memory", stats.memory_bytes), ("disk", stats.disk_bytes)):
         yield GaugeMetricFamily(f"millpond_chunk_{tier}_bytes", f"Bytes of stored chunks ({tier}).", nbytes)
     counters = {
@@ -126,7 +126,7 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
 
 
 def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
-    """Blocks of the prefix cache, each number under the name of its paging rule."""
+    """Yield blocks of the prefix cache, each number under the name of its paging rule."""
     gauges = {
         "prefix_blocks": ("Blocks that the prefix cache holds.", prefix.blocks),
         "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
@@ -201,7 +201,7 @@ class Metrics:
     """All metrics of one server.
 
     Attributes:
-        requests: answers of HTTP so far.
+        requests: Answers of HTTP so far.
     """
 
     def __init__(self, llm: ServedLLM, admission: AdmissionControl) -> None:

@@ -308,7 +308,7 @@ def _share_of_messages(fields: CacheFields, n_messages: int) -> float | None:
 
 
 def kept_pieces(message: Message) -> list[Span]:
-    """Where the parts of a message that stay lie in its text, in characters."""
+    """Return the spans of the parts of a message that stay, in characters of its text."""
     if message.millpond is not None and message.millpond.keep:
         return [(0, len(text_of(message)))]
     spans, behind = [], 0
@@ -397,7 +397,7 @@ def _behind(text: str, thoughts: Sequence[Span]) -> list[Span]:
 # -------------------------------------------------------------------------------------------------------- breakpoints
 
 #: Methods and options of which is known whether they need breakpoints.
-_MOST_KNOWN = 256
+_MAX_KNOWN = 256
 
 
 class ChatBreakpoints:
@@ -422,7 +422,7 @@ class ChatBreakpoints:
         options = {**(usual.options if method == usual.method else {}), **cache.options}
         key = repr((own, method, sorted(options.items())))
         if key not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             try:
                 with only_listed(None if own else self._files):

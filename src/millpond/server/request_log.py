@@ -82,7 +82,7 @@ def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutpu
 
 
 def _rate(outputs: Sequence[RequestOutput]) -> float | None:
-    """Tokens per second behind the first of each answer; None: there are none."""
+    """Return tokens per second after the first of each answer; None: there are none."""
     firsts = [one.times.first_token for one in outputs if one.times.first_token is not None]
     ends = [one.times.finished for one in outputs if one.times.finished is not None]
     later = sum(max(0, len(c.token_ids) - 1) for one in outputs for c in one.completions)

@@ -60,7 +60,7 @@ def sampling(fields: TokenFields, **more: Any) -> SamplingParams:
 
 
 def cache_options(fields: CacheFields) -> CacheOptions:
-    """How the cache is kept.
+    """Return how the cache is kept.
 
     Raises:
         OptionError: no such preset. ApiError: a preset together with an option that it sets; or what is no budget.
@@ -98,7 +98,7 @@ def requests(
     marks: PromptMarks | None = None,
     tell_read: bool = False,
 ) -> list[Request]:
-    """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
+    """Return one request per prompt: the first is `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
     return [
         Request(

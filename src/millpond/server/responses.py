@@ -15,8 +15,8 @@ from millpond.engine.request import Request
 from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
 from millpond.server.messages import (
-    MOST_NAME,
-    MOST_TOOLS,
+    MAX_NAME,
+    MAX_TOOLS,
     NAMES,
     Body,
     CalledFunction,
@@ -376,7 +376,7 @@ class FunctionTool(Body):
     """A tool that the client runs."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
+    name: Annotated[str, Field(pattern=NAMES, max_length=MAX_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -427,7 +427,7 @@ class ResponseBody(TokenFields):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(_function)]], Field(max_length=MOST_TOOLS, fail_fast=True)
+            list[Annotated[FunctionTool, BeforeValidator(_function)]], Field(max_length=MAX_TOOLS, fail_fast=True)
         ]
         | None
     ) = None

@@ -14,8 +14,8 @@ from millpond.server.errors import ApiError, of_validation
 from millpond.server.messages import Body
 
 #: Structures of one structural tag at most.
-MOST_STRUCTURES = 128
-_FEW = Field(min_length=1, max_length=MOST_STRUCTURES, fail_fast=True)
+MAX_STRUCTURES = 128
+_FEW = Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)
 #: A JSON schema as itself or as its text.
 Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MOST_BYTES)]
 Regex = Annotated[str, Field(max_length=MOST_CHARACTERS)]

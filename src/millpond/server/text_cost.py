@@ -14,7 +14,7 @@ LONG_RUN = 2**10
 #: about with the square.
 STEP, SUPERLINEAR = 4, 10.0
 #: Seconds that all long runs of a text may take by that account.
-MOST_S = 2.0
+MAX_S = 2.0
 #: Seconds of a part from which on it tells how time grows, and times that it is then tried: the fastest counts, since
 #: others may have emptied the processor's caches.
 JUDGED_S, TRIES = 0.025, 3
@@ -50,7 +50,7 @@ def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
             kind = "blanks" if text[begin].isspace() else "characters without a blank"
             message = (
                 f"{end - begin:,} {kind} in a row, from character {begin:,} on: this model's tokenizer would take "
-                f"{expected:,.0f} s for such runs, and has {MOST_S:g} s; break them up, or leave them out"
+                f"{expected:,.0f} s for such runs, and has {MAX_S:g} s; break them up, or leave them out"
             )
             raise ApiError(400, message, "invalid_value", param)
 
@@ -63,7 +63,7 @@ def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], s
     size = LONG_RUN // STEP
     while size <= len(run):
         seconds = _seconds(encode, run[:size] + behind, 1)
-        if seconds * squares / size**2 <= MOST_S:  # were it by the square from here on
+        if seconds * squares / size**2 <= MAX_S:  # were it by the square from here on
             return None
         if seconds > JUDGED_S:
             smaller, larger = (_seconds(encode, run[:part] + behind, TRIES) for part in (size // STEP, size))

@@ -224,7 +224,7 @@ class TokenizerWorker:
     async def _message_ends(
         self, spans: Callable[[EnclosedMessages], Awaitable[list[Span]]], messages: Sequence[Message]
     ) -> list[Span]:
-        """Where messages end, whose beginnings a template may leave out; none: it is not known."""
+        """Return the ends of messages whose beginnings a template may omit; none: not known."""
         try:
             return await spans(EnclosedMessages(messages, ends=True))
         except ApiError:
@@ -257,7 +257,7 @@ class TokenizerWorker:
         return requested.marks.in_tokens(await self._offsets(text, ids, True, requested.field))
 
     async def _offsets(self, text: str, ids: tuple[int, ...], special: bool, field: str) -> TokenOffsets:
-        """Where the characters of a text lie among its ids.
+        """Return the positions of a text's characters among its ids.
 
         field: of the body, which asks for it.
 
@@ -274,14 +274,14 @@ class TokenizerWorker:
         raise ApiError(400, message, "unsupported_parameter", field)
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
-        """Ids of the special tokens that are written so."""
+        """Return the ids of the special tokens that are written so."""
         added: dict[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
         return tuple(token for token, about in added.items() if about.special and about.content in texts)
 
     def _for_template(
         self, said: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Messages and tools as the template expects them, or in words where it knows no tools."""
+        """Return messages and tools as the template expects them, or in words if it has no tools."""
         messages = [_plain(message) for message in said]
         shown = [_whole(tool) for tool in tools]
         if not self.shown.tools:

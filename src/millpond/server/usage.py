@@ -60,7 +60,7 @@ def sums(held: Sequence[KVStats]) -> dict[str, Any]:
 
 
 def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
-    """Seconds from the first arrival to the first start, the first token and the last."""
+    """Return seconds from the first arrival to the first start, the first token and the last."""
     began = min(output.times.arrived for output in outputs)
 
     def since(moments: list[float | None], pick: Any) -> float | None:

@@ -27,7 +27,7 @@ class Connections:
     """All connections of a server.
 
     Attributes:
-        closed: how many were closed because they kept the server waiting, or because there were too many.
+        closed: Connections that were closed because they kept the server waiting, or because there were too many.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -79,7 +79,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     """One connection.
 
     Attributes:
-        blocked_since: when its client stopped reading, on the loop's clock; None: it reads.
+        blocked_since: When its client stopped reading, on the loop's clock; None: it reads.
     """
 
     def __init__(self, owner: Connections, **of_uvicorn: Any) -> None:
@@ -113,7 +113,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """Where the next bytes go."""
+        """Return the buffer of the next bytes."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -165,7 +165,7 @@ class DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """Listen, and tell."""
+        """Listen, and report the port."""
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started and self._listens is not None:
             self._listens(self.servers[0].sockets[0].getsockname()[1])

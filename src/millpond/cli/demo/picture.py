@@ -74,7 +74,7 @@ def _panel(axis: Axes, outcome: DemoOutcome, pairs: npt.NDArray[np.int64], lengt
 
 
 def _shares(kept: Sequence[Sequence[int]], length: int) -> npt.NDArray[np.float64]:
-    """(rows, cells): which share of each cell's positions is kept."""
+    """Return the share of each cell's positions that is kept, (rows, cells)."""
     edges = np.linspace(0, length, min(length, COLUMNS) + 1)
     widths = np.histogram(np.arange(length), edges)[0]
     counts = [np.histogram(row, edges)[0] for row in kept]

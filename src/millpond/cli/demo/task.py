@@ -140,7 +140,7 @@ def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatc
 
 
 def _held(cache: MillpondCache) -> dict[str, Any]:
-    """Bytes and positions of a cache with one sequence."""
+    """Return the bytes and positions of a cache with one sequence."""
     stats = cache.stats()
     kept = [cache.positions(layer) for layer in cache.entry_layers]
     return {

@@ -148,7 +148,7 @@ async def _chunked(
 async def _prompts(
     service: Service, prompt: str | list[int] | list[str] | list[list[int]]
 ) -> tuple[list[tuple[int, ...]], list[str | None]]:
-    """Ids of every prompt, and its text where it came as one."""
+    """Return the ids of every prompt, and its text where it came as one."""
     if isinstance(prompt, str):
         return [await service.tokens.encode(prompt)], [prompt]
     if all(isinstance(part, int) for part in prompt):  # an empty list too: one prompt without a token

@@ -94,7 +94,7 @@ def _template(service: Service) -> str | None:
 
 @cache
 def _without_budget() -> list[str]:
-    """Methods that keep everything, and take no budget."""
+    """Return methods that keep everything, and take no budget."""
     names = []
     for name in METHODS.names():
         try:

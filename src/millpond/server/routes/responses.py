@@ -103,7 +103,7 @@ def _messages(body: ResponseBody) -> list[Message]:
 
 
 def _echo(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
-    """Fields of the request that a response repeats."""
+    """Return the fields of the request that a response repeats."""
     wanted = None if body.text is None else body.text.format
     shown = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
     return {

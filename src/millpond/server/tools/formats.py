@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from millpond.server.messages import MOST_CALLS, MOST_NAME, Function
+from millpond.server.messages import MAX_CALLS, MAX_NAME, Function
 from millpond.server.tools.reader import Broken, Reader, Reading
 
 #: A format of xgrammar's structural tags.
@@ -68,7 +68,7 @@ def schema_of(tool: Function) -> Tag:
 
 
 def call_tags(tools: Sequence[Function], before: str, key: str, after: str) -> list[Tag]:
-    """One tag per tool: its call as an object with a name, between two texts."""
+    """Return one tag per tool: its call as an object with a name, between two texts."""
     return [
         {
             "type": "tag",
@@ -81,7 +81,7 @@ def call_tags(tools: Sequence[Function], before: str, key: str, after: str) -> l
 
 
 def one_or_more(tags: list[Tag], separator: str, many: bool) -> Tag:
-    """One of these tags; where there may be many, more after it."""
+    """Return a tag for one of these tags; where there may be many, for more after it."""
     return {
         "type": "tags_with_separator",
         "tags": tags,
@@ -92,7 +92,7 @@ def one_or_more(tags: list[Tag], separator: str, many: bool) -> Tag:
 
 
 def triggered(tags: list[Tag], mark: str, many: bool) -> Tag:
-    """Text in which each `mark` begins one of these tags."""
+    """Return a tag for text in which each `mark` begins one of these tags."""
     return {
         "type": "triggered_tags",
         "triggers": [mark],
@@ -115,7 +115,7 @@ class HermesReader(Reader):
         unmarked: Whether calls without a mark, with which an answer begins, are read.
     """
 
-    def __init__(self, names: Collection[str], most: int = MOST_CALLS, unmarked: bool = True) -> None:
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS, unmarked: bool = True) -> None:
         self._unmarked = unmarked
         super().__init__(names, most)
 
@@ -187,7 +187,7 @@ class Hermes:
         return triggered(self._tags(tools), BEGIN, many)
 
     def new_id(self) -> str:
-        """As OpenAI's look."""
+        """Return an id like OpenAI's."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     @staticmethod
@@ -252,7 +252,7 @@ class Llama3:
         return {"type": "or", "elements": [self.calls(tools, many), text]}
 
     def new_id(self) -> str:
-        """As OpenAI's look."""
+        """Return an id like OpenAI's."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -278,7 +278,7 @@ class MistralReader(Reader):
     def _named(self, sign: str) -> Reading[None]:
         """Read a call of which the first character was read."""
         name = ""
-        while _OF_NAMES.match(sign) and len(name) < MOST_NAME:
+        while _OF_NAMES.match(sign) and len(name) < MAX_NAME:
             name += sign
             sign = yield from self._next()
         if sign == ARGS[0]:
@@ -295,7 +295,7 @@ class Mistral:
     """See `CallFormat`.
 
     Attributes:
-        named: whether answers are held to the newer way; both are read.
+        named: Whether answers are held to the newer way; both are read.
     """
 
     named: bool = False
@@ -319,7 +319,7 @@ class Mistral:
         return triggered(tags, TOOL_CALLS, many)
 
     def new_id(self) -> str:
-        """Nine letters and digits: templates of these models take no other."""
+        """Return nine letters and digits: templates of these models take no other."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     @staticmethod

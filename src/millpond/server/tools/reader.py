@@ -9,7 +9,7 @@ from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from millpond.server.messages import MOST_CALLS, arguments_of
+from millpond.server.messages import MAX_CALLS, arguments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ Reading = Generator[None, str, R]
 _BLANK = " \t\r\n"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 #: Values inside each other in arguments, and characters of a number, at most.
-_MOST_DEPTH, _MOST_DIGITS = 64, 400
+_MAX_DEPTH, _MAX_DIGITS = 64, 400
 #: Keys that a call may have besides its arguments.
 _ABOUT = frozenset({"name", "type", "id"})
 
@@ -93,14 +93,14 @@ class Reader(ABC):
     """Reads one answer.
 
     Args:
-        names: of the tools; what calls others is content.
-        most: calls that are taken; what follows the last of them is left out.
+        names: Names of the tools; what calls others is content.
+        most: Calls that are taken; what follows the last of them is left out.
     """
 
     #: What the format calls the arguments of a call.
     keys: tuple[str, ...] = ("arguments", "parameters")
 
-    def __init__(self, names: Collection[str], most: int = MOST_CALLS) -> None:
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
         self._names = names
         self._left = most
         self._out: list[Event] = []
@@ -150,14 +150,14 @@ class Reader(ABC):
         return out
 
     def _put(self, kind: type[Content | Arguments], text: str) -> None:
-        """More text, as part of the last event where that is of its kind."""
+        """Add text, as part of the last event where that is of its kind."""
         if text and (self._kind is not kind or not self._text):
             self._close()
             self._kind = kind
         self._text.append(text)
 
     def _close(self) -> None:
-        """No more text for the last event."""
+        """Close the last event: no more text follows."""
         if text := "".join(self._text):
             self._out.append(self._kind(text))
         self._text = []
@@ -177,7 +177,7 @@ class Reader(ABC):
             self._said, self._after = True, False
 
     def _blank_before(self) -> str:
-        """White space that more content makes content."""
+        """Return white space that more content turns into content."""
         blank, self._blank = "".join(self._blank), []
         return blank if self._said or not self._called else ""
 
@@ -220,7 +220,7 @@ class Reader(ABC):
                 raise Broken
 
     def _give_back(self) -> None:
-        """All but the last character that was read is no call; that one is read again."""
+        """Give back all but the last character that was read; that one is read again."""
         if self._passing:
             self._text.pop()
         text = "".join(self._held[:-1])
@@ -305,7 +305,7 @@ class Reader(ABC):
                 raise Broken
 
     def _arguments(self, name: str) -> Reading[None]:
-        """Arguments whose first brace was read, passed on as they come."""
+        """Read arguments whose first brace was read, and pass them on as they arrive."""
         self._begin(name)
         self._put(Arguments, "{")
         self._passing = True
@@ -316,7 +316,7 @@ class Reader(ABC):
 
     def _value(self, sign: str, depth: int) -> Reading[None]:
         """Read a value that begins with a sign."""
-        if depth > _MOST_DEPTH:
+        if depth > _MAX_DEPTH:
             raise Broken
         if sign == '"':
             yield from self._string()
@@ -377,7 +377,7 @@ class Reader(ABC):
         digits = ""
         while sign in "-+.eE0123456789":
             digits += sign
-            if len(digits) > _MOST_DIGITS:
+            if len(digits) > _MAX_DIGITS:
                 raise Broken
             sign = yield from self._next()
         if not _NUMBER.fullmatch(digits):
@@ -386,7 +386,7 @@ class Reader(ABC):
 
 
 def _as_object(text: str) -> str:
-    """JSON of arguments that came before the name, or as a text with JSON in it.
+    """Return the JSON of arguments that came before the name, or as a text with JSON in it.
 
     Raises:
         Broken: no object.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millpond.server.errors import ApiError
-from millpond.server.messages import MOST_CALLS, MOST_JSON, Function
+from millpond.server.messages import MAX_CALLS, MAX_JSON, Function
 from millpond.server.schemas import ChatBody, NamedTool
 from millpond.server.tools.formats import CallFormat, Hermes, Llama3, Mistral, Tag
 from millpond.server.tools.reader import Reader
@@ -63,8 +63,8 @@ class Tools:
         if not (self.must or strict or schema is not None):
             return None
         length = sum(function.length for function in self.functions)
-        if length > MOST_JSON:
-            message = f"tools to which answers are held have {length:,} characters and may have {MOST_JSON:,} together"
+        if length > MAX_JSON:
+            message = f"tools to which answers are held have {length:,} characters and may have {MAX_JSON:,} together"
             raise ApiError(400, message, "invalid_value", "tools")
         try:
             if self.must:
@@ -105,4 +105,4 @@ def tools_of(body: ChatBody, form: CallFormat | None, shown: Shown) -> Tools | N
         message = "tool_choice asks for a call and response_format for something else: leave one of them out"
         raise ApiError(400, message, "invalid_value", "response_format")
     one = body.parallel_tool_calls is False or isinstance(choice, NamedTool) or not shown.many
-    return Tools(form, tuple(functions), 1 if one else MOST_CALLS, must)
+    return Tools(form, tuple(functions), 1 if one else MAX_CALLS, must)
