@@ -1,4 +1,4 @@
-"""ClusterRequest: what a client wants and what it has been sent, from which a lost request is begun again."""
+"""Request of a cluster: what a client wants and was sent, from which a lost request is restarted."""
 
 from __future__ import annotations
 

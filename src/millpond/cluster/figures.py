@@ -1,4 +1,4 @@
-"""Figures of a cluster: its workers, and what it has moved and begun again."""
+"""Figures of a cluster: its workers, its moved and restarted requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves of requests from one worker to another with their caches, and workers that give away all of theirs."""
+"""Migration of requests between workers with their caches, and draining of workers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RequestBook(Protocol):
         ...
 
     def cancel_on(self, handle: WorkerHandle, name: str) -> None:
-        """Let a worker end a request that has begun again elsewhere."""
+        """Let a worker end a request that was restarted elsewhere."""
         ...
 
     def requests_of(self, worker: str) -> list[ClusterRequest]:
@@ -107,7 +107,7 @@ class Migrator:
             try:
                 await self.within_lease(target.take(name, source.offered(name)), target, name)
             except (PoolFullError, WorkerLostError) as error:
-                if self._book.is_current(name, entry):  # else it has begun again, and is in another place
+                if self._book.is_current(name, entry):  # else it was restarted elsewhere
                     entry.place = "offered"
                     if isinstance(error, PoolFullError):  # the loss of a worker is counted when it is noticed
                         entry.targets.discard(worker)
@@ -123,7 +123,7 @@ class Migrator:
                 self._count(entry, n_bytes, time.monotonic() - began)
                 if self._book.is_current(name, entry):
                     self._arrived(entry, worker)
-                else:  # it was cancelled or begun again on its way, or has ended there
+                else:  # it was cancelled or restarted on its way, or has ended there
                     await quietly(target.cancel(name))
             break
         await quietly(source.release(name))
@@ -175,7 +175,7 @@ async def _undo(task: asyncio.Task[Any], target: WorkerHandle, name: str) -> Non
     await quietly(target.cancel(name))
 
 
-#: Seconds in which requests move; what is left then is begun again elsewhere.
+#: Seconds in which requests move; the remaining ones are restarted elsewhere.
 DRAIN_S = 1.5
 
 
@@ -230,7 +230,7 @@ class Drain:
                 if self._book.is_current(name, entry):
                     self._again(entry)
                 return
-            except MillpondError:  # it is lost, or the request cannot be packed: it is begun again
+            except MillpondError:  # it is lost, or the request cannot be packed: it is restarted
                 return
             if n_bytes is None:
                 await asyncio.sleep(RETRY_S)

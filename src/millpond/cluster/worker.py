@@ -24,7 +24,7 @@ from millpond.errors import MillpondError, OptionError, PoolFullError
 
 
 class HandoffGoneError(MillpondError):
-    """Bytes of a request that are held no more, so that it has to be begun again."""
+    """Bytes of a request are not held any more, so it has to be restarted."""
 
 
 class HandoffBuffer:

@@ -132,26 +132,28 @@ class ApiError(Exception):
 def install(app: FastAPI) -> None:
     """Let every error of `app` leave in this shape."""
 
-    async def api_error(asked: Request, error: Exception) -> JSONResponse:
+    async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response(asked.scope["path"])
+        return error.response(request.scope["path"])
 
-    async def millpond_error(asked: Request, error: Exception) -> JSONResponse:
+    async def millpond_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MillpondError)
-        return ApiError.of(error).response(asked.scope["path"])
+        return ApiError.of(error).response(request.scope["path"])
 
-    async def invalid(asked: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response(asked.scope["path"])
+        return of_validation(error.errors()).response(request.scope["path"])
 
-    async def http(asked: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(asked.scope["path"])
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(
+            request.scope["path"]
+        )
 
-    async def bug(asked: Request, error: Exception) -> JSONResponse:
+    async def bug(request: Request, error: Exception) -> JSONResponse:
         message = f"the server failed with {type(error).__name__}; its log says more"
-        return ApiError(500, message, "internal_error").response(asked.scope["path"])
+        return ApiError(500, message, "internal_error").response(request.scope["path"])
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(MillpondError, millpond_error)

@@ -59,7 +59,7 @@ class ClientRegistry:
             return Client(name, self._best.get(name, self._usual), name)
         return Client(_network(http.client.host if http.client is not None else ""), self._usual, "")
 
-    def asked(self, client: Client, requests: Iterable[Request]) -> list[Request]:
+    def with_client(self, client: Client, requests: Iterable[Request]) -> list[Request]:
         """Return these requests as `client` sends them.
 
         Raises:

@@ -202,7 +202,7 @@ class Service:
         """
         client = self.clients.of(http)
         ended: list[RequestOutput] = http.scope.get(FINISHED, [])
-        outputs = self._outputs(client, self.clients.asked(client, api_call.requests), ended, enough)
+        outputs = self._outputs(client, self.clients.with_client(client, api_call.requests), ended, enough)
         try:
             if not api_call.stream:
                 async with aclosing(outputs):

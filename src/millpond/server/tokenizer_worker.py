@@ -151,15 +151,15 @@ class TokenizerWorker:
         text = await self._chat_text(messages, body, use_tools)
         return text, await self.encode(text, special=not self.has_template)
 
-    async def _chat_text(self, said: Sequence[Message], body: ChatFields, use_tools: bool) -> str:
+    async def _chat_text(self, messages: Sequence[Message], body: ChatFields, use_tools: bool) -> str:
         """Return a chat as the model reads it; see `chat`."""
         self.need("a chat", "messages")
         shown = (body.tools or []) if use_tools else []
-        size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
+        size = sum(message.length for message in messages) + sum(tool.function.length for tool in shown)
         self.check_length(size, "messages")
-        messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
+        shaped, tools = await self._run(lambda _: self._for_template(messages, shown), size)
         extra = body.chat_template_kwargs or {}
-        if body.continue_final_message and (body.add_generation_prompt or said[-1].role != "assistant"):
+        if body.continue_final_message and (body.add_generation_prompt or messages[-1].role != "assistant"):
             rule = "it goes with add_generation_prompt=false and a last message of the assistant"
             raise ApiError(400, f"continue_final_message: {rule}", "invalid_value", "continue_final_message")
         if taken := sorted(_OWN & extra.keys()):
@@ -168,11 +168,11 @@ class TokenizerWorker:
             if extra:
                 message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
                 raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
-            return plain_chat(messages, body.add_generation_prompt)
+            return plain_chat(shaped, body.add_generation_prompt)
         how = extra | {"add_generation_prompt": body.add_generation_prompt}
         if body.continue_final_message:
             how |= {"continue_final_message": True}
-        return await self._run(lambda own: _render(own, messages, tools, how), size)
+        return await self._run(lambda own: _render(own, shaped, tools, how), size)
 
     async def chunked(self, prompt: Prompt) -> Prompt:
         """Return the same prompt with token ids in place of texts.
@@ -190,7 +190,7 @@ class TokenizerWorker:
         return await self._run(lambda own: with_ids(prompt, own), sum(map(len, texts)))
 
     async def read_chat(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool, requested: ChatMarks
+        self, messages: Sequence[Message], body: ChatFields, use_tools: bool, requested: ChatMarks
     ) -> tuple[tuple[int, ...] | Prompt, PromptMarks]:
         """Return a chat as the model reads it, in token ids, and its marks.
 
@@ -200,18 +200,18 @@ class TokenizerWorker:
             OptionError: see `ChatMarks.in_tokens`.
         """
         if requested.is_chunked:
-            return await self._chunked_chat(said, body, use_tools), PromptMarks()
-        text, ids = await self.chat(said, body, use_tools)
+            return await self._chunked_chat(messages, body, use_tools), PromptMarks()
+        text, ids = await self.chat(messages, body, use_tools)
 
         async def spans(enclosed: EnclosedMessages) -> list[Span]:
             return enclosed.spans(await self._chat_text(enclosed.messages, body, use_tools), text)
 
-        messages = await spans(EnclosedMessages(said)) if requested.of_each else []
+        message_spans = await spans(EnclosedMessages(messages)) if requested.of_each else []
         keep = [] if requested.keep is None else await spans(requested.keep)
         forget = [span for one in requested.forget for span in await spans(one)]
         if not requested.of_each and requested.breakpoints:
-            messages = await self._message_ends(spans, said)
-        if requested.field is None and not messages:
+            message_spans = await self._message_ends(spans, messages)
+        if requested.field is None and not message_spans:
             return ids, PromptMarks()
         try:
             offsets = await self._offsets(text, ids, not self.has_template, requested.field or FORGOTTEN)
@@ -219,7 +219,7 @@ class TokenizerWorker:
             if requested.field is not None:
                 raise
             return ids, PromptMarks()  # only breakpoints, which a chat can do without
-        return ids, requested.in_tokens(offsets, messages, keep, forget)
+        return ids, requested.in_tokens(offsets, message_spans, keep, forget)
 
     async def _message_ends(
         self, spans: Callable[[EnclosedMessages], Awaitable[list[Span]]], messages: Sequence[Message]
@@ -279,15 +279,15 @@ class TokenizerWorker:
         return tuple(token for token, about in added.items() if about.special and about.content in texts)
 
     def _for_template(
-        self, said: Sequence[Message], tools: Sequence[Tool]
+        self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return messages and tools as the template expects them, or in words if it has no tools."""
-        messages = [_plain(message) for message in said]
+        shaped = [_plain(message) for message in messages]
         shown = [_whole(tool) for tool in tools]
         if not self.shown.tools:
-            return in_words(messages, shown), []
+            return in_words(shaped, shown), []
         names: dict[str, str] = {}
-        for message in messages:
+        for message in shaped:
             for call in message.get("tool_calls", ()):
                 function = call["function"]
                 names[call.get("id", "")] = function["name"]
@@ -295,7 +295,7 @@ class TokenizerWorker:
                     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             if message["role"] == "tool" and message.get("tool_call_id") in names:
                 message.setdefault("name", names[message["tool_call_id"]])
-        return messages, shown
+        return shaped, shown
 
     def check_length(self, characters: int, param: str) -> None:
         """Check the length of a text.

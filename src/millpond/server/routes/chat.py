@@ -91,10 +91,10 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: give one"
         raise ApiError(400, message, "invalid_value", "max_tokens")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if asked == 0:
+    requested_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if requested_tokens == 0:
         raise ApiError(400, "max_tokens=0: must be at least 1", "invalid_value", "max_tokens")
-    most = most_tokens(asked, service.settings.max_tokens)
+    max_tokens = most_tokens(requested_tokens, service.settings.max_tokens)
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
@@ -105,13 +105,13 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
     needed = service.breakpoints.needed(cache_options(body.millpond))
     requested = chat_marks(body.messages, body.millpond, needed)
     prompt, marks = await service.tokens.read_chat(body.messages, body, body.tool_choice != "none", requested)
-    if most_is_bound and most is not None:
+    if most_is_bound and max_tokens is not None:
         n = prompt.n_tokens if isinstance(prompt, Prompt) else len(prompt)
-        most = asked = max(1, min(most, service.llm.text_limit - n))
-    check_room([prompt], asked, service.llm.text_limit)
+        max_tokens = requested_tokens = max(1, min(max_tokens, service.llm.text_limit - n))
+    check_room([prompt], requested_tokens, service.llm.text_limit)
     params = sampling(
         body,
-        max_tokens=most,
+        max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=schema if tag is None else None,
         structural_tag=tag,
