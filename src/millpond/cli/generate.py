@@ -61,12 +61,12 @@ class Placing(OptionGroup):
             OptionError: options of `generate` that the engine does not have.
         """
         names = ("memory", "device_memory", "disk", "weights")
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
         if device not in (None, "cpu") and (self.disk or self.weights) is not None:
             raise OptionError(f"--device {device}: --disk and --weights run on a CPU; leave --device out")
         if chunk is not None:
             raise OptionError(
-                f"--chunk {chunk}: with {given} prompts are read in steps of the engine; leave --chunk out"
+                f"--chunk {chunk}: with {flags} prompts are read in steps of the engine; leave --chunk out"
             )
 
 
@@ -195,7 +195,7 @@ def generate(
         )
         generate_in_engine(model, placing, text, chat, settings, params)
         return
-    chosen = cache.for_compress()
+    cache_options = cache.for_compress()
     import torch
 
     from millpond.cache.pages.pool import DEFAULT_SLOTS
@@ -219,7 +219,11 @@ def generate(
     with (
         notes(),
         compress(
-            loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS, tokenizer=tokenizer, **chosen
+            loaded,
+            memory_limit=memory_limit,
+            page_slots=page_slots or DEFAULT_SLOTS,
+            tokenizer=tokenizer,
+            **cache_options,
         ) as held,
     ):
         watch = TextStopwatch(tokenizer)

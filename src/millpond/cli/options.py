@@ -238,11 +238,11 @@ class CacheChoice(OptionGroup):
             OptionError: see `kept` and `parse_options`.
         """
         kept = self.kept()
-        chosen = {name: value for name, value in kept.items() if name in self.given}
+        own_choice = {name: value for name, value in kept.items() if name in self.given}
         if self.preset is not None:
-            chosen = {"preset": self.preset}
+            own_choice = {"preset": self.preset}
         bound = {"max_kl": self.max_kl, "fit": self.fit}
-        given = {**chosen, **bound, "options": self.options}
+        given = {**own_choice, **bound, "options": self.options}
         return {name: value for name, value in given.items() if value is not None and value != {}}
 
 

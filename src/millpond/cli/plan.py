@@ -75,13 +75,13 @@ def plan(
 
 def table(plan: Plan) -> Table:
     """Return a table of tiers x (weights, KV, activations), in bytes."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column("tier")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column("tier")
     for name in (*COLUMNS, "together"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        grid.add_column(name, justify="right", no_wrap=True)
     assert plan.prediction is not None, "a plan that was searched for"
     for tier, purposes in plan.prediction.bytes.items():
         if purposes:
             cells = [sum(purposes.get(name, 0) for name in names) for names in COLUMNS.values()]
-            shown.add_row(tier, *(size(n) if n else "" for n in cells), size(sum(cells)))
-    return shown
+            grid.add_row(tier, *(size(n) if n else "" for n in cells), size(sum(cells)))
+    return grid

@@ -73,12 +73,12 @@ class BatchedCalls:
         Raises:
             Exception: what the function raises.
         """
-        here = asyncio.get_running_loop()
-        call = _Call(function, here.create_future())
-        if here not in self._waiting:
-            self._waiting[here] = []
-            here.call_soon(self._send, here)
-        self._waiting[here].append(call)
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop.create_future())
+        if loop not in self._waiting:
+            self._waiting[loop] = []
+            loop.call_soon(self._send, loop)
+        self._waiting[loop].append(call)
         result: T = await call.answer
         return result
 
@@ -140,10 +140,10 @@ class AsyncClusterLLM(ClusterClient):
             model_name: Name for clients.
             tokenizer: Tokenizer of the model; None: that of its folder.
         """
-        made = super().of(cluster, model_name)
+        client = super().of(cluster, model_name)
         if tokenizer is not None:
-            made.tokenizer = tokenizer
-        return made
+            client.tokenizer = tokenizer
+        return client
 
     @cached_property
     def tokenizer(self) -> Any:

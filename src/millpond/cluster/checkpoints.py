@@ -103,8 +103,8 @@ class Checkpoints:
                 self._store.drop(key)
         if data is None:
             return
-        there = self._copies.get(entry.request.request_id) is copies and self._book.is_current(name, entry)
-        if not there or not self._store.put(key, data):
+        is_wanted = self._copies.get(entry.request.request_id) is copies and self._book.is_current(name, entry)
+        if not is_wanted or not self._store.put(key, data):
             self._store.drop(key)
             return
         if copies.key is not None:
@@ -117,12 +117,12 @@ class Checkpoints:
         """Continue a request at the first worker with room; restart it if there is none in time."""
         name, until = entry.name, time.monotonic() + self._lease_s
         while self._book.is_current(name, entry):
-            chosen = self._book.choose_to_continue(self._roles, len(data), self._migrator.unresponsive)
-            if chosen is None:  # until one is there, or none starts any more and the request is ended
+            worker = self._book.choose_to_continue(self._roles, len(data), self._migrator.unresponsive)
+            if worker is None:  # until one is there, or none starts any more and the request is ended
                 await asyncio.sleep(RETRY_S)
                 until = time.monotonic() + self._lease_s
                 continue
-            target, entry.worker = self._pool.serving[chosen], chosen
+            target, entry.worker = self._pool.serving[worker], worker
             try:
                 await self._migrator.within_lease(target.resume(entry.again(), data), target, name)
             except (PoolFullError, WorkerLostError):

@@ -124,9 +124,9 @@ class ClusterClient:
     @classmethod
     def of(cls, cluster: Cluster, model_name: str | None = None) -> Self:
         """Return a model over workers that run already."""
-        made = cls.__new__(cls)
-        made._begin(cluster, model_name or cluster.model)
-        return made
+        client = cls.__new__(cls)
+        client._begin(cluster, model_name or cluster.model)
+        return client
 
     def _begin(self, cluster: Cluster, model_name: str) -> None:
         self._cluster, self.model_name = cluster, model_name

@@ -252,16 +252,16 @@ class RaySession:
         """Leave Ray; the last cluster of this process ends a private one, with its files."""
         global _connection
         with _lock:
-            mine = self._connection
-            if mine is None or self not in mine.users:
+            connection = self._connection
+            if connection is None or self not in connection.users:
                 return
-            mine.users.remove(self)
-            if mine.users:
+            connection.users.remove(self)
+            if connection.users:
                 return
-            if _connection is mine:  # else it was ended by others, and there is another one
+            if _connection is connection:  # else it was ended by others, and there is another one
                 _connection = None
                 self.ray.shutdown()
-            _remove(mine.folder)
+            _remove(connection.folder)
 
 
 def _connected(ray: Any, address: str | None, n_workers: int, n_bytes: int) -> _Connection:

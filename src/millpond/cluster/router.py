@@ -161,9 +161,9 @@ class PrefixLedger:
 
     def trim(self, worker: str, blocks: int) -> None:
         """Forget all but `blocks` blocks of a worker."""
-        held = self._held.get(worker)
-        while held and len(held) > blocks:
-            held.popitem(last=False)
+        keys = self._held.get(worker)
+        while keys and len(keys) > blocks:
+            keys.popitem(last=False)
 
     def keep_workers(self, names: Iterable[str]) -> None:
         """Forget all workers but these."""

@@ -317,8 +317,8 @@ class EngineWorker:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._tell(name, output)
-                    if (held := _bytes_of(output)) is not None:
-                        self._sizes[name] = held
+                    if (n_bytes := _bytes_of(output)) is not None:
+                        self._sizes[name] = n_bytes
             left = self._left.pop(name, None)
             if isinstance(left, RequestDelta):
                 self._tell(name, left)
@@ -338,8 +338,8 @@ class EngineWorker:
         Right after the step a request whose prompt was read turns into bytes for another worker, if there is room for
         them. A pass later it would have decoded here, and held up the prompts.
         """
-        name, held = output.request_id, _bytes_of(output)
-        if name in self._staying or name not in self._tasks or held is None or not self._room_for(name, held):
+        name, n_bytes = output.request_id, _bytes_of(output)
+        if name in self._staying or name not in self._tasks or n_bytes is None or not self._room_for(name, n_bytes):
             return False
         time.sleep(_LOOP_S)
         try:
@@ -352,19 +352,19 @@ class EngineWorker:
             engine.cancel(name)
             self._left[name] = failed(name, error)
             return True
-        kept = self._keep(name, data, held)
+        kept = self._keep(name, data, n_bytes)
         self._left[name] = (output, len(data)) if kept else RequestDelta(name, dropped=True)
         return True
 
-    def _room_for(self, name: str, held: int) -> bool:
+    def _room_for(self, name: str, n_bytes: int) -> bool:
         """Set bytes aside for a request with as many in its pages."""
-        return self._handoff.reserve(name, int(self._more * held) + BYTES_BESIDES)
+        return self._handoff.reserve(name, int(self._more * n_bytes) + BYTES_BESIDES)
 
-    def _keep(self, name: str, data: bytes, held: int) -> bool:
+    def _keep(self, name: str, data: bytes, n_bytes: int) -> bool:
         """Store a request's bytes for another worker; False: there were too many for the room."""
         kept = self._handoff.put(name, data)
         if not kept:
-            self._more = max(self._more, len(data) / max(held, 1))  # the next one of its kind decodes here
+            self._more = max(self._more, len(data) / max(n_bytes, 1))  # the next one of its kind decodes here
         return kept
 
     async def _pack(self, name: str) -> bytes | None:
@@ -374,8 +374,8 @@ class EngineWorker:
             HandoffGoneError: it was cancelled meanwhile, or its bytes were more than expected and had no room.
             MillpondError: see `Engine.export_request`.
         """
-        held = self._sizes[name]
-        if not self._room_for(name, held):
+        n_bytes = self._sizes[name]
+        if not self._room_for(name, n_bytes):
             return None
         try:
             data = await self._llm.export_request(name)
@@ -387,7 +387,7 @@ class EngineWorker:
         if name in self._cancelled:
             self._handoff.drop(name)
             raise HandoffGoneError(f"request {name!r} was cancelled on its way")
-        if not self._keep(name, data, held):
+        if not self._keep(name, data, n_bytes):
             raise HandoffGoneError(f"request {name!r} takes {len(data):,} bytes, for which there is no room")
         return data
 

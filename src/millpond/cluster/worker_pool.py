@@ -153,8 +153,8 @@ class WorkerPool:
         """
         handle = self.serving.get(name)
         if handle is None:
-            known = ", ".join(sorted(self.serving)) or "none"
-            raise OptionError(f"no worker {name!r} serves; those that do: {known}")
+            names = ", ".join(sorted(self.serving)) or "none"
+            raise OptionError(f"no worker {name!r} serves; those that do: {names}")
         if name in self._leaving:
             raise OptionError(f"worker {name!r} is being drained already: wait until it has ended")
         others = [one for one in self.able(handle.role) if one is not handle]
@@ -218,8 +218,8 @@ class WorkerPool:
         except Exception as error:  # whatever it is, its requests must go on elsewhere
             if self._closed or not self._remove(handle):
                 return
-            shown = None if isinstance(error, WorkerLostError) else error
-            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error, exc_info=shown)
+            unexpected = None if isinstance(error, WorkerLostError) else error
+            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error, exc_info=unexpected)
             handle.kill()
             self.replace(handle.role)
             self._listener.lost(handle)

@@ -61,14 +61,14 @@ def continuation(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int)
     A character of several tokens is shown by its last one.
     """
     pieces, begin = [], max(0, start - CONTEXT)
-    shown = _decode(tokenizer, ids[begin:start])
+    previous = _decode(tokenizer, ids[begin:start])
     for end in range(start + 1, len(ids) + 1):
         now = _decode(tokenizer, ids[begin:end])
         whole = not now.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(now[len(shown) :] if whole else "")
+        pieces.append(now[len(previous) :] if whole else "")
         if whole:
             begin = max(begin, end - CONTEXT)
-            shown = _decode(tokenizer, ids[begin:end])
+            previous = _decode(tokenizer, ids[begin:end])
     return pieces
 
 

@@ -217,13 +217,13 @@ def described(
     reach: int | None = None,
 ) -> str:
     """Return words that are equal where caches are kept alike; files appear as digests."""
-    chosen = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
+    settings = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
     calibration = next((one.calibration for one in codecs_of(stored) if one.calibration is not None), None)
     name = str(stored).removeprefix("torch.") if isinstance(stored, torch.dtype) else stored.name
     tables = "" if calibration is None else f" calibrated {calibration.digest()}"
     means = " less means" if any(tier.key.less_mean for one in codecs_of(stored) for tier in one.tiers) else ""
     rolls = "" if reach is None else f" rolling at {reach}"
-    return f"{method}({chosen}) budget {budget} {name}{means}{tables}{rolls}"
+    return f"{method}({settings}) budget {budget} {name}{means}{tables}{rolls}"
 
 
 def _shown(value: object) -> str:

@@ -161,12 +161,12 @@ class CompletionFormat:
         ended = completion.finish_reason is not None
         if not (echoes or text or ended or ((self.logprobs or self.token_ids) and ids)):
             return []
-        told = self._logprobs(place, output, completion, sent, echoes, ids) if self.logprobs else None
+        logprobs = self._logprobs(place, output, completion, sent, echoes, ids) if self.logprobs else None
         if echoes:
             text = self.echo[place][0] + text
         sent.update(completion)
         index = place * self.n + completion.index
-        piece = {"index": index, "text": text, "logprobs": told} | end_of(completion)
+        piece = {"index": index, "text": text, "logprobs": logprobs} | end_of(completion)
         return [piece | {"token_ids": list(ids)} if self.token_ids else piece]
 
     def _logprobs(
@@ -185,9 +185,9 @@ class CompletionFormat:
             text = "" if sent.tokens else completion.text
             return for_completions(ids, entries, texts, prompt + sent.characters, text)
         before = output.prompt_logprobs or ()
-        known = [self.echo[place][1] if entry is None else entry.text for entry in before]
+        prompt_texts = [self.echo[place][1] if entry is None else entry.text for entry in before]
         return for_completions(
-            [*output.prompt_token_ids, *ids], [*before, *entries], known + texts, 0, self.echo[place][0]
+            [*output.prompt_token_ids, *ids], [*before, *entries], prompt_texts + texts, 0, self.echo[place][0]
         )
 
 

@@ -43,11 +43,11 @@ def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
     """
     last = body.messages[-1]
     continues = last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in _blocks(last))
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if has_template and body.thinking is not None:
-        told["enable_thinking"] = body.thinking.type != "disabled"
+        fields["enable_thinking"] = body.thinking.type != "disabled"
     if has_template and body.output_config is not None and (effort := body.output_config.effort) is not None:
-        told["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        fields["reasoning_effort"] = _EFFORTS.get(effort, effort)
     tools = [
         Tool(
             type="function",
@@ -57,7 +57,7 @@ def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
     ]
     return ChatFields(
         tools=tools or None,
-        chat_template_kwargs=told | (body.chat_template_kwargs or {}) or None,
+        chat_template_kwargs=fields | (body.chat_template_kwargs or {}) or None,
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
@@ -109,17 +109,17 @@ def _messages(message: AnthropicMessage) -> list[Message]:
         return [Message(role=message.role, content=message.content)]
     if message.role == "assistant":
         return [_answer(message.content)]
-    made: list[Message] = []
-    said: list[TextBlock] = []
+    messages: list[Message] = []
+    texts: list[TextBlock] = []
     for block in message.content:
         if isinstance(block, TextBlock):
-            said.append(block)
+            texts.append(block)
         elif isinstance(block, ToolResultBlock):
-            if said:
-                made.append(Message(role=message.role, content=_text(said)))
-                said = []
-            made.append(_result(block))
-    return [*made, Message(role=message.role, content=_text(said))] if said or not made else made
+            if texts:
+                messages.append(Message(role=message.role, content=_text(texts)))
+                texts = []
+            messages.append(_result(block))
+    return [*messages, Message(role=message.role, content=_text(texts))] if texts or not messages else messages
 
 
 def _answer(blocks: Sequence[Block]) -> Message:
@@ -161,9 +161,9 @@ def _text(content: str | Sequence[Any]) -> str | list[TextPart]:
     """Return a text as it is, or the parts of blocks, each of which begins a line of its own."""
     if isinstance(content, str):
         return content
-    made: list[TextPart] = []
+    parts: list[TextPart] = []
     for number, block in enumerate(content):
         ends_line = number == len(content) - 1 or block.text.endswith("\n")
         text = block.text if ends_line else f"{block.text}\n"
-        made.append(TextPart(type="text", text=text, cache_control=block.cache_control))
-    return made
+        parts.append(TextPart(type="text", text=text, cache_control=block.cache_control))
+    return parts

@@ -170,15 +170,15 @@ class ClientPacingMiddleware:
         paced = self._pacing.enter(self._clients.of(HTTPConnection(scope)).name)
         before = _PACED.set(paced)
 
-        came = 0
+        n_bytes = 0
 
         async def receive_paced() -> Message:
-            nonlocal came
+            nonlocal n_bytes
             message = await receive()
-            came += len(message.get("body", b""))
-            if came >= _SLICE:
-                paced.charge(_BYTE_S * came)
-                came = 0
+            n_bytes += len(message.get("body", b""))
+            if n_bytes >= _SLICE:
+                paced.charge(_BYTE_S * n_bytes)
+                n_bytes = 0
                 await paced.wait_turn()
             return message
 

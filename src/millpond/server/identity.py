@@ -65,14 +65,14 @@ class ClientRegistry:
         Raises:
             ApiError: 403, a better priority than the client may ask for.
         """
-        made = []
+        of_client = []
         for request in requests:
             if request.priority < client.best_priority:
                 rule = f"lower goes first, and you may ask for {client.best_priority} at the lowest"
                 message = f"priority={request.priority}: {rule}; the operator sets that with --priority-limit"
                 raise ApiError(403, message, "priority_not_allowed", "millpond.priority")
-            made.append(replace(request, client=client.name, cache_salt=self.salt(client, request.cache_salt)))
-        return made
+            of_client.append(replace(request, client=client.name, cache_salt=self.salt(client, request.cache_salt)))
+        return of_client
 
     def salt(self, client: Client, cache_salt: str | None) -> str | None:
         """Return the salt of a client's requests with this `cache_salt`.

@@ -60,8 +60,8 @@ class InfillCall:
             content: Text that was not sent.
         """
         (completion,) = output.completions
-        told = usage([output], self.new_tokens)
-        new, cached = told["completion_tokens"], told["prompt_tokens_details"]["cached_tokens"]
+        figures = usage([output], self.new_tokens)
+        new, cached = figures["completion_tokens"], figures["prompt_tokens_details"]["cached_tokens"]
         stopped = completion.stop_reason if completion.stop_reason in self.stops else None
         kind = "limit" if completion.finish_reason != "stop" else "eos" if stopped is None else "word"
         fields = {
@@ -71,13 +71,13 @@ class InfillCall:
             "stop": True,
             "model": model,
             "tokens_predicted": new,
-            "tokens_evaluated": told["prompt_tokens"],
+            "tokens_evaluated": figures["prompt_tokens"],
             "tokens_cached": cached,
             "truncated": False,
             "has_new_line": "\n" in self.text(completion),
             "stop_type": kind,
             "stopping_word": stopped or "",
-            "timings": _timings(output, told["prompt_tokens"] - cached, new),
+            "timings": _timings(output, figures["prompt_tokens"] - cached, new),
             "millpond": choice_stats(completion),
         }
         return picked(fields, self.fields)
@@ -97,8 +97,8 @@ class InfillEvents:
         text = self._api_call.text(output.completions[0])
         if new := text[len(self._sent) :]:
             self._sent = text
-            made = {"index": 0, "content": new, "id_slot": -1, "stop": False}
-            yield event_text(picked(made, self._api_call.fields))
+            event = {"index": 0, "content": new, "id_slot": -1, "stop": False}
+            yield event_text(picked(event, self._api_call.fields))
 
     def end(self) -> Iterator[str]:
         """Yield the numbers."""
@@ -110,7 +110,7 @@ class InfillEvents:
         yield event_text(error.body())
 
 
-def indented(text: str, least: int) -> tuple[str, bool]:
+def indented(text: str, min_indent: int) -> tuple[str, bool]:
     r"""Return a text up to a line that begins with less white space, and whether there is one.
 
     The first line does not count. Blank lines count as none, and a line without text yet is left out.
@@ -119,7 +119,7 @@ def indented(text: str, least: int) -> tuple[str, bool]:
         >>> indented("a\n\n  b\nc", 2)
         ('a\n\n  b', True)
     """
-    if not least:
+    if not min_indent:
         return text, False
     kept, begin = text.find("\n"), text.find("\n") + 1
     if kept < 0:
@@ -128,7 +128,7 @@ def indented(text: str, least: int) -> tuple[str, bool]:
         end = text.find("\n", begin)
         line = text[begin:] if end < 0 else text[begin:end]
         if line.strip():
-            if len(line) - len(line.lstrip(" \t")) < least:
+            if len(line) - len(line.lstrip(" \t")) < min_indent:
                 return text[:kept], True
             kept = len(text) if end < 0 else end
         if end < 0:
@@ -146,14 +146,14 @@ def picked(fields: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """
     if not paths:
         return fields
-    made = {}
+    result = {}
     for path in paths:
         value: Any = fields
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
-            made[path] = value
-    return made
+            result[path] = value
+    return result
 
 
 def _timings(output: RequestOutput, read: int, new: int) -> dict[str, Any]:
@@ -164,12 +164,12 @@ def _timings(output: RequestOutput, read: int, new: int) -> dict[str, Any]:
         "prompt": (read, 0.0 if first is None else first - times.arrived),
         "predicted": (new, 0.0 if first is None or end is None else end - first),
     }
-    made: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
     for name, (count, seconds) in spent.items():
-        made |= {
+        timings |= {
             f"{name}_n": count,
             f"{name}_ms": round(1e3 * seconds, 3),
             f"{name}_per_token_ms": round(1e3 * seconds / count, 3) if count else 0.0,
             f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
         }
-    return made
+    return timings

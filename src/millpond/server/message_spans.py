@@ -77,8 +77,8 @@ class EnclosedMessages:
         """
         spans: list[Span] = []
         plain = ""
-        for number, there in enumerate(self._marked):
-            if not there:
+        for number, piece in enumerate(self._marked):
+            if not piece:
                 spans.append((0, 0))
                 continue
             first, last = self._marks(number)

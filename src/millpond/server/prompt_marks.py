@@ -115,10 +115,10 @@ def completion_marks(
         OptionError: spans that overlap.
     """
     keep, shares, places = fields.keep or [], _shares_of_prompt(fields), fields.breakpoints or []
-    given = [field for field, marks in ((KEEP, keep), (FAIR, shares), (BREAKPOINTS, places)) if marks]
-    if not given:
+    given_fields = [field for field, marks in ((KEEP, keep), (FAIR, shares), (BREAKPOINTS, places)) if marks]
+    if not given_fields:
         return None
-    for field in given:
+    for field in given_fields:
         if len(prompts) != 1 or (fields.chunks and field != BREAKPOINTS):
             one = "one prompt" if field == BREAKPOINTS else "one prompt without chunks"
             raise ApiError(400, f"{field} goes with {one}; send a request for each", "invalid_value", field)
@@ -136,7 +136,7 @@ def completion_marks(
     marks = PromptMarks(
         keep=tuple(keep) if text is None else united(keep), shares=tuple(shares), breakpoints=tuple(places)
     )
-    return RequestedMarks(marks, given[0])
+    return RequestedMarks(marks, given_fields[0])
 
 
 def with_chunks(prompt: str | Sequence[int], spans: Sequence[Span]) -> Prompt:
@@ -376,9 +376,9 @@ def _number(name: str, messages: Sequence[Message]) -> int | None:
     said = _MESSAGE.fullmatch(name)
     number = int(said[1]) if said else calls.get(name.removeprefix("tool:")) if name.startswith("tool:") else None
     if number is None or number >= len(messages):
-        known = ["thoughts", *(f"tool:{call}" for call in list(calls)[:_LISTED]), "message:0"]
-        there = ", ".join(known) + (f" to message:{len(messages) - 1}" if len(messages) > 1 else "")
-        raise ApiError(400, f"forget: {name!r} is not in this chat; there are: {there}", "invalid_value", FORGET)
+        names = ["thoughts", *(f"tool:{call}" for call in list(calls)[:_LISTED]), "message:0"]
+        listed = ", ".join(names) + (f" to message:{len(messages) - 1}" if len(messages) > 1 else "")
+        raise ApiError(400, f"forget: {name!r} is not in this chat; there are: {listed}", "invalid_value", FORGET)
     if not (text_of(messages[number]) + (messages[number].reasoning_content or "")).strip():
         raise ApiError(400, f"forget: {name!r} is a message without a text; leave it out", "invalid_value", FORGET)
     return number
@@ -444,5 +444,5 @@ def breakpoints_of(messages: Sequence[Message], spans: Sequence[Span]) -> tuple[
     ends = [end for _, end in spans]
     marked = [end for message, end in zip(messages, ends, strict=True) if message.ends_with_breakpoint]
     first = [end for message, end in zip(messages[:1], ends, strict=False) if message.role in ("system", "developer")]
-    chosen = [end for end in dict.fromkeys([*marked, *first, *reversed(ends)]) if end]
-    return tuple(sorted(chosen[:MAX_BREAKPOINTS]))
+    breakpoints = [end for end in dict.fromkeys([*marked, *first, *reversed(ends)]) if end]
+    return tuple(sorted(breakpoints[:MAX_BREAKPOINTS]))

@@ -69,11 +69,11 @@ def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutpu
     """
     parts = [f"{method} {route} {status or 'no answer'}"]
     if outputs:
-        told = usage(outputs)
-        cached = told["prompt_tokens_details"]["cached_tokens"]
-        parts.append(f"{told['prompt_tokens']:,} prompt tokens ({cached:,} cached)")
-        parts.append(f"{told['completion_tokens']:,} generated")
-        first = told["millpond"]["first_token_s"]
+        figures = usage(outputs)
+        cached = figures["prompt_tokens_details"]["cached_tokens"]
+        parts.append(f"{figures['prompt_tokens']:,} prompt tokens ({cached:,} cached)")
+        parts.append(f"{figures['completion_tokens']:,} generated")
+        first = figures["millpond"]["first_token_s"]
         if first is not None:
             parts.append(f"first token after {first:.2f} s")
         if (rate := _rate(outputs)) is not None:

@@ -48,15 +48,15 @@ def sampling(fields: TokenFields, **more: Any) -> SamplingParams:
         OptionError: a value out of its range.
         ApiError: more than one field says what the answer must follow.
     """
-    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name, None)) is not None}
-    given |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
+    values: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name, None)) is not None}
+    values |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
     if (guided := constraint(fields)) is not None:
         if any(more.get(name) is not None for name in CONSTRAINTS):
             raise two_of(guided[0], "response_format or tool_choice")
         more |= guided[1]
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     more["stop"] = stop + tuple(more.get("stop", ()))
-    return SamplingParams(**given | more)
+    return SamplingParams(**values | more)
 
 
 def cache_options(fields: CacheFields) -> CacheOptions:

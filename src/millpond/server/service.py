@@ -60,14 +60,14 @@ async def merge_streams(llm: ServedLLM, requests: Sequence[Request]) -> AsyncGen
         await queue.put((place, ended))
 
     tasks = [asyncio.create_task(follow(place, request)) for place, request in enumerate(requests)]
-    left = len(tasks)
+    unfinished = len(tasks)
     try:
-        while left:
+        while unfinished:
             place, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                left -= 1
+                unfinished -= 1
             else:
                 yield place, item
     finally:
@@ -76,13 +76,13 @@ async def merge_streams(llm: ServedLLM, requests: Sequence[Request]) -> AsyncGen
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def while_connected(receive: Receive, wanted: Awaitable[T]) -> T:
-    """Return the result of `wanted`, and cancel it if the client goes away before.
+async def while_connected(receive: Receive, answer: Awaitable[T]) -> T:
+    """Return the result of `answer`, and cancel it if the client goes away before.
 
     Raises:
         ClientGone: it went.
     """
-    work = asyncio.ensure_future(wanted)
+    work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

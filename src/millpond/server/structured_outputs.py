@@ -97,15 +97,15 @@ def constraint(fields: GuidedFields) -> tuple[str, dict[str, Any]] | None:
     ]
     if fields.structured_outputs is not None:
         inside = fields.structured_outputs.model_dump(exclude_none=True, by_alias=True)
-        given = [
+        nested = [
             (f"structured_outputs.{name}", _words(name, value, f"structured_outputs.{name}"))
             for name, value in inside.items()
             if value is not False
         ]
-        if not given:
+        if not nested:
             message = "structured_outputs must hold one of json, json_object, regex, choice, grammar, structural_tag"
             raise ApiError(400, message, "invalid_value", "structured_outputs")
-        constraints += given
+        constraints += nested
     if len(constraints) > 1:
         raise two_of(constraints[0][0], constraints[1][0])
     return constraints[0] if constraints else None

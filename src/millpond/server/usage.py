@@ -13,7 +13,7 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
     """Return the token counts of a whole answer; `new_tokens` off: none were requested."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(c.token_ids) for output in outputs for c in output.completions) if new_tokens else 0
-    held = [c.kv for output in outputs for c in output.completions if c.kv is not None]
+    caches = [c.kv for output in outputs for c in output.completions if c.kv is not None]
     shared = sum(max((c.kv.shared_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     restored = sum(max((c.kv.restored_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     reused = sum(max((c.kv.reused_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
@@ -22,7 +22,7 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": shared + restored + reused},
-        "millpond": sums(held) | times(outputs) | _forgotten(outputs[0].completions[0]),
+        "millpond": sums(caches) | times(outputs) | _forgotten(outputs[0].completions[0]),
     }
 
 
@@ -41,21 +41,21 @@ def _forgotten(completion: Completion) -> dict[str, Any]:
     return {"forgotten": shares} if shares else {}
 
 
-def sums(held: Sequence[KVStats]) -> dict[str, Any]:
+def sums(caches: Sequence[KVStats]) -> dict[str, Any]:
     """Return the numbers of several caches together; `held` is the mean."""
     return {
-        "kv_bytes": sum(kv.kv_bytes for kv in held),
-        "unused_bytes": sum(kv.unused_bytes for kv in held),
-        "full_kv_bytes": sum(kv.full_kv_bytes for kv in held),
-        "state_bytes": sum(kv.state_bytes for kv in held),
-        "evicted": sum(kv.evicted for kv in held),
-        "restored_tokens": sum(kv.restored_tokens for kv in held),
-        "reused_tokens": sum(kv.reused_tokens for kv in held),
-        "recomputed_tokens": sum(kv.recomputed_tokens for kv in held),
-        "forgotten_tokens": sum(kv.forgotten_tokens for kv in held),
-        "exact": all(kv.exact for kv in held),
-        "seen": sum(kv.seen for kv in held),
-        "held": round(sum(kv.held for kv in held) / len(held), 2) if held else 0.0,
+        "kv_bytes": sum(kv.kv_bytes for kv in caches),
+        "unused_bytes": sum(kv.unused_bytes for kv in caches),
+        "full_kv_bytes": sum(kv.full_kv_bytes for kv in caches),
+        "state_bytes": sum(kv.state_bytes for kv in caches),
+        "evicted": sum(kv.evicted for kv in caches),
+        "restored_tokens": sum(kv.restored_tokens for kv in caches),
+        "reused_tokens": sum(kv.reused_tokens for kv in caches),
+        "recomputed_tokens": sum(kv.recomputed_tokens for kv in caches),
+        "forgotten_tokens": sum(kv.forgotten_tokens for kv in caches),
+        "exact": all(kv.exact for kv in caches),
+        "seen": sum(kv.seen for kv in caches),
+        "held": round(sum(kv.held for kv in caches) / len(caches), 2) if caches else 0.0,
     }
 
 
@@ -64,8 +64,8 @@ def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
     began = min(output.times.arrived for output in outputs)
 
     def since(moments: list[float | None], pick: Any) -> float | None:
-        known = [moment for moment in moments if moment is not None]
-        return round(pick(known) - began, 6) if known else None
+        reached = [moment for moment in moments if moment is not None]
+        return round(pick(reached) - began, 6) if reached else None
 
     return {
         "queue_s": since([output.times.started for output in outputs], min),

@@ -115,15 +115,15 @@ def run_method(
     of that cache. (Were a question read together with the text, its one-word answer would come from the prompt's own
     pass, in which nothing has been evicted yet: every method would be right.)
     """
-    chosen = budget if METHODS.get(method)().takes_budget else None
-    with compress(model, method, chosen, codec, tokenizer=load_tokenizer("pond-recall"), **options) as cache:
+    used_budget = budget if METHODS.get(method)().takes_budget else None
+    with compress(model, method, used_budget, codec, tokenizer=load_tokenizer("pond-recall"), **options) as cache:
         model(task.context, **cache_argument(cache), logits_to_keep=1)
-        held = _held(cache)
+        sizes = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))
         watch = Stopwatch()
         out = _generate(model, task.prompts, cache, watch)
         right = int((out[:, task.prompts.shape[1] + 1] == task.answers).sum())  # first the name, then the thing
-    return DemoOutcome(method, right, len(task.answers), tokens_per_s=_rate(watch, len(task.answers)), **held)
+    return DemoOutcome(method, right, len(task.answers), tokens_per_s=_rate(watch, len(task.answers)), **sizes)
 
 
 def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatch) -> Tensor:

@@ -142,10 +142,10 @@ def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
     components = document["components"]
     for unsent in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(unsent, None)
-    there = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
-    kinds = list(dict.fromkeys(kind for sent in there for kind in _models(sent)))
-    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
-    for name, schema in made["$defs"].items():
+    answers = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
+    kinds = list(dict.fromkeys(kind for sent in answers for kind in _models(sent)))
+    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    for name, schema in schemas["$defs"].items():
         had = components["schemas"].setdefault(name, schema)  # of a body, where a response repeats a format
         assert had["properties"].keys() == schema["properties"].keys(), f"two schemas are called {name}"
     if keyed:

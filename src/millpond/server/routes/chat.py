@@ -118,7 +118,7 @@ async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_i
         kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )
-    made = requests(
+    engine_requests = requests(
         name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, wants_progress(body)
     )
-    return ChatRequest(made, tools, held=tag is not None)
+    return ChatRequest(engine_requests, tools, held=tag is not None)

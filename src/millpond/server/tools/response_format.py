@@ -68,12 +68,12 @@ class ToolCallFormat:
         if completion.finish_reason is not None:
             events += reading.reader.finish()
         deltas = [delta for event in events if (delta := self._delta(event, reading)) is not None]
-        told = for_chat((completion.logprobs or ())[sent.tokens :]) if self.logprobs else None
-        if told is not None and told["content"] and not deltas:
+        logprobs = for_chat((completion.logprobs or ())[sent.tokens :]) if self.logprobs else None
+        if logprobs is not None and logprobs["content"] and not deltas:
             deltas.append({})
         pieces = [_piece(completion, delta) for delta in deltas]
         if pieces:
-            pieces[0]["logprobs"] = told
+            pieces[0]["logprobs"] = logprobs
         if not sent.begun:
             pieces.insert(0, _piece(completion, {"role": "assistant", "content": None}))
         if completion.finish_reason is not None:

@@ -93,27 +93,27 @@ def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]]
         >>> in_words([{"role": "tool", "content": "7"}], [])
         [{'role': 'user', 'content': '<tool_response>\n7\n</tool_response>'}]
     """
-    made: list[dict[str, Any]] = []
+    result_messages: list[dict[str, Any]] = []
     results = False
     for message in messages:
-        said = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        fields = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
         calls = [_call(call["function"]) for call in message.get("tool_calls", ())]
         if calls:
-            said["content"] = "\n".join([said["content"], *calls] if said["content"] else calls)
-        result = said["role"] == "tool"
+            fields["content"] = "\n".join([fields["content"], *calls] if fields["content"] else calls)
+        result = fields["role"] == "tool"
         if result:
-            said = {"role": "user", "content": f"<tool_response>\n{said['content']}\n</tool_response>"}
+            fields = {"role": "user", "content": f"<tool_response>\n{fields['content']}\n</tool_response>"}
         if result and results:  # roles alternate in many templates
-            made[-1]["content"] += f"\n{said['content']}"
+            result_messages[-1]["content"] += f"\n{fields['content']}"
         else:
-            made.append(said)
+            result_messages.append(fields)
         results = result
-    return _with_tools(made, tools) if tools else made
+    return _with_tools(result_messages, tools) if tools else result_messages
 
 
 def _call(function: dict[str, Any]) -> str:
-    told = {"name": function["name"], "arguments": function["arguments"]}
-    return f"{BEGIN}\n{json.dumps(told, ensure_ascii=False)}\n{END}"
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{BEGIN}\n{json.dumps(call, ensure_ascii=False)}\n{END}"
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
