@@ -103,6 +103,11 @@ def test_docstrings_of_a_finished_package_keep_the_rules(package: str) -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_lines_shown_to_users_are_known() -> None:
+    assert {"Generate text from a prompt inside a KV budget.", "What went wrong."} <= shown_lines()
+    assert "" not in shown_lines()
+
+
 def test_faults_are_found(tmp_path: Path) -> None:
     text = """What two make.\n\n    Args:\n        a: one number. b: another one.\n    """
     (tmp_path / "bad.py").write_text(f'def pair(a: int, b: int) -> int:\n    """{text}"""\n')
