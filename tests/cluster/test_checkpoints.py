@@ -25,13 +25,13 @@ EVERY = 3
 def copied(local: LocalCluster, worker: LocalWorker) -> bool:
     """Whether a request at a worker has as many tokens as it gets there, and one has a copy."""
     copies = local.cluster.dispatcher.checkpoints._copies
-    found = [copies.get(entry.request.request_id) for entry in local.cluster.dispatcher.at(worker.name)]
+    found = [copies.get(entry.request.request_id) for entry in local.cluster.dispatcher.requests_of(worker.name)]
     return any(one is not None and one.key is not None for one in found) and ready(local, worker)
 
 
 def ready(local: LocalCluster, worker: LocalWorker) -> bool:
     """Whether the engine of a worker waits with a first request, whose tokens were sent."""
-    return any(entry.length >= worker.hold for entry in local.cluster.dispatcher.at(worker.name))
+    return any(entry.length >= worker.hold for entry in local.cluster.dispatcher.requests_of(worker.name))
 
 
 def lose(local: LocalCluster, worker: LocalWorker) -> None:
@@ -48,7 +48,7 @@ def test_a_lost_request_goes_on_from_its_copy(layout: dict[str, int], victim: in
         dies.hold = HELD
         ends = start(local, PROMPTS[:3])
         local.wait_until(lambda: copied(local, dies))
-        here = len(dispatcher.at(dies.name))
+        here = len(dispatcher.requests_of(dies.name))
         lose(local, dies)
         assert answers(finished(ends)) == expected()[:3]
         local.figure("resumed", here - local.llm.figures().replayed)  # one that had no copy yet is read again

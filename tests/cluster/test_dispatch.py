@@ -12,8 +12,8 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.ledger import AnswerRecord
-from millpond.cluster.messages import AnswerUpdate, WorkerReport
+from millpond.cluster.cluster_request import SentCompletion
+from millpond.cluster.messages import CompletionDelta, WorkerReport
 from millpond.cluster.ray_worker import check_address
 from millpond.cluster.router import Load, choose
 from millpond.cluster.settings import ClusterSettings
@@ -188,7 +188,7 @@ def test_a_drained_worker_gives_its_requests_to_others(layout: dict[str, int], v
         drained.hold = 4
         ends = start(local, PROMPTS)
         dispatcher = local.cluster.dispatcher
-        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.at(drained.name)))
+        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.requests_of(drained.name)))
         done = local.cluster.loop.run(dispatcher.drain(drained.name))
         assert done.worker == drained.name
         assert done.moved >= 1
@@ -213,7 +213,9 @@ def test_the_only_worker_is_replaced_before_it_is_drained() -> None:
             loop.run(dispatcher.drain("replica-7"))
         drained.hold = 4
         ends = start(local, PROMPTS[:1])
-        local.wait_until(lambda: dispatcher.at("replica-0") and dispatcher.at("replica-0")[0].unread == 0)
+        local.wait_until(
+            lambda: dispatcher.requests_of("replica-0") and dispatcher.requests_of("replica-0")[0].unread == 0
+        )
         assert loop.run(dispatcher.drain("replica-0")).moved == 1
         assert answers(finished(ends)) == expected()[:1]
         assert [worker.name for worker in local.llm.workers()] == ["replica-1"]
@@ -226,8 +228,8 @@ def test_what_cannot_move_is_begun_again_and_costs_no_token() -> None:
         dispatcher, loop, drained = local.cluster.dispatcher, local.cluster.loop, local.made[0]
         drained.hold = 4
         ends = start(local, PROMPTS)
-        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.at("replica-0")))
-        here = len(dispatcher.at("replica-0"))
+        local.wait_until(lambda: any(one.unread == 0 for one in dispatcher.requests_of("replica-0")))
+        here = len(dispatcher.requests_of("replica-0"))
         done = loop.run(dispatcher.drain("replica-0", replaced=False))
         assert (done.moved, done.replayed) == (0, here)
         assert here >= 1
@@ -283,7 +285,7 @@ def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
         dispatcher, loop, holds = local.cluster.dispatcher, local.cluster.loop, local.made[1]
         holds.hold = 4
         ends = start(local, PROMPTS[:1], watch=True)
-        local.wait_until(lambda: dispatcher.at("decode-0"))
+        local.wait_until(lambda: dispatcher.requests_of("decode-0"))
         lives = holds.engine._llm._engine._requests
         local.wait_until(lambda: any(len(one.answers[0].tokens) >= holds.hold for one in list(lives)))
         running = loop.run(dispatcher.memory("0", 0))
@@ -326,7 +328,7 @@ def test_a_cancelled_request_leaves_nothing(layout: dict[str, int], n: int) -> N
         loop.call(lambda: dispatcher.submit(request, outputs.put)).result()
         outputs.get()
         if n > 1:  # else the worker in which it is held may have offered it by now
-            local.wait_until(lambda: any(one.place == "running" for one in dispatcher.at(holds.name)))
+            local.wait_until(lambda: any(one.place == "running" for one in dispatcher.requests_of(holds.name)))
         loop.call(lambda: dispatcher.cancel("x")).result()
         holds.go.set()
         while not (last := outputs.get()).finished:
@@ -387,14 +389,14 @@ def test_a_loaded_model_is_refused() -> None:
 
 
 def test_updates_that_come_late_or_twice_change_nothing() -> None:
-    record = AnswerRecord()
-    first = AnswerUpdate(0, (1, 2), 0, "ab", None, None, None, None)
+    record = SentCompletion()
+    first = CompletionDelta(0, (1, 2), 0, "ab", None, None, None, None)
     assert record.add(first)
     assert not record.add(first)
-    assert record.add(AnswerUpdate(1, (2, 3), 1, "bc", None, None, None, None))
+    assert record.add(CompletionDelta(1, (2, 3), 1, "bc", None, None, None, None))
     assert (record.tokens, record.text) == ([1, 2, 3], "abc")
     with pytest.raises(DataError, match="begins at token 5, and 3 are known"):
-        record.add(AnswerUpdate(5, (6,), 3, "", None, None, None, None))
+        record.add(CompletionDelta(5, (6,), 3, "", None, None, None, None))
 
 
 def test_the_worker_with_the_least_to_do_gets_a_request() -> None:

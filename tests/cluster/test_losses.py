@@ -11,9 +11,9 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.dispatcher import LastTries
+from millpond.cluster.cluster_request import ClusterRequest
+from millpond.cluster.dispatcher import RetryQueue
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.messages import WorkerReport
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
@@ -118,21 +118,21 @@ def test_a_move_that_fails_keeps_nothing_of_what_was_offered(monkeypatch: pytest
 
 
 def test_last_tries_come_one_at_a_time() -> None:
-    tries = LastTries(2)
+    tries = RetryQueue(2)
     first, second, third = (
-        LedgerEntry(Request(request_id=str(index), prompt=(1,), params=params()), lambda _: None, replays=2)
+        ClusterRequest(Request(request_id=str(index), prompt=(1,), params=params()), lambda _: None, replays=2)
         for index in range(3)
     )
-    assert [tries.may_begin(one, wait=True) for one in (first, second, third)] == [True, False, False]
-    assert tries.may_begin(first, wait=True), "the same one goes from worker to worker"
-    assert tries.over(second) is None
-    assert tries.over(first) is third, "the second one was cancelled while it waited"
-    assert tries.over(third) is None
-    assert not [one for one in (first, second) if LastTries(0).may_begin(one, wait=True) is False and one.replays == 0]
+    assert [tries.acquire(one, wait=True) for one in (first, second, third)] == [True, False, False]
+    assert tries.acquire(first, wait=True), "the same one goes from worker to worker"
+    assert tries.release(second) is None
+    assert tries.release(first) is third, "the second one was cancelled while it waited"
+    assert tries.release(third) is None
+    assert not [one for one in (first, second) if RetryQueue(0).acquire(one, wait=True) is False and one.replays == 0]
     first.replays = second.replays = 0
-    none = LastTries(0)
-    assert none.may_begin(first, wait=True)
-    assert none.may_begin(second, wait=True), "without replays there is no last one"
+    none = RetryQueue(0)
+    assert none.acquire(first, wait=True)
+    assert none.acquire(second, wait=True), "without replays there is no last one"
 
 
 def test_a_worker_whose_reports_fail_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_request_that_is_cancelled_on_its_way_into_the_engine_never_runs(sent:
 
         loop.run(submit_and_cancel())
         assert [output.completions[0].finish_reason for output in outputs] == ["cancelled"]
-        local.wait_until(lambda: not dispatcher._outgoing._waiting)
+        local.wait_until(lambda: not dispatcher._start_batcher._waiting)
         local.settle()
         assert bool(local.made[0].started) is sent
         stats = local.made[0].engine._llm.stats()

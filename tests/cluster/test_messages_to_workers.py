@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from millpond.cluster.async_llm import AsyncClusterLLM, BatchedCalls
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import LoopThread
-from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.messages import Reported, RequestStart, WorkerReport
+from millpond.cluster.messages import ReportedOutput, StartMessage, WorkerReport
 from millpond.engine import async_llm
 from millpond.engine.outputs import RequestOutput, Times
 from millpond.engine.request import Request
@@ -81,7 +81,7 @@ def submitted(local: LocalCluster, worker: LocalWorker, n: int) -> list[RequestO
 def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     start, gate = LocalWorker.start, asyncio.Event()
 
-    async def slow(self: LocalWorker, starts: Sequence[RequestStart]) -> None:
+    async def slow(self: LocalWorker, starts: Sequence[StartMessage]) -> None:
         await start(self, starts)
         await gate.wait()
 
@@ -97,13 +97,13 @@ def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monk
         assert [one.request_id for one in worker.started] == ["0#0", "1#0", "3#0"]
         assert {end.request_id: end.completions[0].finish_reason for end in ends}["2"] == "cancelled"
         local.settle()
-        assert not dispatcher._outgoing._waiting
+        assert not dispatcher._start_batcher._waiting
 
 
 def test_a_worker_that_dies_with_a_message_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in none yet goes to the worker in its place, as what was in one does."""
 
-    async def stuck(self: LocalWorker, starts: Sequence[RequestStart]) -> None:
+    async def stuck(self: LocalWorker, starts: Sequence[StartMessage]) -> None:
         if self.name == "replica-0":
             self.messages.append(len(starts))
             await self._of(asyncio.Event().wait())
@@ -118,7 +118,7 @@ def test_a_worker_that_dies_with_a_message_gets_no_more(monkeypatch: pytest.Monk
         local.wait_until(lambda: len(ends) == 2)
         assert first.messages == [1]
         assert answers(sorted(ends, key=lambda end: end.request_id)) == expected()[:2]
-        assert not dispatcher._outgoing._waiting
+        assert not dispatcher._start_batcher._waiting
 
 
 def test_calls_of_one_pass_are_made_together() -> None:
@@ -158,7 +158,7 @@ def test_calls_of_one_pass_are_made_together() -> None:
 def test_how_far_a_prompt_is_read_reaches_the_client_that_asked(asked: bool) -> None:
     """Over reports, which say what is new only; one that says nothing new is not passed on."""
     wanted = Request(request_id="one", prompt=(1,) * 40, params=params(), tell_read=asked)
-    entry, reported = LedgerEntry(wanted, lambda _: None), Reported()
+    entry, reported = ClusterRequest(wanted, lambda _: None), ReportedOutput()
     heard = []
     for read in (16, 32, 32, 40):
         output = RequestOutput("one#0", None, wanted.prompt, (), Times(1.0, 1.5), read=read, cached=8)

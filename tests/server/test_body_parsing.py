@@ -142,8 +142,8 @@ def test_a_model_instance_passes_a_route_as_it_is(monkeypatch: pytest.MonkeyPatc
     plain = body_parsing._parsed
     monkeypatch.setattr(body_parsing, "_parsed", lambda raw, kind: made.append(plain(raw, kind)) or made[-1])
     seen: list[BaseModel] = []
-    plain_job = completions.job_of
-    monkeypatch.setattr(completions, "job_of", lambda service, body: seen.append(body) or plain_job(service, body))
+    plain_job = completions.call_of
+    monkeypatch.setattr(completions, "call_of", lambda service, body: seen.append(body) or plain_job(service, body))
     assert send(b'{"prompt": "w5", "max_tokens": 2}').status_code == 200
     assert len(made) == len(seen) == 1
     assert made[0] is seen[0]  # checked once, not again in the event loop

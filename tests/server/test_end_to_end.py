@@ -152,7 +152,7 @@ def test_many_requests_of_all_kinds_and_none_is_lost(server: Live) -> None:
     assert outcomes.count("answered") > 10
     until(lambda: is_empty(server))
     assert server.llm.stats().kv_reserved <= LIMIT
-    assert not server.server._service.gate.under_way
+    assert not server.server._service.admission.under_way
 
 
 async def storm(url: str, count: int, seed: int) -> list[str]:

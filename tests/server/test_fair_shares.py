@@ -13,7 +13,7 @@ from millpond.prompt_marks import disjoint
 from millpond.server.errors import ApiError
 from millpond.server.messages import Message
 from millpond.server.prompt_marks import chat_marks
-from millpond.server.routes.completions import job_of
+from millpond.server.routes.completions import call_of
 from millpond.server.schemas import CacheFields, CompletionBody
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
@@ -58,7 +58,7 @@ def test_a_prompt_has_shares_of_characters_or_tokens(llm: mp.AsyncLLM, in_ids: b
     n = len(llm.tokenizer(RULES)["input_ids"])
     fair = [[1, n, 0.5]] if in_ids else [[0, len(RULES.strip()), 0.5]]
     body = CompletionBody(prompt=ids if in_ids else prompt, millpond=CacheFields.model_validate({"fair_shares": fair}))
-    (request,) = asyncio.run(job_of(Service(llm, ServerSettings()), body)).requests
+    (request,) = asyncio.run(call_of(Service(llm, ServerSettings()), body)).requests
     assert request.marks.shares == ((1, n, 0.5),)
     found = ask(llm, "/v1/completions", {"prompt": body.prompt, "max_tokens": 3, "millpond": {"fair_shares": fair}})
     assert found.status_code == 200, found.text

@@ -13,7 +13,7 @@ from millpond.prompt_marks import united
 from millpond.server.message_spans import EnclosedMessages
 from millpond.server.messages import Message
 from millpond.server.prompt_marks import kept_pieces
-from millpond.server.routes.completions import job_of
+from millpond.server.routes.completions import call_of
 from millpond.server.schemas import CacheFields, CompletionBody
 from millpond.server.service import Service
 from millpond.server.settings import ServerSettings
@@ -62,7 +62,7 @@ def test_a_prompt_keeps_characters_or_tokens(llm: mp.AsyncLLM, in_ids: bool) -> 
     kept = {"keep": [among if in_ids else (begin, end)]}
     service = Service(llm, ServerSettings())
     body = CompletionBody(prompt=ids if in_ids else prompt, millpond=CacheFields.model_validate(kept))
-    (request,) = asyncio.run(job_of(service, body)).requests
+    (request,) = asyncio.run(call_of(service, body)).requests
     assert request.marks.keep == (among,)
     found = ask(llm, "/v1/completions", {"prompt": body.prompt, "max_tokens": 3, "millpond": kept})
     assert found.status_code == 200, found.text

@@ -40,7 +40,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(server: Live, stream: boo
         client.post("/v1/completions", json=body, timeout=0.2)
     until(lambda: not server.llm.running)
     assert list(server.llm.ended.values()) == ["closed"] * prompts
-    until(lambda: not server.server._service.gate.under_way)
+    until(lambda: not server.server._service.admission.under_way)
 
 
 def test_a_client_that_goes_away_in_the_middle_of_a_stream(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_server_that_goes_down_lets_the_running_finish(stream: bool) -> None:
         asked.start()
         until(lambda: bool(server.llm.running))
         server.signal()
-        until(lambda: server.server._service.gate.draining)
+        until(lambda: server.server._service.admission.draining)
         server.soon(server.llm.open.set)
         asked.join(10)
     server.thread.join(10)
@@ -124,7 +124,7 @@ def test_nobody_comes_in_while_it_goes_down() -> None:
     server = Live(FakeLLM)
     with server.client() as client:
         assert client.get("/health").status_code == 200
-        server.server._service.gate.draining = True
+        server.server._service.admission.draining = True
         refused = client.post("/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert "Retry-After" in refused.headers
@@ -152,7 +152,7 @@ def test_many_clients_of_all_kinds_and_none_is_lost(server: Live) -> None:
     outcomes = asyncio.run(all_())
     assert set(outcomes) <= {"answered", "left", "429"}
     assert outcomes.count("answered") > 50
-    until(lambda: not server.llm.running and not server.server._service.gate.under_way)
+    until(lambda: not server.llm.running and not server.server._service.admission.under_way)
 
 
 def test_openais_client(server: Live) -> None:

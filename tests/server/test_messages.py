@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from millpond.engine.outputs import Completion
 from millpond.server.anthropic_chat import chat_messages, chat_of
-from millpond.server.anthropic_format import MessageJob
+from millpond.server.anthropic_format import MessagesCall
 from millpond.server.anthropic_schemas import MessagesBody
 from server.test_chat import templated
 from server.test_completions import ask
@@ -144,7 +144,7 @@ def test_what_json_cannot_send_of_a_model_s_own_writing_is_sent_as_near(written:
     ],
 )
 def test_reasons(reason: Any, stopped: Any, tokens: int, calls: int, said: tuple[str, str | None]) -> None:
-    job = MessageJob("msg_1", [], None, False, most=5, stops=("END",))
+    job = MessagesCall("msg_1", [], None, False, most=5, stops=("END",))
     end = job.end(Completion(0, "x", tuple(range(tokens)), None, reason, stopped), calls)
     assert (end["stop_reason"], end["stop_sequence"]) == said
 

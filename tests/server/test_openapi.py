@@ -202,7 +202,7 @@ def test_the_served_document_is_this_one() -> None:
             204,
             prepare=lambda app, llm: (
                 llm.running.clear(),
-                app.state.service.gate.under_way.update(one=app.state.service.clients._hash("one")),
+                app.state.service.admission.under_way.update(one=app.state.service.clients._hash("one")),
             ),
         ),
     ],
@@ -236,7 +236,7 @@ def test_streams_are_as_described(route: str, fails: bool, more: dict[str, Any])
 
 
 def drained(app: Any, _: FakeLLM) -> None:
-    app.state.service.gate.draining = True
+    app.state.service.admission.draining = True
 
 
 def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
@@ -279,7 +279,7 @@ def broken(error: Exception) -> Callable[[Any, FakeLLM], None]:
                 429,
                 prepare=lambda app, llm: (
                     llm.open.clear(),
-                    app.state.service.gate.under_way.update({str(number): "" for number in range(300)}),
+                    app.state.service.admission.under_way.update({str(number): "" for number in range(300)}),
                 ),
             )
             for route in ANSWERS

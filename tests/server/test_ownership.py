@@ -363,7 +363,7 @@ def test_a_request_that_waits_is_anothers_secret_too() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             owner = service.clients._hash("one")
-            with service.gate.admit(["waits"], owner):
+            with service.admission.admit(["waits"], owner):
                 return [
                     (await _answer(client, "get", "/v1/millpond/memory/waits", key)).status_code
                     for key in ("one", "two")

@@ -95,7 +95,7 @@ def test_null_stands_for_a_default_that_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"audio": {"voice": "x"}}, "audio is not supported: answers are text"),
+        ({"audio": {"response_format": "x"}}, "audio is not supported: answers are text"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
         ({"verbosity": "low"}, "verbosity is not supported"),

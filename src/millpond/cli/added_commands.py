@@ -21,10 +21,12 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 
 def added_commands(lab: Iterable[str]) -> dict[str, Command]:
-    """Commands by name, sorted: what installed packages add; one that cannot be imported says so when it is called.
+    """Return commands by name, sorted: those of installed packages, and those of millpond-lab.
+
+    One that cannot be imported reports that when it is called.
 
     Args:
-        lab: names of commands of millpond-lab; where it is not installed, calling one says how to get it.
+        lab: Names of commands of millpond-lab; where it is not installed, calling one says how to get it.
     """
     commands: dict[str, Command] = {}
     for point in entry_points(group=GROUP):
@@ -40,7 +42,7 @@ def added_commands(lab: Iterable[str]) -> dict[str, Command]:
 
 
 def add_command(app: typer.Typer, name: str, command: Command) -> None:
-    """Add a command to an app; a function that takes nothing but the context reads its arguments itself."""
+    """Add a command to an app; a function of the context alone reads its arguments itself."""
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:
@@ -63,7 +65,7 @@ def _load(point: EntryPoint) -> Command:
 
 
 def _refusing(message: str, summary: str) -> Callable[..., None]:
-    """A command that refuses any arguments with this message."""
+    """Return a command that refuses any arguments with this message."""
 
     def refuse(context: typer.Context) -> None:
         raise OptionError(message)

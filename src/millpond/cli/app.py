@@ -29,7 +29,10 @@ EXIT_USER_ERROR = 2
 
 
 class Commands(TyperGroup):
-    """Shows Millpond's own errors as one red sentence; anything else is a bug and keeps its traceback."""
+    """Commands that report Millpond's errors as one red sentence.
+
+    Anything else is a bug and keeps its traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:

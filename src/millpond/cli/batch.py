@@ -98,7 +98,7 @@ def batch(
 
 
 async def _show(work: Any, file: Path, out: Path) -> None:
-    """The plan, and the lines that would be refused."""
+    """Print the plan, and the lines that would be refused."""
     from millpond.server.batch_files import answered_in
 
     await work.read(file, answered_in(out))
@@ -110,11 +110,11 @@ async def _show(work: Any, file: Path, out: Path) -> None:
 
 
 async def _run(work: Any, llm: AsyncLLM, file: Path, out: Path, bad: Path) -> None:
-    """The answers, and a line about them."""
+    """Write the answers, and print a line about them."""
     from millpond.server.batch_files import answered_in
 
     await work.read(file, answered_in(out))
-    asked = sum(len(request.prompt) for _, job in work.jobs for request in job.requests)
+    asked = sum(len(request.prompt) for _, api_call in work.calls for request in api_call.requests)
     count = await work.run(out, bad)
     read = llm.stats().prompt_tokens
     where = f" (see {escape(str(bad))})" if count.refused else ""

@@ -43,17 +43,17 @@ def calibrate(
     ] = True,
 ) -> None:
     """Measure a model on a text, for the codecs kvquant2, kvquant3 and kvquant4."""
-    chosen, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
+    widths, normalised = parse_bits(bits, "bits"), parse_bits(q_norm or "", "q-norm")
     words = _read(text)
     from millpond.hf.calibration.measure import calibrate as measure
 
     loaded, tokenizer = model.load()
     ids = tokenizer(words, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][0]
     with notes(), _bar() as progress:
-        found = measure(
+        tables = measure(
             loaded,
             ids,
-            bits=chosen,
+            bits=widths,
             windows=windows,
             length=length,
             outliers=outliers,
@@ -63,9 +63,9 @@ def calibrate(
             normalise=normalised,
             progress=progress,
         )
-    found.save(out)
+    tables.save(out)
     errors().print(
-        f"[dim]{len(found.layers)} layers · {', '.join(map(str, found.bits))} bits · {escape(str(out))}: "
+        f"[dim]{len(tables.layers)} layers · {', '.join(map(str, tables.bits))} bits · {escape(str(out))}: "
         f"{size(out.stat().st_size)}[/]",
         soft_wrap=True,
         highlight=False,
@@ -73,7 +73,7 @@ def calibrate(
 
 
 def parse_bits(text: str, name: str) -> list[int]:
-    """Whole numbers separated by commas.
+    """Return whole numbers separated by commas.
 
     Raises:
         OptionError: something else.
@@ -100,7 +100,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """A bar over the runs of tokens, then the layers; gone when all is done."""
+    """Show a bar over the runs of tokens, then the layers; it goes when all is done."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 

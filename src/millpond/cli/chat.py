@@ -149,10 +149,15 @@ def chat(
 def converse(
     partner: ChatBackend, said: Iterator[str], system: str | None = None, session: ChatSession | None = None
 ) -> None:
-    """Answer message after message until there are no more; an error costs the turn in which it comes, and no more.
+    """Answer message after message until there are no more.
+
+    An error costs the turn in which it arises, and no more.
 
     Args:
-        session: whose messages come first, and which keeps those that are added.
+        partner: Source of the answers.
+        said: Messages of the user.
+        system: A system message before everything; None: none.
+        session: Conversation whose messages come first, and which keeps those that are added.
     """
     beginning: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(beginning) if session is None else session.load(system)
@@ -196,7 +201,7 @@ def converse(
 
 
 def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str], object]) -> str | None:
-    """The answer, written while it comes; Ctrl-C ends it with what came. None: there was none."""
+    """Return the answer, written while it comes; Ctrl-C ends it early. None: there was none."""
     parts: list[str] = []
     stream = partner.answer(messages)
     try:
@@ -258,10 +263,11 @@ class ChatSession:
     """One named conversation.
 
     Args:
-        home: folder of all of them. name: of this one.
+        home: Folder of all of them.
+        name: Name of this one.
 
     Attributes:
-        cache_dir: for the caches of its turns.
+        cache_dir: Folder of the caches of its turns.
 
     Raises:
         OptionError: no such name can be given, or its folder cannot be made.
@@ -282,25 +288,25 @@ class ChatSession:
             raise OptionError(f"session {name!r} cannot be stored ({error})") from error
 
     def load(self, system: str | None) -> list[Message]:
-        """Its messages so far; of a new one the system message, if there is one.
+        """Return its messages so far; of a new one the system message, if there is one.
 
         Raises:
             OptionError: it began with another system message. DataError: its file is not as it was written.
         """
         beginning: list[Message] = [{"role": "system", "content": system}] if system else []
         try:
-            found: Any = json.loads(self._file.read_text(encoding="utf-8"))
+            messages: Any = json.loads(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return beginning
         except (OSError, ValueError) as error:
             raise self._broken(str(error)) from error
-        if not isinstance(found, list) or not all(map(_is_message, found)):
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise self._broken("it holds no messages")
-        if system and found[:1] != beginning:
+        if system and messages[:1] != beginning:
             raise OptionError(
                 f"session {self.name!r} began with another system message; leave --system out, or name another session"
             )
-        return found
+        return messages
 
     def save(self, messages: Sequence[Message]) -> None:
         """Keep the messages so far.
@@ -317,10 +323,10 @@ class ChatSession:
         return DataError(f"{str(self._file)!r} cannot be read ({why}); remove it, or name another session")
 
 
-def _is_message(found: Any) -> bool:
+def _is_message(value: Any) -> bool:
     return (
-        isinstance(found, dict)
-        and found.keys() == {"role", "content"}
-        and found["role"] in _ROLES
-        and isinstance(found["content"], str)
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and value["role"] in _ROLES
+        and isinstance(value["content"], str)
     )

@@ -33,24 +33,25 @@ class ChatBackend(Protocol):
     """A source of answers: a local model or a server.
 
     Attributes:
-        name: of the model. writes_names: messages are written with names in front of them, for want of a chat template.
+        name: Name of the model.
+        writes_names: Whether messages are written with names in front of them, for want of a chat template.
     """
 
     name: str
     writes_names: bool
 
     def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
-        """The next message, piece by piece; closing the generator ends it.
+        """Yield the next message, piece by piece; closing the generator ends it.
 
         Raises:
             MillpondError: there is no answer to these messages; others may have one.
         """
 
     def last(self) -> str:
-        """What is known of the last answer."""
+        """Return a line about the last answer."""
 
     def forgotten(self) -> str:
-        """What its cache had forgotten of what the model read when it ended; "": nothing, or unknown."""
+        """Return what its cache had forgotten when it ended; "": nothing, or unknown."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,12 @@ class LocalBackend:
         return self.stream(self._encode(messages), turn=True)
 
     def stream(self, ids: tuple[int, ...], *, turn: bool) -> Generator[str, None, None]:
-        """What follows the tokens, piece by piece; closing the generator ends it. turn: it ends with the turn."""
+        """Yield what follows the tokens, piece by piece; closing the generator ends it.
+
+        Args:
+            ids: Tokens to continue.
+            turn: Whether the answer ends with the turn.
+        """
         from millpond.engine.request import Request
         from millpond.prompt_marks import PromptMarks
 
@@ -134,7 +140,7 @@ class LocalBackend:
         return "" if self._lost is None or not self._lost.fewer_than_half else forgotten_text(self._lost)
 
     def _pieces(self, clock: Clock, interrupts: Sequence[object]) -> Iterator[str]:
-        """The answer until it ends or the user presses Ctrl-C; never in the middle of a step."""
+        """Yield the answer until it ends or the user presses Ctrl-C; never inside a step."""
         engine, shown = self._llm.engine, 0
         while engine.busy and not interrupts:
             for output in engine.step():
@@ -164,7 +170,9 @@ class HttpBackend:
     """A model behind an OpenAI-compatible address.
 
     Args:
-        http: sends to the server's root. body: fields of every request.
+        http: Client that sends to the server's root.
+        body: Fields of every request.
+        name: Name of the model.
     """
 
     def __init__(self, http: httpx.Client, body: Mapping[str, Any], name: str) -> None:
@@ -217,7 +225,7 @@ class HttpBackend:
 
 
 def parse_event(event: str) -> tuple[str, bool, dict[str, Any] | None]:
-    """Text of the first choice, whether it ended, and the server's count if this event has it.
+    """Return the first choice's text, whether it ended, and the server's count if it has one.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: it is no event of a completion, or tells of an error.
@@ -235,10 +243,11 @@ def parse_event(event: str) -> tuple[str, bool, dict[str, Any] | None]:
 
 @contextmanager
 def reach(url: str, model: str | None, key: str | None, body: Mapping[str, Any]) -> Iterator[HttpBackend]:
-    """A partner behind an address.
+    """Open a chat with a model behind an address.
 
     Raises:
-        OptionError: httpx is not installed. DataError: the server cannot be reached, or names no model.
+        OptionError: httpx is not installed.
+        DataError: the server cannot be reached, or names no model.
     """
     try:
         import httpx
@@ -263,7 +272,7 @@ def reach(url: str, model: str | None, key: str | None, body: Mapping[str, Any])
 
 @contextmanager
 def _held_back() -> Iterator[list[object]]:
-    """Ctrl-C interrupts nothing in here; what it would have interrupted gathers in the list."""
+    """Hold back Ctrl-C: it interrupts nothing in here, and gathers in the list."""
     came: list[object] = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append(_))
     try:
@@ -273,7 +282,7 @@ def _held_back() -> Iterator[list[object]]:
 
 
 def _reason(content: bytes) -> str:
-    """The server's own words for an error."""
+    """Return the server's own words for an error."""
     text = content.decode(errors="replace")
     try:
         return str(json.loads(text)["error"]["message"])

@@ -44,9 +44,14 @@ def add(
     from millpond.engine.llm import LLM
 
     store = ChunkStore(folder, memory="256MiB", disk=disk, dtype=chunk_dtype)
-    chosen = None if dtype == "auto" else dtype
+    requested_dtype = None if dtype == "auto" else dtype
     with LLM(
-        model, method="full", chunk_store=store, dtype=chosen, threads=threads, trust_remote_code=trust_remote_code
+        model,
+        method="full",
+        chunk_store=store,
+        dtype=requested_dtype,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
     ) as llm:
         with working(f"reading {len(texts)} chunks"):
             llm.store_chunks(texts, alone=alone)
@@ -130,7 +135,7 @@ def _listed(folder: Path, *, verify: bool = False) -> list[StoredFile]:
 
 
 def _texts(file: Path, paragraphs: bool) -> list[str]:
-    """The chunks of a file.
+    """Return the chunks of a file.
 
     Raises:
         DataError: it cannot be read, or is no text.

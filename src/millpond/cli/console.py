@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def output() -> Console:
-    """The console of results."""
+    """Return the console of results."""
     return Console()
 
 
 def errors() -> Console:
-    """The console of notes and errors."""
+    """Return the console of notes and errors."""
     return Console(stderr=True)
 
 
@@ -37,7 +37,7 @@ def notes() -> Iterator[None]:
 
 
 def held_of(kv_bytes: int, unused_bytes: int, full_kv_bytes: int) -> str:
-    """Bytes of a cache relative to a full one in the model's dtype, and the part that pages take beyond entries.
+    """Return a cache's bytes beside a full one in the model's dtype, and unfilled page bytes.
 
     Example:
         >>> held_of(327680, 17920, 309760)
@@ -54,7 +54,10 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show that something long continues: on a terminal a spinner, elsewhere a line now and one every ten seconds."""
+    """Show that something long continues.
+
+    On a terminal it is a spinner, elsewhere a line now and one every ten seconds.
+    """
     from millpond.models.downloads import progress, tell
 
     if not errors().is_terminal:
@@ -64,7 +67,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def size(n_bytes: float) -> str:
-    """Bytes as people read them, in binary units.
+    """Return bytes as people read them, in binary units.
 
     Example:
         >>> size(1536), size(3 * 2**20)
@@ -77,8 +80,8 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
 
 
-def forgotten_text(found: Forgotten, of: str = "the prompt") -> str:
-    """The shares of a span that no head, and fewer than half of the heads, still hold.
+def forgotten_text(forgotten: Forgotten, of: str = "the prompt") -> str:
+    """Return the shares of a span that no head, and fewer than half of the heads, still hold.
 
     Example:
         >>> from millpond.engine.outputs import Forgotten
@@ -87,6 +90,6 @@ def forgotten_text(found: Forgotten, of: str = "the prompt") -> str:
         >>> forgotten_text(Forgotten(0, 400, 0.0, 0.0, 1.0))
         'nothing of the prompt forgotten'
     """
-    if not found.fewer_than_half:
+    if not forgotten.fewer_than_half:
         return f"nothing of {of} forgotten"
-    return f"of {of} {found.share:.1%} held by no head, {found.fewer_than_half:.1%} by fewer than half"
+    return f"of {of} {forgotten.share:.1%} held by no head, {forgotten.fewer_than_half:.1%} by fewer than half"

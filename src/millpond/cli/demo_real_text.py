@@ -43,7 +43,10 @@ class DemoSetting:
 
 
 def settings_for(budget: str) -> list[DemoSetting]:
-    """The rows: everything, all entries in fewer bits, evicted, and the window that shows what that can cost."""
+    """Return the rows: all entries, all in fewer bits, evicted, and the window.
+
+    The window shows what eviction can cost.
+    """
     return [
         DemoSetting("full"),
         DemoSetting(preset="light"),
@@ -56,11 +59,13 @@ def settings_for(budget: str) -> list[DemoSetting]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one setting made of the text.
+    """Result of one setting on the text.
 
     Attributes:
-        perplexity: of the `FOLLOWING` tokens after the text, each predicted from the compressed cache.
-        step_ms: the fastest decoding step. answer: to the question, with text and question compressed together.
+        setting: The setting.
+        perplexity: Perplexity of the `FOLLOWING` tokens after the text, each predicted from the compressed cache.
+        step_ms: Milliseconds of the fastest decoding step.
+        answer: Answer to the question, with text and question compressed together.
     """
 
     setting: DemoSetting
@@ -81,7 +86,7 @@ class TextTask:
 
     @classmethod
     def read(cls, path: Path, tokenizer: PreTrainedTokenizerBase, length: int, question: str) -> TextTask:
-        """The first tokens of a file.
+        """Return a task of the first tokens of a file.
 
         Raises:
             DataError: it cannot be read as UTF-8, or is too short.
@@ -135,7 +140,7 @@ def show(
 def read_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: TextTask, setting: DemoSetting
 ) -> Reading:
-    """The numbers of one setting."""
+    """Return the numbers of one setting."""
     runs: Any = model
     with compress(model, tokenizer=tokenizer, **setting.arguments) as cache:
         logits = runs(task.ids, **cache_argument(cache), logits_to_keep=1).logits
@@ -187,7 +192,7 @@ def _table(readings: list[Reading]) -> Table:
 
 
 def _lesson(readings: list[Reading]) -> str:
-    """What the table shows, in one sentence."""
+    """Return the lesson of the table in one sentence."""
     small = sorted(readings[1:], key=lambda one: one.perplexity)
     best, worst, full = small[0], small[-1], readings[0]
     return (

@@ -46,7 +46,7 @@ def remember(
 
     A budget without a method is kvzip's, which does not need to know the questions.
     """
-    text, chosen = source.read(), cache.for_compress()
+    text, cache_options = source.read(), cache.for_compress()
     from millpond.hf.ask import beginning, for_later_questions
     from millpond.hf.compress import compress
     from millpond.hf.document import read_document, save_document
@@ -55,12 +55,12 @@ def remember(
         loaded, tokenizer = model.load()
     in_chat = wants_template(tokenizer, chat)
     ids = beginning(tokenizer, text, in_chat).to(loaded.device)
-    with notes(), compress(loaded, tokenizer=tokenizer, **for_later_questions(chosen)) as held:
+    with notes(), compress(loaded, tokenizer=tokenizer, **for_later_questions(cache_options)) as kv_cache:
         with working(f"reading {ids.shape[1]:,} tokens"):
-            read_document(loaded, held, ids, chunk)
+            read_document(loaded, kv_cache, ids, chunk)
             note = json.dumps({"model": model.model, "dtype": model.dtype, "chat": in_chat})
-            n_bytes = save_document(held, ids, out, note=note)
-        stats = held.stats()
+            n_bytes = save_document(kv_cache, ids, out, note=note)
+        stats = kv_cache.stats()
     errors().print(
         f"[dim]{ids.shape[1]:,} tokens read · "
         f"{held_of(stats.kv_bytes, stats.unused_bytes, stats.full_kv_bytes)} · "
@@ -84,19 +84,19 @@ def ask(
     from millpond.hf.ask import answer
     from millpond.hf.document import document_note, restore_document
 
-    made = _made_with(document, document_note(document))
-    name = model or made.model
+    origin = _made_with(document, document_note(document))
+    name = model or origin.model
     with working(f"loading {name}"):
-        loaded, tokenizer = load_on(name, dtype or made.dtype, device, trust_remote_code)
+        loaded, tokenizer = load_on(name, dtype or origin.dtype, device, trust_remote_code)
     for question in questions:
         cache, ids = restore_document(loaded, document, tokenizer=tokenizer)
         with notes(), cache:
             output().print(f"[bold]{escape(question)}[/]", soft_wrap=True, highlight=False)
-            answer(loaded, tokenizer, cache, ids, question, made.chat, max_new_tokens, TextStopwatch(tokenizer))
+            answer(loaded, tokenizer, cache, ids, question, origin.chat, max_new_tokens, TextStopwatch(tokenizer))
 
 
 class _Made(NamedTuple):
-    """What a document says of how it was made."""
+    """Settings that a document was made with."""
 
     model: str
     dtype: str
@@ -105,7 +105,7 @@ class _Made(NamedTuple):
 
 def _made_with(document: str, note: str) -> _Made:
     try:
-        made = json.loads(note)
-        return _Made(str(made["model"]), str(made["dtype"]), bool(made.get("chat", False)))
+        fields = json.loads(note)
+        return _Made(str(fields["model"]), str(fields["dtype"]), bool(fields.get("chat", False)))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise DataError(f"{document!r} does not say which model read it: give --model and --dtype") from None

@@ -55,17 +55,18 @@ class Placing(OptionGroup):
         return (self.memory or self.device_memory or self.disk or self.weights) is not None
 
     def check(self, device: str | None, chunk: int | None) -> None:
-        """
+        """Check that the engine has the options that are given.
+
         Raises:
             OptionError: options of `generate` that the engine does not have.
         """
         names = ("memory", "device_memory", "disk", "weights")
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
         if device not in (None, "cpu") and (self.disk or self.weights) is not None:
             raise OptionError(f"--device {device}: --disk and --weights run on a CPU; leave --device out")
         if chunk is not None:
             raise OptionError(
-                f"--chunk {chunk}: with {given} prompts are read in steps of the engine; leave --chunk out"
+                f"--chunk {chunk}: with {flags} prompts are read in steps of the engine; leave --chunk out"
             )
 
 
@@ -80,8 +81,12 @@ def generate_in_engine(
     """Write the answer to a text, and a line about it.
 
     Args:
-        chat: as `--chat`. settings: fields of `EngineConfig`. params: of the answer; the end of a turn is added where
-            the chat template is used.
+        model: Options of the model.
+        placing: Options of its place.
+        text: The prompt.
+        chat: As `--chat`.
+        settings: Fields of `EngineConfig`.
+        params: Sampling parameters of the answer; the end of a turn is added where the chat template is used.
     """
     from millpond.cli.chat_backend import LocalBackend
     from millpond.engine.config import EngineConfig
@@ -136,11 +141,11 @@ class Sampling(OptionGroup):
             )
 
     def drawn(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`."""
+        """Return fields of `SamplingParams`."""
         return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "typical_p", "seed")}
 
     def kwargs(self) -> dict[str, Any]:
-        """For `generate()`."""
+        """Return arguments of `generate()`."""
         if self.temperature == 0:
             return {"do_sample": False}
         return {
@@ -190,7 +195,7 @@ def generate(
         )
         generate_in_engine(model, placing, text, chat, settings, params)
         return
-    chosen = cache.for_compress()
+    cache_options = cache.for_compress()
     import torch
 
     from millpond.cache.pages.pool import DEFAULT_SLOTS
@@ -214,7 +219,11 @@ def generate(
     with (
         notes(),
         compress(
-            loaded, memory_limit=memory_limit, page_slots=page_slots or DEFAULT_SLOTS, tokenizer=tokenizer, **chosen
+            loaded,
+            memory_limit=memory_limit,
+            page_slots=page_slots or DEFAULT_SLOTS,
+            tokenizer=tokenizer,
+            **cache_options,
         ) as held,
     ):
         watch = TextStopwatch(tokenizer)
@@ -233,7 +242,7 @@ def generate(
 
 
 def closing_line(n_prompt: int, watch: Stopwatch, stats: CacheStats, lost: Forgotten) -> str:
-    """What was done, how fast, what the cache holds of what a full one would, and what it has forgotten."""
+    """Return a line about the run: its speed, the cache's bytes, and what it has forgotten."""
     prefill = n_prompt / watch.prefill_s if watch.prefill_s else 0.0
     return (
         f"prompt {n_prompt:,} tokens at {prefill:,.0f} tokens/s · {len(watch.ticks):,} new at "

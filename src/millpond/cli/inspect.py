@@ -42,29 +42,29 @@ def inspect(
     ] = None,
 ) -> None:
     """Generate inside a KV budget and write a page that shows, step by step, which entries each head holds."""
-    text, chosen = source.read(), cache.for_compress()
+    text, cache_options = source.read(), cache.for_compress()
     from millpond.hf.compress import compress
     from millpond.inspector import page
     from millpond.inspector.trace_recorder import record_trace
 
     loaded, tokenizer = model.load()
     coded = encode(tokenizer, text, chat)
-    with notes(), compress(loaded, tokenizer=tokenizer, **chosen) as held:
+    with notes(), compress(loaded, tokenizer=tokenizer, **cache_options) as kv_cache:
         kept = cache.kept()
         method = choose(kept["method"], kept["budget"], kept["codec"], evicting=bool(cache.option)).method
         setting = {"model": Path(model.model).name, "method": ":".join([method, *(cache.option or [])])}
-        if held.budget is not None:
-            setting["budget"] = str(held.budget)
+        if kv_cache.budget is not None:
+            setting["budget"] = str(kv_cache.budget)
         setting["prompt"] = f"{len(coded.ids):,} tokens"
-        made = record_trace(loaded, tokenizer, held, coded, setting, max_new_tokens)
-    write(out, page(made))
+        recorded = record_trace(loaded, tokenizer, kv_cache, coded, setting, max_new_tokens)
+    write(out, page(recorded))
     if trace is not None:
-        made.write(trace)
+        recorded.write(trace)
     screen = output()
-    share = made.kv_bytes[-1] / made.full_kv_bytes[-1]
+    share = recorded.kv_bytes[-1] / recorded.full_kv_bytes[-1]
     screen.print(
-        f"{made.n_prompt:,} tokens read, {len(made.tokens) - made.n_prompt:,} written; "
-        f"KV {size(made.kv_bytes[-1])} held, full cache {size(made.full_kv_bytes[-1])} ({share:.0%})",
+        f"{recorded.n_prompt:,} tokens read, {len(recorded.tokens) - recorded.n_prompt:,} written; "
+        f"KV {size(recorded.kv_bytes[-1])} held, full cache {size(recorded.full_kv_bytes[-1])} ({share:.0%})",
         soft_wrap=True,
         highlight=False,
     )
@@ -72,7 +72,7 @@ def inspect(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Encoded:
-    """The prompt as tokens with their texts, through the chat template if wanted, or if there is one.
+    """Return the prompt as tokens with texts, through the chat template if one is to be used.
 
     Raises:
         OptionError: a chat template is wanted and there is none.

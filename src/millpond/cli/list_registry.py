@@ -54,7 +54,7 @@ def _page(entry: Entry[Any]) -> Group:
 
 
 def _flow(text: str) -> str:
-    """Paragraphs without the line breaks of the source."""
+    """Return paragraphs without the line breaks of the source."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 

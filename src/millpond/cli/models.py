@@ -66,7 +66,10 @@ def get(
 
 
 class _Row(NamedTuple):
-    """A model in the list: facts in columns, and `about` below them, what it is or how to get it."""
+    """A model in the list: facts in columns, and `about` below them.
+
+    `about` tells what it is or how to get it.
+    """
 
     name: str
     size: str
@@ -114,7 +117,7 @@ def _rows() -> list[_Row]:
 
 
 def _lines(rows: Sequence[_Row]) -> Iterator[str | Padding]:
-    """The list as it is printed: two lines a model, the facts below one another."""
+    """Yield the list as it is printed: two lines a model, the facts below one another."""
     table = [_HEAD, *(row.facts for row in rows)]
     widths = [max(len(facts[column]) for facts in table) for column in range(len(_HEAD))]
     for row, facts in zip([None, *rows], table, strict=True):
@@ -129,7 +132,7 @@ def _lines(rows: Sequence[_Row]) -> Iterator[str | Padding]:
 
 
 def _forms(forms: Sequence[ConvertedFolder]) -> str:
-    """What a GGUF file was converted to, in each dtype."""
+    """Return the forms that a GGUF file was converted to, in each dtype."""
     return " + ".join(f"{_megabytes(form.size)} {form.dtype}" for form in forms)
 
 

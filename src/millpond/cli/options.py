@@ -65,7 +65,7 @@ WeightSeed = Annotated[int, typer.Option(help="Seed of weights, prompts and orde
 
 
 def parse_options(pairs: Sequence[str], example: str = "recent=0.25") -> dict[str, str]:
-    """{"name": "value"} from ["name=value", ...]; what the text means is the registry's to decide.
+    """Return {"name": "value"} from ["name=value", ...]; the registry interprets the text.
 
     Raises:
         OptionError: no "=" in a pair, or a name given twice.
@@ -96,11 +96,11 @@ class OptionGroup:
     A group can also take settings of a dataclass: `kind`, and their names among those of its `order`.
 
     Attributes:
-        given: names of the options that the user set on the command line; no option itself.
-        settings: values of the settings by their names, as `kind` takes them; those that are missing have their
+        given: Names of the options that the user set on the command line; no option itself.
+        settings: Values of the settings by their names, as `kind` takes them; those that are missing have their
             defaults.
         kind, order: a dataclass with settings, and the names of all options of the group in the order of the help.
-        usual: defaults of settings that are others than those of `kind`.
+        usual: Defaults of settings that are others than those of `kind`.
     """
 
     given: frozenset[str] = frozenset()
@@ -116,7 +116,7 @@ class OptionGroup:
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer, with every parameter of an `OptionGroup` type replaced by the options of that group.
+    """Return a command for typer whose `OptionGroup` parameters are replaced by their options.
 
     The default of such a parameter, a group, gives the defaults of the options; without one they are the fields' own.
     """
@@ -148,18 +148,18 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: type[OptionGroup]) -> dict[str, Any]:
-    """Types of the options that are fields of the group itself."""
+    """Return the types of the options that are fields of the group itself."""
     hints = get_type_hints(group, include_extras=True)
     return {one.name: hints[one.name] for one in fields(group) if one.name not in ("given", "settings")}
 
 
 def _names(group: type[OptionGroup]) -> dict[str, None]:
-    """Names of all options in the order of the help."""
+    """Return the names of all options in the order of the help."""
     return dict.fromkeys(group.order or _fields(group))
 
 
 def _usual(group: type[OptionGroup], name: str) -> Any:
-    """The default of a setting of the group."""
+    """Return the default of a setting of the group."""
     return group.usual[name] if name in group.usual else usual_of(group.kind, name)
 
 
@@ -203,7 +203,7 @@ class CacheChoice(OptionGroup):
         return parse_options(self.option or [])
 
     def kept(self) -> dict[str, Any]:
-        """Method, budget and codec: those of the preset, or as given where there is none.
+        """Return method, budget and codec: those of the preset, or else as given.
 
         Raises:
             OptionError: no such preset, or one together with an option that it decides.
@@ -220,7 +220,7 @@ class CacheChoice(OptionGroup):
         return {"budget": None, **preset_of(self.preset)}
 
     def for_compress(self) -> dict[str, Any]:
-        """Arguments of `compress`.
+        """Return arguments of `compress`.
 
         Raises:
             OptionError: see `kept` and `parse_options`.
@@ -232,17 +232,17 @@ class CacheChoice(OptionGroup):
         return {**kept, **bound, "calibration": self.calibration, **self.options}
 
     def for_request(self) -> dict[str, Any]:
-        """What the user chose, as an engine or a request takes it; nothing where their own defaults hold.
+        """Return the user's choice as an engine or a request takes it, without defaults.
 
         Raises:
             OptionError: see `kept` and `parse_options`.
         """
         kept = self.kept()
-        chosen = {name: value for name, value in kept.items() if name in self.given}
+        own_choice = {name: value for name, value in kept.items() if name in self.given}
         if self.preset is not None:
-            chosen = {"preset": self.preset}
+            own_choice = {"preset": self.preset}
         bound = {"max_kl": self.max_kl, "fit": self.fit}
-        given = {**chosen, **bound, "options": self.options}
+        given = {**own_choice, **bound, "options": self.options}
         return {name: value for name, value in given.items() if value is not None and value != {}}
 
 
@@ -256,7 +256,7 @@ class ModelOptions(OptionGroup):
     trust_remote_code: TrustRemoteCode = False
 
     def load(self) -> tuple[Any, PreTrainedTokenizerBase]:
-        """The model on its device, and its tokenizer.
+        """Return the model on its device, and its tokenizer.
 
         Raises:
             OptionError: the model cannot be loaded, or the device cannot be used.
@@ -267,7 +267,7 @@ class ModelOptions(OptionGroup):
 def load_on(
     model: str, dtype: str, device: str | None, trust_remote_code: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A model on a device, and its tokenizer.
+    """Return a model on a device, and its tokenizer.
 
     Raises:
         OptionError: the model cannot be loaded, or the device cannot be used.
@@ -281,20 +281,22 @@ def load_on(
 
 
 def device_of_engine(name: str | None, *on_cpu: object) -> str | None:
-    """The device of an engine's model: the one of that name; without a name a GPU if there is one, but not where one of
-    the settings `on_cpu` is given, which are for a CPU.
+    """Return the device of an engine's model.
+
+    It is the one of that name; without a name a GPU if there is one, but not where one of the settings `on_cpu` is
+    given, which are for a CPU.
 
     Raises:
         OptionError: torch knows no such device, or cannot use it here.
     """
     if name is None and any(setting is not None for setting in on_cpu):
         return None
-    found = pick_device(name)
-    return None if found.type == "cpu" else str(found)
+    device = pick_device(name)
+    return None if device.type == "cpu" else str(device)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name; without a name, a GPU if there is one.
+    """Return the device of that name; without a name, a GPU if there is one.
 
     Raises:
         OptionError: torch knows no such device, or cannot use it here.
@@ -314,7 +316,7 @@ class PromptSource(OptionGroup):
     prompt_file: Annotated[str | None, optional(help="Read the prompt from this file; - is standard input.")] = None
 
     def read(self) -> str:
-        """The prompt from one of its two sources.
+        """Return the prompt from one of its two sources.
 
         Raises:
             OptionError: neither or both are given, the file cannot be read, or the prompt is empty.
@@ -344,14 +346,14 @@ def wants_template(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> boo
     """
     from millpond.models.chat_template import has_template
 
-    found = has_template(tokenizer)
-    if chat and not found:
+    templated = has_template(tokenizer)
+    if chat and not templated:
         raise OptionError("--chat: this tokenizer has no chat template; leave --chat out")
-    return found and chat is not False
+    return templated and chat is not False
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None) -> Tensor:
-    """(1, n) token ids, through the chat template if wanted, or if there is one.
+    """Return (1, n) token ids, through the chat template if wanted, or if there is one.
 
     Raises:
         OptionError: a chat template is wanted and there is none.

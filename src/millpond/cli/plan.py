@@ -50,7 +50,7 @@ def plan(
 
     kept = cache.kept()
     with notes(), bar() as report:
-        found = make_plan(
+        placement = make_plan(
             model,
             memory=memory,
             disk=disk,
@@ -64,24 +64,24 @@ def plan(
             **kept,
         )
     if out is not None:
-        save_plan(found, out)
+        save_plan(placement, out)
     if json:
-        typer.echo(to_json(found), nl=False)
+        typer.echo(to_json(placement), nl=False)
         return
-    output().print(table(found))
-    for line in sentences(found):
+    output().print(table(placement))
+    for line in sentences(placement):
         output().print(line, soft_wrap=True, highlight=False)
 
 
 def table(plan: Plan) -> Table:
-    """Tiers x (weights, KV, activations), in bytes."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column("tier")
+    """Return a table of tiers x (weights, KV, activations), in bytes."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column("tier")
     for name in (*COLUMNS, "together"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        grid.add_column(name, justify="right", no_wrap=True)
     assert plan.prediction is not None, "a plan that was searched for"
     for tier, purposes in plan.prediction.bytes.items():
         if purposes:
             cells = [sum(purposes.get(name, 0) for name in names) for names in COLUMNS.values()]
-            shown.add_row(tier, *(size(n) if n else "" for n in cells), size(sum(cells)))
-    return shown
+            grid.add_row(tier, *(size(n) if n else "" for n in cells), size(sum(cells)))
+    return grid

@@ -88,7 +88,7 @@ class EngineChoice(OptionGroup):
     ] = "lru"
 
     def as_arguments(self) -> dict[str, Any]:
-        """Fields of `EngineConfig`.
+        """Return fields of `EngineConfig`.
 
         Raises:
             OptionError: a rule for a prefix cache, and none.
@@ -106,7 +106,8 @@ class EngineChoice(OptionGroup):
         }
 
     def _chunks(self) -> ChunkStore | None:
-        """
+        """Return the chunk store of the options.
+
         Raises:
             OptionError: limits of a store without its folder.
         """
@@ -142,14 +143,15 @@ class Workers(OptionGroup):
         return not {"replicas", "prefill", "decode", "layout"}.isdisjoint(self.given)
 
     def as_arguments(self, threads: int | None = None) -> dict[str, Any]:
-        """Those of `millpond.cluster.AsyncLLM`.
+        """Return the arguments of `millpond.cluster.AsyncLLM`.
 
         Args:
-            threads: of each worker.
+            threads: Threads of each worker.
 
         Raises:
             OptionError: options of a cluster without workers, or a plan that does not fit this machine or the other
-                options. DataError: no plan.
+                options.
+            DataError: no plan.
         """
         if not self.several and (lost := self.given & {"address", "handoff_memory", "checkpoint_tokens"}):
             raise OptionError(f"--{min(lost).replace('_', '-')} needs --replicas, --layout, or --prefill and --decode")
@@ -161,7 +163,7 @@ class Workers(OptionGroup):
 
 
 def _planned(layout: Path, address: str | None, threads: int | None) -> dict[str, int | None]:
-    """Numbers of workers by role, of a plan that this machine can run.
+    """Return numbers of workers by role, of a plan that this machine can run.
 
     Raises:
         OptionError: workers of several devices, or more threads than this machine has CPUs. DataError: no plan.
@@ -221,7 +223,7 @@ class Access(OptionGroup):
     )
 
     def as_settings(self) -> dict[str, Any]:
-        """Fields of `ServerSettings`, with what the environment adds.
+        """Return fields of `ServerSettings`, with what the environment adds.
 
         Raises:
             OptionError: not NAME=PATH, or a priority limit that is no whole number.
@@ -240,7 +242,7 @@ class Access(OptionGroup):
 
 
 def keys_of(text: str) -> list[str]:
-    """Items of a variable, separated by commas.
+    """Return the items of a variable, separated by commas.
 
     Example:
         >>> keys_of("one, two,")
@@ -250,7 +252,7 @@ def keys_of(text: str) -> list[str]:
 
 
 def limits_of(texts: list[str]) -> dict[str, int]:
-    """Priority limits by key; that of all others by "".
+    """Return priority limits by key; that of all others by "".
 
     Raises:
         OptionError: no whole number.
@@ -345,7 +347,9 @@ def serve(
 
 
 def name_of(model: str) -> str:
-    """A model's name for clients: a hub id or a name as it is, a folder by its last part, a GGUF file by its stem.
+    """Return a model's name for clients.
+
+    It is a hub id or a name as it is, a folder by its last part, a GGUF file by its stem.
 
     Example:
         >>> name_of("pond-recall")

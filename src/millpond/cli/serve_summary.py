@@ -17,10 +17,13 @@ _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def summary(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> list[str]:
-    """Lines of a server that listens.
+    """Return the lines that a server prints when it listens.
 
     Args:
-        port: that it has.
+        llm: The model.
+        settings: Settings of the server.
+        host: Address on which it listens.
+        port: Port that it has.
     """
     stats, cache = llm.stats(), llm.cache
     own = _EVERY.get(host, host)

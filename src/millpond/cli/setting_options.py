@@ -15,11 +15,13 @@ from millpond.setting import default_of, flag_of, help_text, settings_of, type_o
 
 
 def option_of(kind: type, name: str, *, default_text: str | None = None, show_default: bool | None = None) -> Any:
-    """A setting of `kind` as a `typer.Option`.
+    """Return a setting of `kind` as a `typer.Option`.
 
     Args:
-        default_text: what the default means, where a command has another than the setting. show_default: as of
-            `typer.Option`; None: unless the default is None.
+        kind: Class of the settings.
+        name: Name of the field.
+        default_text: What the default means, where a command has another than the setting.
+        show_default: As of `typer.Option`; None: unless the default is None.
     """
     one = settings_of(kind)[name]
     shown = usual_of(kind, name) is not None if show_default is None else show_default
@@ -28,7 +30,7 @@ def option_of(kind: type, name: str, *, default_text: str | None = None, show_de
 
 
 def usual_of(kind: type, name: str) -> Any:
-    """The default of an option: that of its setting, as it is written; None for a list that is empty."""
+    """Return the default of an option, as its setting is written; None for an empty list."""
     default = default_of(kind, name)
     if isinstance(default, tuple | Mapping):
         return None
@@ -36,7 +38,7 @@ def usual_of(kind: type, name: str) -> Any:
 
 
 def parameter_of(kind: type, name: str, usual: Any) -> inspect.Parameter:
-    """A setting of `kind` as a parameter of a command, whose default is `usual`."""
+    """Return a setting of `kind` as a parameter of a command, whose default is `usual`."""
     taken = _taken(kind, name)
     default_text = None if usual in (None, False) else ""  # the default itself is shown
     option = option_of(kind, name, default_text=default_text, show_default=usual is not None)
@@ -49,12 +51,15 @@ def parameter_of(kind: type, name: str, usual: Any) -> inspect.Parameter:
 
 
 def value_of(kind: type, name: str, value: Any) -> Any:
-    """What the field takes for the value of its option: several are a tuple."""
+    """Return the field's value for that of its option: several are a tuple."""
     return tuple(value or ()) if get_origin(type_of(kind, name)) is tuple else value
 
 
 def _taken(kind: type, name: str) -> Any:
-    """The type that typer reads: a path, a number, a switch, a list, or a text, which the setting reads itself."""
+    """Return the type that typer reads.
+
+    It is a path, a number, a switch, a list, or a text, which the setting reads itself.
+    """
     one, hint = settings_of(kind)[name], type_of(kind, name)
     if get_origin(hint) in (tuple, Mapping):
         return list[str]

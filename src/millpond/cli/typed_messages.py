@@ -13,7 +13,7 @@ PASTE_S = 0.05
 
 
 def typed() -> Iterator[str]:
-    r"""The messages of the standard input; Ctrl-C begins a message again.
+    r"""Yield the messages of the standard input; Ctrl-C begins a message again.
 
     A line is a message. At a terminal lines that are pasted are one message together, and Alt-Enter begins a new line;
     everywhere a line that ends in `\` goes on in the next one.
@@ -31,7 +31,8 @@ def typed() -> Iterator[str]:
 
 
 def _message(at_terminal: bool) -> str:
-    """
+    """Return the next message.
+
     Raises:
         EOFError: there is none any more.
     """
@@ -57,7 +58,7 @@ def _more_there() -> bool:
 
 
 def _edit_lines() -> None:
-    """Let input() know arrow keys, what was typed before, and what the terminal marks as pasted."""
+    """Let input() know arrow keys, earlier messages, and what the terminal marks as pasted."""
     import readline
 
     if "libedit" not in (readline.__doc__ or ""):  # which knows neither; there pasted lines are there together

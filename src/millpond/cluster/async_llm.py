@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar, TypeVarTuple
 
+from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import DrainResult
-from millpond.cluster.ledger import check_movable
 from millpond.cluster.llm import Cluster, ClusterClient
 from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
@@ -24,10 +24,10 @@ from millpond.models.load import find_tokenizer
 
 
 class Outbox:
-    """Outputs for tasks of other event loops; a report of a worker has those of all its requests.
+    """Outputs for tasks of other event loops; a worker's report carries those of all requests.
 
     Args:
-        cancel: called with the id of a request whose reader is gone, with its loop.
+        cancel: Called with the id of a request whose reader is gone, with its loop.
     """
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ class _Call:
 
 
 class BatchedCalls:
-    """Calls into one loop, safe to use from any other loops. Requests that are sent at once arrive together so."""
+    """Calls into one loop, safe from any loop; requests sent at once arrive together."""
 
     def __init__(self, loop: LoopThread) -> None:
         self._loop = loop
@@ -73,19 +73,19 @@ class BatchedCalls:
         Raises:
             Exception: what the function raises.
         """
-        here = asyncio.get_running_loop()
-        call = _Call(function, here.create_future())
-        if here not in self._waiting:
-            self._waiting[here] = []
-            here.call_soon(self._send, here)
-        self._waiting[here].append(call)
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop.create_future())
+        if loop not in self._waiting:
+            self._waiting[loop] = []
+            loop.call_soon(self._send, loop)
+        self._waiting[loop].append(call)
         result: T = await call.answer
         return result
 
-    def _send(self, here: asyncio.AbstractEventLoop) -> None:
-        calls = [call for call in self._waiting.pop(here) if not call.answer.cancelled()]
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        calls = [call for call in self._waiting.pop(loop) if not call.answer.cancelled()]
         if calls:
-            self._loop.call(lambda: _make(calls, here))
+            self._loop.call(lambda: _make(calls, loop))
 
 
 def _make(calls: Sequence[_Call], home: asyncio.AbstractEventLoop) -> None:
@@ -114,13 +114,17 @@ Args = TypeVarTuple("Args")
 
 
 class AsyncClusterLLM(ClusterClient):
-    """Answers requests of many tasks on several engines; `millpond.cluster.AsyncLLM`, safe to use from any event loop.
+    """Answers requests of many tasks on several engines, from any event loop.
+
+    It is `millpond.cluster.AsyncLLM`.
 
     Args:
-        model: a name or folder. config: of each engine; None for the defaults.
-        model_name: name that clients use; None: the model's own.
-        dtype, threads: as of `LLM`, for each worker.
-        **options: fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
+        model: A name or folder.
+        config: Configuration of each engine; None for the defaults.
+        model_name: Name that clients use; None: the model's own.
+        dtype: As of `LLM`, for each worker.
+        threads: As of `LLM`, for each worker.
+        **options: Fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
             of each worker. See docs/reference/settings.md.
 
     Raises:
@@ -129,11 +133,17 @@ class AsyncClusterLLM(ClusterClient):
 
     @classmethod
     def of(cls, cluster: Cluster, model_name: str | None = None, tokenizer: Any = None) -> Self:
-        """Over workers that are there; tokenizer: None for that of the model."""
-        made = super().of(cluster, model_name)
+        """Return a model over workers that run already.
+
+        Args:
+            cluster: The workers.
+            model_name: Name for clients.
+            tokenizer: Tokenizer of the model; None: that of its folder.
+        """
+        client = super().of(cluster, model_name)
         if tokenizer is not None:
-            made.tokenizer = tokenizer
-        return made
+            client.tokenizer = tokenizer
+        return client
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -168,7 +178,7 @@ class AsyncClusterLLM(ClusterClient):
         return self._cache
 
     def live(self) -> dict[Role, int]:
-        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 where there is none."""
         return self._cluster.dispatcher.live()
 
     @property
@@ -177,7 +187,10 @@ class AsyncClusterLLM(ClusterClient):
         return None
 
     def trouble(self, limit_s: float) -> str | None:
-        """Which role has no worker that serves; None: all is well. Workers that hang are replaced after `hang_s`."""
+        """Return which role has no worker that serves; None: all is well.
+
+        Workers that hang are replaced after `hang_s`.
+        """
         missing = [role for role, number in self.live().items() if not number]
         return f"no {' and no '.join(missing)} worker serves" if missing else None
 
@@ -219,7 +232,10 @@ class AsyncClusterLLM(ClusterClient):
         await asyncio.wrap_future(self._cluster.loop.call(lambda: self._cluster.dispatcher.cancel(request_id)))
 
     async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
-        """What a layer remembers of a request that runs at a worker; None for others, see `Engine.memory`."""
+        """Return what a layer remembers of a request that runs; None for others.
+
+        See `Engine.memory`.
+        """
         work = self._cluster.dispatcher.memory(request_id, layer, client)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
 
@@ -227,11 +243,12 @@ class AsyncClusterLLM(ClusterClient):
         """Give the requests of a worker to others, without an end of any of them, and end it.
 
         Args:
-            worker: its name. replace: start another one of its role; without, there is one less from then on.
+            worker: Its name.
+            replace: Start another one of its role; False: there is one less from then on.
 
         Raises:
-            OptionError: there is no such worker, or it is the last of its role and not replaced. MillpondError: it is
-                the last one of its role, and the one in its place does not start.
+            OptionError: there is no such worker, or it is the last of its role and not replaced.
+            MillpondError: it is the last one of its role, and the one in its place does not start.
         """
         work = self._cluster.dispatcher.drain(worker, replaced=replace)
         return await asyncio.wrap_future(self._cluster.loop.start(work))
@@ -239,21 +256,23 @@ class AsyncClusterLLM(ClusterClient):
     async def call_workers(
         self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args, most: int | None = None
     ) -> list[T]:
-        """Await a function in the workers' processes, at once, with the `AsyncLLM` of each, while requests go on.
+        """Await a function in the workers' processes, at once, with the `AsyncLLM` of each.
 
-        For the owner of the cluster, such as a measurement; nothing in a request or over HTTP leads here.
+        Requests continue meanwhile. It is for the owner of the cluster, such as a measurement; nothing in a request or
+        over HTTP leads here.
 
         Args:
-            function: an async one at the top of a module, which the workers import by its name.
-            args: behind the `AsyncLLM`; like what it returns they go from process to process as pickles.
-            most: of the workers to call, the first by name; None: all that serve.
+            function: An async one at the top of a module, which the workers import by its name.
+            *args: Passed after the `AsyncLLM`; like what it returns they go from process to process as pickles.
+            most: Most workers to call, the first by name; None: all that serve.
 
         Returns:
-            What each returned, by the names of the workers.
+            The result of each, by the names of the workers.
 
         Raises:
-            OptionError: the function is not async, or workers cannot import it. WorkerLostError: a worker was lost.
-                MillpondError: the function failed. The other workers are not stopped.
+            OptionError: the function is not async, or workers cannot import it.
+            WorkerLostError: a worker was lost.
+            MillpondError: the function failed. The other workers are not stopped.
         """
         _check_importable(function)
 
@@ -273,7 +292,8 @@ class AsyncClusterLLM(ClusterClient):
 
 
 def _check_importable(function: Callable[..., Any]) -> None:
-    """
+    """Check that workers can import a function by its name.
+
     Raises:
         OptionError: it is not async, or its name in its module does not mean it.
     """

@@ -7,11 +7,11 @@ import math
 import time
 from dataclasses import dataclass
 
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.moves import DECODES, REPLICAS, RETRY_S, Mover, RequestBook
+from millpond.cluster.migration import DECODES, REPLICAS, RETRY_S, Migrator, RequestBook
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import BYTES_BESIDES, BYTES_FACTOR, HandoffBuffer
 from millpond.cluster.worker_pool import WorkerPool
@@ -23,8 +23,9 @@ class _Copies:
     """Copies of one request.
 
     Attributes:
-        next_at: length of the longest answer at which the next one is due. key: of the newest that is held; None: none.
-        number: of copies that were begun.
+        next_at: Length of the longest answer at which the next one is due.
+        key: Key of the newest that is held; None: none is.
+        number: Copies that were begun.
     """
 
     next_at: float
@@ -33,9 +34,9 @@ class _Copies:
 
 
 class Checkpoints:
-    """The newest copy of each request of a cluster, in the memory of this process and within a limit.
+    """Newest copy of each request of a cluster, in this process's memory and within a limit.
 
-    A worker makes one copy at a time. A copy for which there is no room is left out; the one before it stays.
+    A worker makes one copy at a time. A copy for which there is no room is left out; the previous one stays.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class Checkpoints:
         settings: ClusterSettings,
         book: RequestBook,
         pool: WorkerPool,
-        mover: Mover,
+        migrator: Migrator,
         tasks: BackgroundTasks,
         figures: ClusterFigures,
     ) -> None:
         self._every, self._lease_s = settings.checkpoint_tokens, settings.lease_s
         self._roles = REPLICAS if settings.decode is None else DECODES
-        self._book, self._pool, self._mover, self._tasks, self._figures = book, pool, mover, tasks, figures
+        self._book, self._pool, self._migrator, self._tasks, self._figures = book, pool, migrator, tasks, figures
         self._store = HandoffBuffer(settings.handoff_bytes, math.inf)
         self._copies: dict[str, _Copies] = {}  # by the id of the request
         self._at_work: set[str] = set()  # workers that make a copy
@@ -59,8 +60,8 @@ class Checkpoints:
         """Bytes that are held, or expected."""
         return self._store.size
 
-    def grown(self, entry: LedgerEntry, handle: WorkerHandle) -> None:
-        """A request has new tokens: begin a copy of it where one is due."""
+    def grown(self, entry: ClusterRequest, handle: WorkerHandle) -> None:
+        """Begin a copy of a request with new tokens where one is due."""
         if self._every is None or entry.place != "running":
             return
         copies = self._copies.setdefault(entry.request.request_id, _Copies(self._every))
@@ -73,7 +74,7 @@ class Checkpoints:
             self._at_work.add(handle.name)
             self._tasks.run(self._copy(entry, handle, copies, key))
 
-    def resume(self, entry: LedgerEntry) -> bool:
+    def resume(self, entry: ClusterRequest) -> bool:
         """Let another worker continue a request from its copy; False: there is none."""
         copies = self._copies.get(entry.request.request_id)
         if copies is None or copies.key is None:
@@ -82,13 +83,13 @@ class Checkpoints:
         self._tasks.run(self._resume(entry, self._store.fetch(copies.key)))
         return True
 
-    def forget(self, entry: LedgerEntry) -> None:
+    def forget(self, entry: ClusterRequest) -> None:
         """Free the copy of a request."""
         copies = self._copies.pop(entry.request.request_id, None)
         if copies is not None and copies.key is not None:
             self._store.drop(copies.key)
 
-    async def _copy(self, entry: LedgerEntry, handle: WorkerHandle, copies: _Copies, key: str) -> None:
+    async def _copy(self, entry: ClusterRequest, handle: WorkerHandle, copies: _Copies, key: str) -> None:
         name, data = entry.name, None
         try:
             data = await handle.checkpoint(name)
@@ -102,8 +103,8 @@ class Checkpoints:
                 self._store.drop(key)
         if data is None:
             return
-        there = self._copies.get(entry.request.request_id) is copies and self._book.current(name, entry)
-        if not there or not self._store.put(key, data):
+        is_wanted = self._copies.get(entry.request.request_id) is copies and self._book.is_current(name, entry)
+        if not is_wanted or not self._store.put(key, data):
             self._store.drop(key)
             return
         if copies.key is not None:
@@ -112,38 +113,38 @@ class Checkpoints:
         self._figures.checkpoints += 1
         self._figures.checkpoint_bytes += len(data)
 
-    async def _resume(self, entry: LedgerEntry, data: bytes) -> None:
-        """Continue a request at the first worker that has room; without one in time it is begun again."""
+    async def _resume(self, entry: ClusterRequest, data: bytes) -> None:
+        """Continue a request at the first worker with room; restart it if there is none in time."""
         name, until = entry.name, time.monotonic() + self._lease_s
-        while self._book.current(name, entry):
-            chosen = self._book.choose_to_continue(self._roles, len(data), self._mover.silent)
-            if chosen is None:  # until one is there, or none starts any more and the request is ended
+        while self._book.is_current(name, entry):
+            worker = self._book.choose_to_continue(self._roles, len(data), self._migrator.unresponsive)
+            if worker is None:  # until one is there, or none starts any more and the request is ended
                 await asyncio.sleep(RETRY_S)
                 until = time.monotonic() + self._lease_s
                 continue
-            target, entry.worker = self._pool.serving[chosen], chosen
+            target, entry.worker = self._pool.serving[worker], worker
             try:
-                await self._mover.within_lease(target.resume(entry.again(), data), target, name)
+                await self._migrator.within_lease(target.resume(entry.again(), data), target, name)
             except (PoolFullError, WorkerLostError):
-                if self._book.current(name, entry) and time.monotonic() > until:
+                if self._book.is_current(name, entry) and time.monotonic() > until:
                     self._read_again(entry)
                 await asyncio.sleep(RETRY_S)
             except (MillpondError, TimeoutError):  # the prompt is read as if there were no copy
-                if self._book.current(name, entry):
+                if self._book.is_current(name, entry):
                     self._read_again(entry)
             else:
                 await self._arrived(entry, name, target)
                 return
 
-    def _read_again(self, entry: LedgerEntry) -> None:
+    def _read_again(self, entry: ClusterRequest) -> None:
         self.forget(entry)
-        self._book.begin_again(entry, lost=False)
+        self._book.restart(entry, lost=False)
 
-    async def _arrived(self, entry: LedgerEntry, name: str, target: WorkerHandle) -> None:
+    async def _arrived(self, entry: ClusterRequest, name: str, target: WorkerHandle) -> None:
         self._figures.resumed += 1
-        if not self._book.current(name, entry):  # it was cancelled on its way, or has ended there
+        if not self._book.is_current(name, entry):  # it was cancelled on its way, or has ended there
             await quietly(target.cancel(name))
             return
         entry.place = "running"
         if target.name not in self._pool.serving:  # lost between its answer and now
-            self._book.begin_again(entry)
+            self._book.restart(entry)

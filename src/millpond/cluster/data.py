@@ -34,8 +34,10 @@ class RowColumns:
     """Columns that are read and written.
 
     Attributes:
-        prompt: a text, or token ids. key: what tells rows apart. answer: the text of the answer; error: why there is
-            none, as "class: message"; None where there is one.
+        prompt: Column of the prompts: a text, or token ids.
+        key: Column that tells rows apart.
+        answer: Column of the text of the answer; None where there is none.
+        error: Column of why there is none, as "class: message"; None where there is one.
     """
 
     prompt: str
@@ -48,8 +50,10 @@ class RowEngine:
     """Answers rows with one engine.
 
     Args:
-        engine: with nothing in it. params: of every answer. columns: see `RowColumns`.
-        in_flight: rows that the engine has at a time, those that wait included.
+        engine: Engine with nothing in it.
+        params: Sampling parameters of every answer.
+        columns: See `RowColumns`.
+        in_flight: Rows that the engine has at a time, those that wait included.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, columns: RowColumns, in_flight: int) -> None:
@@ -58,7 +62,7 @@ class RowEngine:
         self._number = 0
 
     def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The places of the rows and the rows with their answers, each as soon as it is finished: not in their order.
+        """Yield rows with their indices and answers, each as soon as it is finished: not in order.
 
         A row that is refused, or fails, comes with an error and no answer. The next row is read when one is finished,
         so that no row waits for the rest of a batch. Leaving the iterator cancels what is in flight.
@@ -67,10 +71,10 @@ class RowEngine:
         try:
             while more or self._rows:
                 while more and len(self._rows) < self._in_flight:
-                    found = next(coming, None)
-                    more = found is not None
-                    if found is not None and (refused := self._add(*found)) is not None:
-                        yield found[0], refused
+                    numbered = next(coming, None)
+                    more = numbered is not None
+                    if numbered is not None and (refused := self._add(*numbered)) is not None:
+                        yield numbered[0], refused
                 if self._rows:
                     yield from self._step()
         finally:
@@ -97,8 +101,8 @@ class RowEngine:
         except Exception as error:  # the rows in flight have it, and the next ones go on
             outputs = self._engine.abort_all(error)
         for output in outputs:
-            if output.finished and (found := self._rows.pop(output.request_id, None)) is not None:
-                yield found[0], self._answered(found[1], output, output.error)
+            if output.finished and (numbered := self._rows.pop(output.request_id, None)) is not None:
+                yield numbered[0], self._answered(numbered[1], output, output.error)
 
     def _answered(self, row: Row, output: RequestOutput | None, error: Exception | None) -> dict[str, Any]:
         text = None if output is None or error is not None else output.completions[0].text
@@ -107,7 +111,7 @@ class RowEngine:
 
 
 def prompt_of(row: Row, column: str) -> str | tuple[int, ...]:
-    """The prompt of a row.
+    """Return the prompt of a row.
 
     Raises:
         DataError: there is none, or it is neither a text nor token ids.
@@ -123,21 +127,26 @@ def prompt_of(row: Row, column: str) -> str | tuple[int, ...]:
     raise DataError(f"the prompt in column {column!r} is {kind}: it must be a text or a list of token ids")
 
 
-def in_order(found: Iterable[tuple[int, Row]], before: Mapping[int, Row]) -> Iterator[Row]:
-    """Rows in the order of their places, which are all from 0 on. before: those that are there already."""
-    there, at = dict(before), 0
-    for place, row in found:
-        there[place] = row
-        while at in there:
-            yield there.pop(at)
+def in_order(rows: Iterable[tuple[int, Row]], previous: Mapping[int, Row]) -> Iterator[Row]:
+    """Yield rows in the order of their indices, which are all from 0 on.
+
+    Args:
+        rows: Rows with their indices, in any order.
+        previous: Rows that are complete already, by index.
+    """
+    ready, at = dict(previous), 0
+    for place, row in rows:
+        ready[place] = row
+        while at in ready:
+            yield ready.pop(at)
             at += 1
-    while at in there:
-        yield there.pop(at)
+    while at in ready:
+        yield ready.pop(at)
         at += 1
 
 
 def key_of(row: Row, column: str) -> str:
-    """The key of a row, as files of answers are compared by it.
+    """Return the key of a row, as files of answers are compared by it.
 
     Raises:
         DataError: there is none.
@@ -157,7 +166,8 @@ class AnswerFiles:
     """Rows with their answers in files of a folder.
 
     Args:
-        folder: made where it is missing. columns: see `RowColumns`.
+        folder: Made if it is missing.
+        columns: See `RowColumns`.
 
     Raises:
         DataError: the folder cannot be made.
@@ -171,7 +181,9 @@ class AnswerFiles:
             raise DataError(f"answers cannot be kept in {folder}: {error.strerror}") from None
 
     def keys(self) -> frozenset[str]:
-        """Keys of the rows that have an answer; one that failed is not among them, and is tried again.
+        """Return the keys of the rows that have an answer.
+
+        A row that failed is not among them, and is tried again.
 
         Raises:
             DataError: a file that is no file of answers.
@@ -179,7 +191,7 @@ class AnswerFiles:
         return frozenset(self.newer(frozenset()))
 
     def newer(self, than: frozenset[str]) -> dict[str, Row]:
-        """Rows with an answer by their keys, without those of `than`.
+        """Return rows with an answer by their keys, without those of `than`.
 
         Raises:
             DataError: a file that is no file of answers.
@@ -188,7 +200,7 @@ class AnswerFiles:
         return {key: row for row in answered if (key := key_of(row, self._columns.key)) not in than}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows of all files; where a key was answered more than once, each time.
+        """Yield all rows of all files; where a key was answered more than once, each time.
 
         Raises:
             DataError: a line that is no row.
@@ -208,15 +220,15 @@ class AnswerFiles:
                 yield row
 
     def keep(self, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-        """The same rows with their places, each file of them written before its first one is passed on.
+        """Yield the same rows, each file of them written before its first one is passed on.
 
         Raises:
             DataError: a file cannot be written, or a row has no key.
         """
         coming = iter(rows)
-        while found := list(islice(coming, ROWS)):
-            self._write([row for _, row in found])
-            yield from found
+        while numbered := list(islice(coming, ROWS)):
+            self._write([row for _, row in numbered])
+            yield from numbered
 
     def _write(self, rows: list[Row]) -> None:
         text = "".join(json.dumps(row, default=_plain) + "\n" for row in rows)
@@ -231,7 +243,7 @@ class AnswerFiles:
 
 
 def _plain(value: Any) -> Any:
-    """A value of numpy as JSON has it.
+    """Return a value of numpy as JSON has it.
 
     Raises:
         DataError: a value of another kind.
@@ -246,12 +258,18 @@ RESTARTS = 3
 
 
 class AnswerRows:
-    """What runs in each process of Ray Data: an engine, and rows that come and go.
+    """Stage in each process of Ray Data: an engine, and the rows that it answers.
 
     Args:
-        model, config, dtype, threads: as of `LLM`. out: folder of answers that are kept; None: none are.
-        done: keys of rows that are left out.
-        params, columns, in_flight: see `RowEngine`.
+        model: As of `LLM`.
+        config: As of `LLM`.
+        dtype: As of `LLM`.
+        threads: As of `LLM`.
+        params: See `RowEngine`.
+        columns: See `RowEngine`.
+        in_flight: See `RowEngine`.
+        out: Folder of answers that are kept; None: none are.
+        done: Keys of rows that are left out.
     """
 
     def __init__(
@@ -274,21 +292,23 @@ class AnswerRows:
         self._kept = {} if self._files is None else self._files.newer(done)
 
     def __call__(self, block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The rows of a block with their answers, column by column.
+        """Yield the rows of a block with their answers, column by column.
 
-        They come in their order, since Ray does a block again from its beginning and goes on where it was.
+        They come in their order, since Ray does a block again from its beginning and continues where it was.
         """
         rows = list(rows_of(block))
-        kept: dict[int, Row] = {}
+        answered: dict[int, Row] = {}
         if self._files is not None:
             rows = [row for row in rows if key_of(row, self._key) not in self._done]
-            found = ((place, self._kept.get(key_of(row, self._key))) for place, row in enumerate(rows))
-            kept = {place: row for place, row in found if row is not None}
-        for row in in_order(self._answers(rows, [place for place in range(len(rows)) if place not in kept]), kept):
+            stored = ((place, self._kept.get(key_of(row, self._key))) for place, row in enumerate(rows))
+            answered = {place: row for place, row in stored if row is not None}
+        for row in in_order(
+            self._answers(rows, [place for place in range(len(rows)) if place not in answered]), answered
+        ):
             yield {name: np.array([value], dtype=_dtype(value)) for name, value in row.items()}
 
     def _answers(self, rows: Sequence[Row], places: Sequence[int]) -> Iterator[tuple[int, Row]]:
-        """The rows at these places, each when it is finished, and in a file if there are files."""
+        """Yield the rows at these indices, each when finished, through a file if there is one."""
         answered: Iterator[tuple[int, Row]] = self._engine.run(rows[place] for place in places)
         if self._files is not None:
             answered = self._files.keep(answered)
@@ -318,19 +338,19 @@ def generate_dataset(
     fails comes with an error and no answer. Where a process is killed, its block is answered once more.
 
     Args:
-        dataset: a `ray.data.Dataset`; its blocks are what processes share (`repartition`).
-        model: a name or folder that every process can open.
-        config: of each engine; None for the defaults.
-        prompt: column of the prompts, texts or token ids.
-        key: column that names a row; needed for `out`.
-        params: of every answer; one answer for each row.
-        replicas: processes, each with one engine.
-        in_flight: rows that an engine has at a time.
-        out: folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, and a
+        dataset: A `ray.data.Dataset`; its blocks are what processes share (`repartition`).
+        model: A name or folder that every process can open.
+        config: Configuration of each engine; None for the defaults.
+        prompt: Column of the prompts, texts or token ids.
+        key: Column that names a row; needed for `out`.
+        params: Sampling parameters of every answer; one answer for each row.
+        replicas: Processes, each with one engine.
+        in_flight: Rows that an engine has at a time.
+        out: Folder for files of answered rows (JSON lines); rows whose key has an answer there now are left out, and a
             second run does what is missing. None: nothing is kept.
-        dtype: as of `LLM`.
-        threads: of each process, as of `LLM`.
-        **options: fields of `EngineConfig`, in place of those of `config`.
+        dtype: As of `LLM`.
+        threads: Threads of each process, as of `LLM`.
+        **options: Fields of `EngineConfig`, in place of those of `config`.
 
     Returns:
         A `ray.data.Dataset`, computed when it is read: the rows with the columns "answer" and "error". With `out`,
@@ -373,12 +393,12 @@ def generate_dataset(
 
 
 def rows_of(block: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of columns."""
+    """Yield the rows of columns."""
     names = list(block)
     for values in zip(*block.values(), strict=True):
         yield dict(zip(names, values, strict=True))
 
 
 def _dtype(value: Any) -> Any:
-    """Texts and what may be missing are objects; numbers stay as they are."""
+    """Return the dtype of a column: object for texts and missing values, else as it is."""
     return object if value is None or isinstance(value, str) else None

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from millpond.cluster.checkpoints import Checkpoints
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, together
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.messages import RequestStart, RequestUpdate, WorkerReport, error_of
-from millpond.cluster.moves import Drain, Mover
+from millpond.cluster.messages import RequestDelta, StartMessage, WorkerReport, error_of
+from millpond.cluster.migration import Drain, Migrator
 from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker_pool import MakeWorker, WorkerPool
@@ -27,45 +27,53 @@ GRACE_S = 0.5
 
 
 class Deadlines:
-    """Timers of the requests of one event loop. expired: called with each request that is still there."""
+    """Timers of the requests of one event loop.
 
-    def __init__(self, expired: Callable[[LedgerEntry], None]) -> None:
+    Args:
+        expired: Called with each request that is still in flight at its deadline.
+    """
+
+    def __init__(self, expired: Callable[[ClusterRequest], None]) -> None:
         self._expired = expired
-        self._timers: dict[LedgerEntry, asyncio.TimerHandle] = {}
+        self._timers: dict[ClusterRequest, asyncio.TimerHandle] = {}
 
-    def watch(self, entry: LedgerEntry) -> None:
-        """A request arrives. One with a deadline that is none is left to the engine, which refuses it."""
+    def watch(self, entry: ClusterRequest) -> None:
+        """Start the timer of a request.
+
+        A deadline that is none is left to the engine, which refuses it.
+        """
         deadline = entry.request.deadline
         if deadline is not None and deadline > 0:
             loop = asyncio.get_running_loop()
             self._timers[entry] = loop.call_later(deadline + GRACE_S, self._expired, entry)
 
-    def forget(self, entry: LedgerEntry) -> None:
-        """A request has ended."""
+    def forget(self, entry: ClusterRequest) -> None:
+        """Stop the timer of a request."""
         timer = self._timers.pop(entry, None)
         if timer is not None:
             timer.cancel()
 
 
-class LastTries:
+class RetryQueue:
     """Requests that were lost as often as they may be, and had no new token since.
 
     One of them may be what ends its workers. On a worker together they would end together; alone, it ends alone.
 
     Args:
-        max_replays: how often in a row a request is begun again.
+        max_replays: Most restarts of a request in a row.
     """
 
     def __init__(self, max_replays: int) -> None:
         self._max_replays = max_replays
-        self._trying: LedgerEntry | None = None
-        self._waiting: dict[LedgerEntry, None] = {}  # in the order in which they came
+        self._trying: ClusterRequest | None = None
+        self._waiting: dict[ClusterRequest, None] = {}  # in the order in which they came
 
-    def may_begin(self, entry: LedgerEntry, *, wait: bool) -> bool:
-        """Whether a request may go to a worker now.
+    def acquire(self, entry: ClusterRequest, *, wait: bool) -> bool:
+        """Return whether a request may go to a worker now.
 
         Args:
-            wait: where it may not, `over` returns it when its turn has come.
+            entry: The request.
+            wait: Let it wait if it may not; `release` returns it when its turn has come.
         """
         if not 0 < entry.replays >= self._max_replays:
             return True
@@ -76,8 +84,8 @@ class LastTries:
             self._waiting[entry] = None
         return False
 
-    def over(self, entry: LedgerEntry) -> LedgerEntry | None:
-        """A request has a new token or has ended; returns the next one, which may go to a worker now."""
+    def release(self, entry: ClusterRequest) -> ClusterRequest | None:
+        """Return the next request that may go to a worker, after one has a new token or has ended."""
         self._waiting.pop(entry, None)
         if self._trying is not entry:
             return None
@@ -87,22 +95,22 @@ class LastTries:
         return self._trying
 
 
-class Outgoing:
+class StartBatcher:
     """Requests for workers.
 
     Those that are sent in one pass of the loop go in one message, and so do those that come until a worker has
     answered the message before; nothing waits for a clock.
 
     Args:
-        tasks: what runs in the background.
+        tasks: Tasks in the background.
     """
 
     def __init__(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
         #: Requests that are in no message yet, by name, of each worker that has a message to answer or gets one.
-        self._waiting: dict[WorkerHandle, dict[str, RequestStart]] = {}
+        self._waiting: dict[WorkerHandle, dict[str, StartMessage]] = {}
 
-    def send(self, handle: WorkerHandle, start: RequestStart) -> None:
+    def send(self, handle: WorkerHandle, start: StartMessage) -> None:
         """Let a worker have a request."""
         if handle not in self._waiting:
             self._waiting[handle] = {}
@@ -114,7 +122,7 @@ class Outgoing:
         if self._waiting.get(handle, {}).pop(name, None) is None:
             self._tasks.run(quietly(handle.cancel(name)))
 
-    async def _run(self, handle: WorkerHandle, waiting: dict[str, RequestStart]) -> None:
+    async def _run(self, handle: WorkerHandle, waiting: dict[str, StartMessage]) -> None:
         try:
             while waiting:
                 starts = tuple(waiting.values())
@@ -133,14 +141,16 @@ _WATCHED = 64
 
 
 class Dispatcher:
-    """The requests and the workers of one cluster; see `PoolListener` and `RequestBook` for what others call.
+    """The requests and workers of one cluster; others call `PoolListener` and `RequestBook`.
 
     Args:
-        settings: roles of the workers, and limits. make: see `MakeWorker`.
-        block: tokens of a block of a prompt that engines share with later ones.
+        settings: Roles of the workers, and limits.
+        make: See `MakeWorker`.
+        block: Tokens of a block of a prompt that engines share with later ones.
 
     Attributes:
-        figures: counters. checkpoints: copies of requests in flight.
+        figures: Counters.
+        checkpoints: Copies of requests in flight.
     """
 
     def __init__(self, settings: ClusterSettings, make: MakeWorker, block: int) -> None:
@@ -148,14 +158,14 @@ class Dispatcher:
         self._settings = settings
         self._tasks = BackgroundTasks(self._failed)
         self._pool = WorkerPool(settings.roles, make, self._tasks, self)
-        self._outgoing = Outgoing(self._tasks)
-        self._mover = Mover(self, self._pool, self._tasks, self.figures, settings.lease_s)
-        self.checkpoints = Checkpoints(settings, self, self._pool, self._mover, self._tasks, self.figures)
-        self._entries: dict[str, LedgerEntry] = {}
-        self._by_name: dict[str, LedgerEntry] = {}
+        self._start_batcher = StartBatcher(self._tasks)
+        self._migrator = Migrator(self, self._pool, self._tasks, self.figures, settings.lease_s)
+        self.checkpoints = Checkpoints(settings, self, self._pool, self._migrator, self._tasks, self.figures)
+        self._entries: dict[str, ClusterRequest] = {}
+        self._by_name: dict[str, ClusterRequest] = {}
         self._watched: OrderedDict[str, tuple[str, str, str]] = OrderedDict()  # with worker, name and client
         self._prefixes, self._recent = PrefixLedger(block), RecentWork()
-        self._last_tries, self._deadlines = LastTries(settings.max_replays), Deadlines(self._expired)
+        self._retry_queue, self._deadlines = RetryQueue(settings.max_replays), Deadlines(self._expired)
         self._without: dict[Role, MillpondError] = {}  # roles of which no worker is left or starts, and why
         self._closed = False
 
@@ -181,7 +191,7 @@ class Dispatcher:
         return self._pool.model
 
     def workers(self) -> list[WorkerInfo]:
-        """All of them, by name."""
+        """Return all workers, by name."""
         return self._pool.info(Counter(one.worker for one in self._entries.values() if one.worker is not None))
 
     @property
@@ -194,10 +204,10 @@ class Dispatcher:
         return self._pool.live()
 
     def stats(self) -> EngineStats:
-        """All engines as one; what has no worker waits."""
-        found = together([self._pool.stats[name] for name in self._pool.serving if name in self._pool.stats])
+        """Return the statistics of all engines as one; requests without a worker wait."""
+        stats = together([self._pool.stats[name] for name in self._pool.serving if name in self._pool.stats])
         homeless = sum(entry.worker is None for entry in self._entries.values())
-        return replace(found, waiting=found.waiting + homeless)
+        return replace(stats, waiting=stats.waiting + homeless)
 
     @property
     def busy(self) -> bool:
@@ -217,7 +227,7 @@ class Dispatcher:
         """
         handle, replacing = await self._pool.begin_drain(worker, replaced)
         began = time.monotonic()
-        moved, again = await Drain(handle, self, self._mover, self._tasks).run()
+        moved, again = await Drain(handle, self, self._migrator, self._tasks).run()
         seconds = time.monotonic() - began
         retired = await self._pool.retire(handle)
         self._prefixes.keep_workers(self._pool.serving)
@@ -239,25 +249,25 @@ class Dispatcher:
             raise MillpondError(str(error))
         if request.request_id in self._entries:
             raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
-        entry = LedgerEntry(request, deliver)
+        entry = ClusterRequest(request, deliver)
         self._entries[request.request_id] = entry
         self._deadlines.watch(entry)
         self._route(entry)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with what it has, wherever it is; one that is not there any more is no error."""
+        """End a request with what it has, wherever it is; one that is not in flight is no error."""
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.end("cancelled")
             self.end(entry)
 
     async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
-        """See `AsyncLLM.memory`; None while the request is at no worker, or if its worker has ended."""
+        """Return a snapshot as `AsyncLLM.memory`; None if no worker that serves has the request."""
         entry = self._entries.get(request_id)
-        known = self._watched.get(request_id) if entry is None else (entry.worker, entry.name, entry.request.client)
-        if known is None or client not in (None, known[2]):
+        watched = self._watched.get(request_id) if entry is None else (entry.worker, entry.name, entry.request.client)
+        if watched is None or client not in (None, watched[2]):
             return None
-        worker, name, _ = known
+        worker, name, _ = watched
         handle = None if worker is None else self._pool.serving.get(worker)
         if handle is None:
             return None
@@ -266,11 +276,11 @@ class Dispatcher:
         except WorkerLostError:
             return None
 
-    def at(self, worker: str) -> list[LedgerEntry]:
+    def requests_of(self, worker: str) -> list[ClusterRequest]:
         """See `RequestBook`."""
         return [entry for entry in self._entries.values() if entry.worker == worker]
 
-    def current(self, name: str, entry: LedgerEntry) -> bool:
+    def is_current(self, name: str, entry: ClusterRequest) -> bool:
         """See `RequestBook`."""
         return self._by_name.get(name) is entry
 
@@ -278,34 +288,34 @@ class Dispatcher:
         """See `RequestBook`."""
         return choose([one for one in self._loads() if one.worker not in without], roles, n_bytes)
 
-    def withdraw(self, handle: WorkerHandle, name: str) -> None:
+    def cancel_on(self, handle: WorkerHandle, name: str) -> None:
         """See `RequestBook`."""
-        self._outgoing.cancel(handle, name)
+        self._start_batcher.cancel(handle, name)
 
-    def may_move(self, entry: LedgerEntry) -> bool:
+    def may_move(self, entry: ClusterRequest) -> bool:
         """See `RequestBook`."""
-        return self._last_tries.may_begin(entry, wait=False)
+        return self._retry_queue.acquire(entry, wait=False)
 
-    def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
+    def restart(self, entry: ClusterRequest, *, lost: bool = True) -> None:
         """See `RequestBook`."""
         self._by_name.pop(entry.name, None)
         entry.epoch += 1
         entry.targets.clear()
-        if lost and not self._may_lose(entry):
+        if lost and not self._count_loss(entry):
             return
         self._by_name[entry.name] = entry
-        if self._last_tries.may_begin(entry, wait=True):
+        if self._retry_queue.acquire(entry, wait=True):
             self._continue(entry)
         else:
             entry.worker, entry.place = None, "held"
 
-    def missed(self, entry: LedgerEntry) -> None:
+    def transfer_timed_out(self, entry: ClusterRequest) -> None:
         """See `RequestBook`."""
         entry.misses += 1
-        self.begin_again(entry, lost=False)
+        self.restart(entry, lost=False)
 
-    def _may_lose(self, entry: LedgerEntry) -> bool:
-        """Count a loss of a request with a worker; False: it was one too many, and has ended the request."""
+    def _count_loss(self, entry: ClusterRequest) -> bool:
+        """Count a loss of a request with its worker; False: it was one too many and ended it."""
         entry.replays += 1
         if entry.replays <= self._settings.max_replays:
             return True
@@ -316,23 +326,23 @@ class Dispatcher:
         self.end(entry, error)
         return False
 
-    def _continue(self, entry: LedgerEntry) -> None:
+    def _continue(self, entry: ClusterRequest) -> None:
         """Send a request that was begun before to a worker."""
         if not self.checkpoints.resume(entry):
             self.figures.replayed += 1
             self._route(entry)
 
-    def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
+    def end(self, entry: ClusterRequest, error: MillpondError | None = None) -> None:
         """See `RequestBook`: nothing more comes of a request, and no worker has anything of it."""
         self._forget(entry)
         if error is not None:
             entry.end("error")
         handle = None if entry.worker is None else self._pool.serving.get(entry.worker)
         if handle is not None and not self._closed:
-            self._outgoing.cancel(handle, entry.name)
+            self._start_batcher.cancel(handle, entry.name)
         entry.deliver(entry.output(finished=True, error=error))
 
-    def _route(self, entry: LedgerEntry) -> None:
+    def _route(self, entry: ClusterRequest) -> None:
         """Send a request to a worker that reads prompts; without one it waits."""
         loads = self._loads()
         sharing = {name for name, stats in self._pool.stats.items() if stats.prefix is not None}
@@ -343,17 +353,17 @@ class Dispatcher:
             ahead = self._recent.ahead([one.worker for one in loads if one.role in READS])
             loads = [replace(one, ahead=ahead.get(one.worker, 0)) for one in loads]
         name = choose(loads, READS, spared=spared)
-        entry.worker, entry.place = name, "nowhere" if name is None else "running"
+        entry.worker, entry.place = name, "unplaced" if name is None else "running"
         if name is not None:
             entry.spared = spared.get(name, 0)
             if name in sharing:
                 self._prefixes.note(name, entry.keys)
                 self._recent.note(name, entry.unread)
             self._by_name[entry.name] = entry
-            start = RequestStart(entry.again(), stays=entry.misses > self._settings.max_replays)
-            self._outgoing.send(self._pool.serving[name], start)
+            start = StartMessage(entry.again(), stays=entry.misses > self._settings.max_replays)
+            self._start_batcher.send(self._pool.serving[name], start)
 
-    def _forget(self, entry: LedgerEntry) -> None:
+    def _forget(self, entry: ClusterRequest) -> None:
         self._entries.pop(entry.request.request_id, None)
         self._deadlines.forget(entry)
         self.checkpoints.forget(entry)
@@ -362,27 +372,27 @@ class Dispatcher:
             self._watched[entry.request.request_id] = entry.worker, entry.name, entry.request.client
             while len(self._watched) > _WATCHED:
                 self._watched.popitem(last=False)
-        self._tried(entry)
+        self._release_retry(entry)
 
-    def _tried(self, entry: LedgerEntry) -> None:
-        """A request has a new token, or has ended: another one may have its last try."""
-        following = self._last_tries.over(entry)
+    def _release_retry(self, entry: ClusterRequest) -> None:
+        """Let the next request have its last try, after one has a new token or has ended."""
+        following = self._retry_queue.release(entry)
         if following is not None and not self._closed:
             self._continue(following)
 
-    def _expired(self, entry: LedgerEntry) -> None:
+    def _expired(self, entry: ClusterRequest) -> None:
         entry.end("deadline")
         self.end(entry)
 
     def _loads(self) -> list[Load]:
-        mine: dict[str, list[LedgerEntry]] = {handle.name: [] for handle in self._pool.able()}
+        by_worker: dict[str, list[ClusterRequest]] = {handle.name: [] for handle in self._pool.able()}
         for entry in self._entries.values():
-            if entry.worker in mine:
-                mine[entry.worker].append(entry)
+            if entry.worker in by_worker:
+                by_worker[entry.worker].append(entry)
         serving, stats = self._pool.serving, self._pool.stats
         return [
             Load(name, serving[name].role, sum(entry.unread for entry in has), len(has), stats.get(name))
-            for name, has in mine.items()
+            for name, has in by_worker.items()
         ]
 
     def _failed(self, error: BaseException) -> None:
@@ -393,19 +403,19 @@ class Dispatcher:
 
     def reported(self, handle: WorkerHandle, report: WorkerReport) -> None:
         """See `PoolListener`."""
-        self._mover.heard(handle.name)
+        self._migrator.mark_responsive(handle.name)
         now = time.monotonic()
         for update in report.updates:
             entry = self._by_name.get(update.name)
             if entry is not None:  # else it is of an earlier epoch, or over
                 self._update(handle, entry, update, now)
         if report.stats.prefix is not None:  # it holds that many blocks, and will hold those that it reads
-            coming = sum(len(entry.keys) for entry in self.at(handle.name) if not entry.begun)
+            coming = sum(len(entry.keys) for entry in self.requests_of(handle.name) if not entry.begun)
             self._prefixes.trim(handle.name, report.stats.prefix.blocks + coming)
 
     def wanted(self, handle: WorkerHandle) -> frozenset[str]:
         """See `PoolListener`."""
-        return frozenset(entry.name for entry in self.at(handle.name) if entry.place in ("offered", "moving"))
+        return frozenset(entry.name for entry in self.requests_of(handle.name) if entry.place in ("offered", "moving"))
 
     def lost(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: its requests go to others."""
@@ -413,24 +423,24 @@ class Dispatcher:
         self._prefixes.keep_workers(self._pool.serving)
         for entry in list(self._entries.values()):
             if entry.worker == handle.name:
-                self.begin_again(entry)
+                self.restart(entry)
             elif handle.name in entry.targets:  # its bytes wait elsewhere, for another one
                 entry.targets.discard(handle.name)
-                self._may_lose(entry)
+                self._count_loss(entry)
 
     def joined(self, handle: WorkerHandle) -> None:
         """See `PoolListener`: requests without a worker have one."""
         self._without.pop(handle.role, None)
-        for entry in [entry for entry in self._entries.values() if entry.place == "nowhere"]:
+        for entry in [entry for entry in self._entries.values() if entry.place == "unplaced"]:
             self._route(entry)
 
-    def gave_up(self, role: Role, error: MillpondError | None) -> None:
+    def role_failed(self, role: Role, error: MillpondError | None) -> None:
         """See `PoolListener`: no request can be answered, nor any that comes later."""
         self._without[role] = MillpondError(f"no {role} worker is left, and none starts: {error}")
         for entry in list(self._entries.values()):
             self.end(entry, self._without[role])
 
-    def _update(self, handle: WorkerHandle, entry: LedgerEntry, update: RequestUpdate, now: float) -> None:
+    def _update(self, handle: WorkerHandle, entry: ClusterRequest, update: RequestDelta, now: float) -> None:
         error = error_of(update)
         changed = entry.add(update, now)
         if update.finished:
@@ -438,13 +448,13 @@ class Dispatcher:
             if error is not None:
                 entry.end("error")
         elif changed:
-            self._tried(entry)
+            self._release_retry(entry)
         if changed:
             entry.deliver(entry.output(finished=update.finished, error=error))
         if update.dropped:
-            self.begin_again(entry, lost=False)
+            self.restart(entry, lost=False)
         elif update.offered is not None and not update.finished:
             entry.place = "offered"
-            self._tasks.run(self._mover.move(entry, handle, update.offered))
+            self._tasks.run(self._migrator.move(entry, handle, update.offered))
         elif changed and not update.finished:
             self.checkpoints.grown(entry, handle)

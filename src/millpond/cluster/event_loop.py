@@ -58,7 +58,11 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Tasks of one event loop. failed: called with the error of one that should not have failed."""
+    """Tasks of one event loop.
+
+    Args:
+        failed: Called with the error of a task that should not have failed.
+    """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed

@@ -1,4 +1,4 @@
-"""Figures of a cluster: its workers, and what it has moved and begun again."""
+"""Figures of a cluster: its workers, its moved and restarted requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ class WorkerInfo:
     """One worker.
 
     Attributes:
-        pid, node: id of its process, and of the machine in Ray; 0 and "" while it starts. stats: of its engine.
-        requests: that it has. handoff_bytes: of requests that wait in it for another worker.
+        name: Its name.
+        role: Its role.
+        pid: Id of its process; 0 while it starts.
+        node: Id of its machine in Ray; "" while it starts.
+        state: Whether it starts, serves or is being drained.
+        stats: Statistics of its engine.
+        requests: Requests that it has.
+        handoff_bytes: Bytes of requests that wait in it for another worker.
     """
 
     name: str
@@ -34,11 +40,14 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class DrainResult:
-    """What became of the requests of a worker that was drained.
+    """Result of draining a worker.
 
     Attributes:
-        moved: requests that went on elsewhere with their caches. replayed: those that were begun again there, since
-            nothing of them was computed, or they could not move in time. seconds: until the worker had none.
+        worker: Its name.
+        moved: Requests that continued elsewhere with their caches.
+        replayed: Requests that were restarted elsewhere, since nothing of them was computed, or they could not move in
+            time.
+        seconds: Seconds until the worker had none.
     """
 
     worker: str
@@ -52,12 +61,15 @@ class ClusterFigures:
     """Counters from the start of a cluster.
 
     Attributes:
-        moved: requests that went from one worker to another. moved_bytes: bytes that went with them.
-        full_bytes: bytes of full caches of the same tokens. replayed: requests that were begun again.
-        checkpoints: copies of caches that came to this process, for the case that a worker is lost. checkpoint_bytes:
-            bytes of them. resumed: requests that went on from such a copy, and so are not among `replayed`.
-        deaths: workers that ended, or did not answer. move_s: seconds from the offer of a request to its arrival,
-            of all together.
+        moved: Requests that went from one worker to another.
+        moved_bytes: Bytes that went with them.
+        full_bytes: Bytes of full caches of the same tokens.
+        replayed: Requests that were restarted.
+        checkpoints: Copies of caches that came to this process, in case a worker is lost.
+        checkpoint_bytes: Bytes of them.
+        resumed: Requests that continued from such a copy, and so are not among `replayed`.
+        deaths: Workers that ended, or did not answer.
+        move_s: Seconds from the offer of a request to its arrival, of all together.
     """
 
     moved: int = 0
@@ -72,20 +84,20 @@ class ClusterFigures:
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
-    """All engines as one; no limit where one of them has none. They share no chunk store."""
+    """Return all engines as one; no limit where one has none. They share no chunk store."""
 
     def of(name: str) -> int | None:
-        found = [getattr(one, name) for one in stats]
-        return None if None in found or (name == "kv_limit" and not found) else sum(found)
+        values = [getattr(one, name) for one in stats]
+        return None if None in values or (name == "kv_limit" and not values) else sum(values)
 
     numbers = {field.name: of(field.name) for field in fields(EngineStats) if field.name not in ("prefix", "chunks")}
     return EngineStats(**numbers, prefix=_prefixes([one.prefix for one in stats]))  # type: ignore[arg-type]
 
 
-def _prefixes(found: Sequence[PrefixStats | None]) -> PrefixStats | None:
-    """Prefix caches of one rule as one; None where there is none."""
-    there = [one for one in found if one is not None]
-    if not there:
+def _prefixes(parts: Sequence[PrefixStats | None]) -> PrefixStats | None:
+    """Return prefix caches of one rule as one; None where there is none."""
+    present = [one for one in parts if one is not None]
+    if not present:
         return None
     numbers = [field.name for field in fields(PrefixStats) if field.name != "rule"]
-    return PrefixStats(there[0].rule, **{name: sum(getattr(one, name) for one in there) for name in numbers})
+    return PrefixStats(present[0].rule, **{name: sum(getattr(one, name) for one in present) for name in numbers})

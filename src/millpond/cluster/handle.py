@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.messages import StartMessage, WorkerReport
 from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot
@@ -21,10 +21,13 @@ class WorkerLostError(MillpondError):
 
 
 class WorkerHandle(Protocol):
-    """One worker. All calls raise `WorkerLostError` where it is gone; else what `EngineWorker` raises.
+    """One worker; calls raise `WorkerLostError` where it is gone, else as `EngineWorker`.
 
     Attributes:
-        name, role: of the worker. pid, node: where it runs; known after `open`.
+        name: Name of the worker.
+        role: Role of the worker.
+        pid: Id of its process; known after `open`.
+        node: Id of its machine; known after `open`.
     """
 
     name: str
@@ -33,10 +36,10 @@ class WorkerHandle(Protocol):
     node: str
 
     async def open(self) -> tuple[int, int, CacheOptions]:
-        """Begin; returns context length, vocabulary, and how caches are kept where a request does not say."""
+        """Begin; return context length, vocabulary, and default cache options of requests."""
         ...
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         """See `EngineWorker.start`."""
         ...
 
@@ -53,7 +56,7 @@ class WorkerHandle(Protocol):
         ...
 
     def offered(self, name: str) -> Any:
-        """Where the bytes of an offered request can be pulled from, for `take` of another worker."""
+        """Return a source of an offered request's bytes, for `take` of another worker."""
         ...
 
     async def take(self, name: str, offered: Any) -> None:

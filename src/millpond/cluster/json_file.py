@@ -9,34 +9,39 @@ from millpond.errors import DataError
 from millpond.option_files import read_file
 
 #: Most bytes of a file.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def read_json(path: str, what: str, version: int, way_out: str) -> dict[str, Any]:
-    """What a file holds, see `parse_json`.
+    """Return the object that a file holds, see `parse_json`.
 
     Raises:
-        OptionError: it cannot be opened. DataError: it is too large, or as `parse_json`.
+        OptionError: it cannot be opened.
+        DataError: it is too large, or as `parse_json`.
     """
     raw = read_file(path)
-    if len(raw) > MOST_BYTES:
-        raise DataError(f"{path}: {len(raw):,} bytes, a {what} has at most {MOST_BYTES:,}; {way_out}")
+    if len(raw) > MAX_BYTES:
+        raise DataError(f"{path}: {len(raw):,} bytes, a {what} has at most {MAX_BYTES:,}; {way_out}")
     return parse_json(raw, path, what, version, way_out)
 
 
 def parse_json(text: str | bytes, name: str, what: str, version: int, way_out: str) -> dict[str, Any]:
-    """The object of a JSON text whose field `format` is `version`.
+    """Return the object of a JSON text whose field `format` is `version`.
 
     Args:
-        name, what: of the text and its kind, for messages. way_out: what to do, likewise.
+        text: The text.
+        name: Name of the text, for messages.
+        what: Kind of the text, for messages.
+        version: Version that it must have.
+        way_out: What to do, for messages.
 
     Raises:
         DataError: it is no JSON, or of another format.
     """
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}: no JSON: {error}; {way_out}") from None
-    if not isinstance(found, dict) or found.get("format") != version:
+    if not isinstance(data, dict) or data.get("format") != version:
         raise DataError(f"{name}: not a {what} of this version; {way_out}")
-    return found
+    return data

@@ -12,7 +12,7 @@ from millpond.errors import DataError
 #: Number of the form of the file.
 FORMAT = 1
 #: Most workers of a plan.
-MOST_WORKERS = 4096
+MAX_WORKERS = 4096
 _WAY_OUT = "make one with 'millpond cluster plan --out'"
 
 
@@ -21,7 +21,7 @@ class PlannedWorkers:
     """Workers by role: either replicas, or some that read prompts and some that decode.
 
     Attributes:
-        devices: most devices of one worker.
+        devices: Most devices of one worker.
     """
 
     replicas: int
@@ -36,15 +36,16 @@ class PlannedWorkers:
 
 
 def load_plan(path: str) -> PlannedWorkers:
-    """The recommended workers of a plan.
+    """Return the recommended workers of a plan.
 
     Raises:
-        OptionError: the file cannot be opened. DataError: it is no plan, or its workers do not go together.
+        OptionError: the file cannot be opened.
+        DataError: it is no plan, or its workers do not go together.
     """
-    found = read_json(path, "plan", FORMAT, _WAY_OUT)
-    workers, copies = found.get("workers"), found.get("copies", 1)
-    if not isinstance(workers, list) or not _is_count(copies) or not 0 < len(workers) * copies <= MOST_WORKERS:
-        raise DataError(f"{path}: workers must be a list, and 1 to {MOST_WORKERS:,} with all copies; {_WAY_OUT}")
+    data = read_json(path, "plan", FORMAT, _WAY_OUT)
+    workers, copies = data.get("workers"), data.get("copies", 1)
+    if not isinstance(workers, list) or not _is_count(copies) or not 0 < len(workers) * copies <= MAX_WORKERS:
+        raise DataError(f"{path}: workers must be a list, and 1 to {MAX_WORKERS:,} with all copies; {_WAY_OUT}")
     roles: Counter[str] = Counter()
     for one in workers:
         role, devices = (one.get("role"), one.get("devices")) if isinstance(one, dict) else (None, None)
@@ -57,4 +58,4 @@ def load_plan(path: str) -> PlannedWorkers:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST_WORKERS
+    return type(value) is int and 0 < value <= MAX_WORKERS

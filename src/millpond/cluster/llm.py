@@ -9,10 +9,10 @@ from os import PathLike, fspath
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
+from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.dispatcher import Dispatcher
 from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
-from millpond.cluster.ledger import check_movable
 from millpond.cluster.ray_worker import RaySession, RayWorker
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker_pool import MakeWorker
@@ -31,12 +31,16 @@ class Cluster:
     """Workers, and the dispatcher that gives them requests.
 
     Args:
-        settings: of the workers. model: a name or folder that every worker can open. config: of each engine.
-        dtype, threads: as of `LLM`, for each worker.
-        make: makes workers in place of Ray, for tests; None: Ray does.
+        settings: Settings of the workers.
+        model: A name or folder that every worker can open.
+        config: Configuration of each engine.
+        dtype: As of `LLM`, for each worker.
+        threads: As of `LLM`, for each worker.
+        make: Makes workers in place of Ray, for tests; None: Ray does.
 
     Attributes:
-        model, config: as given.
+        model: The model.
+        config: The configuration.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or Ray is not there. No process is left.
@@ -89,12 +93,13 @@ class Cluster:
 
 
 class ClusterClient:
-    """A model on several engines, before it is said how requests come: from one thread or from many tasks.
+    """A model on several engines, without a way for requests to arrive.
 
-    Args: see `ClusterSettings` and `LLM`; those of its two kinds, `ClusterLLM` and `AsyncClusterLLM`.
+    Its kinds `ClusterLLM` and `AsyncClusterLLM` take requests from one thread and from many tasks; see them for the
+    arguments.
 
     Attributes:
-        model_name: name that clients use.
+        model_name: Name that clients use.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`; or the extra `cluster` is not installed.
@@ -118,24 +123,24 @@ class ClusterClient:
 
     @classmethod
     def of(cls, cluster: Cluster, model_name: str | None = None) -> Self:
-        """Over workers that are there."""
-        made = cls.__new__(cls)
-        made._begin(cluster, model_name or cluster.model)
-        return made
+        """Return a model over workers that run already."""
+        client = cls.__new__(cls)
+        client._begin(cluster, model_name or cluster.model)
+        return client
 
     def _begin(self, cluster: Cluster, model_name: str) -> None:
         self._cluster, self.model_name = cluster, model_name
 
     def stats(self) -> EngineStats:
-        """All engines as one."""
+        """Return the statistics of all engines as one."""
         return self._cluster.loop.call(self._cluster.dispatcher.stats).result()
 
     def workers(self) -> list[WorkerInfo]:
-        """All workers: name, role, process, node, state, requests, bytes and stats."""
+        """Return all workers: name, role, process, node, state, requests, bytes and stats."""
         return self._cluster.loop.call(self._cluster.dispatcher.workers).result()
 
     def figures(self) -> ClusterFigures:
-        """What was moved, replayed and lost since the start."""
+        """Return counters of moves, replays and losses since the start."""
         return self._cluster.dispatcher.figures
 
 
@@ -143,10 +148,12 @@ class ClusterLLM(ClusterClient):
     """A model that answers prompts on several engines; `millpond.cluster.LLM`.
 
     Args:
-        model: a name or folder. config: of each engine; None for the defaults.
-        model_name: name that clients use; None: the model's own.
-        dtype, threads: as of `LLM`, for each worker.
-        **options: fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
+        model: A name or folder.
+        config: Configuration of each engine; None for the defaults.
+        model_name: Name that clients use; None: the model's own.
+        dtype: As of `LLM`, for each worker.
+        threads: As of `LLM`, for each worker.
+        **options: Fields of `ClusterSettings`, and of `EngineConfig` in place of those of `config`; `kv_memory` is that
             of each worker. See docs/reference/settings.md.
 
     Raises:
@@ -171,8 +178,8 @@ class ClusterLLM(ClusterClient):
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused. MillpondError: an answer was lost
                 too often with its worker.
         """
-        found = self.stream(prompts, params, cache=cache, marks=marks)
-        return sorted(found, key=lambda output: int(output.request_id))
+        outputs = self.stream(prompts, params, cache=cache, marks=marks)
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def stream(
         self,
@@ -182,7 +189,7 @@ class ClusterLLM(ClusterClient):
         cache: CacheOptions | None = None,
         marks: PromptMarks | Sequence[PromptMarks] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, each output as soon as it is finished."""
+        """Yield each output of `generate` as soon as it is finished."""
         asked = requests_of(prompts, params, cache, self._names, marks)
         for request in asked:
             check_movable(request)

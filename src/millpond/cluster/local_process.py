@@ -11,8 +11,8 @@ class LocalProcess:
     """A process by the kernel's handle of it, which no later process of the same number has.
 
     Args:
-        pid: of a process that runs on this machine. Where the system has no such handles, or it has ended, `kill` does
-            nothing.
+        pid: Id of a process that runs on this machine. Where the system has no such handles, or it has ended, `kill`
+            does nothing.
     """
 
     def __init__(self, pid: int) -> None:

@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStart:
+class StartMessage:
     """One request for a worker.
 
     Attributes:
-        stays: it decodes where it is read, whatever the role of that worker.
+        stays: Whether it decodes where it is read, whatever the role of that worker.
     """
 
     request: Request
@@ -26,12 +26,18 @@ class RequestStart:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerUpdate:
+class CompletionDelta:
     """The new part of one answer.
 
     Attributes:
-        first: number of its first token here. tokens, logprobs: from there. begin: where the new text begins, in
-            characters. The rest: as of `Completion`.
+        first: Index of its first token here.
+        tokens: Ids of its tokens from there.
+        begin: Index of the character at which the new text begins.
+        text: The new text.
+        logprobs: Of the new tokens, as of `Completion`.
+        finish_reason: As of `Completion`.
+        stop_reason: As of `Completion`.
+        kv: As of `Completion`.
     """
 
     first: int
@@ -45,21 +51,26 @@ class AnswerUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestDelta:
     """The new part of one request.
 
     Attributes:
-        name: of the request in the worker's engine. answers: their new parts, in order.
-        prompt_ids, prompt_logprobs: in the first update of a worker; else None.
-        read, cached: see `RequestOutput`.
-        started_s, first_token_s: seconds since these moments; None: they have not come.
-        offered: bytes that wait for another worker to take the request over; None: it runs here.
-        dropped: it left the engine and its bytes could not be kept: it has to be begun again.
-        finished: nothing more comes. error: name of an error's class and its message; None: all is well.
+        name: Name of the request in the worker's engine.
+        answers: New parts of its answers, in order.
+        prompt_ids: In the first update of a worker; else None.
+        prompt_logprobs: In the first update of a worker; else None.
+        started_s: Seconds since it started; None: it has not.
+        first_token_s: Seconds since its first token; None: there is none.
+        offered: Bytes that wait for another worker to take the request over; None: it runs here.
+        dropped: Whether it left the engine and its bytes could not be kept: it has to be restarted.
+        finished: Whether this is the last update.
+        error: Name of an error's class and its message; None: all is well.
+        read: See `RequestOutput`.
+        cached: See `RequestOutput`.
     """
 
     name: str
-    answers: tuple[AnswerUpdate, ...] = ()
+    answers: tuple[CompletionDelta, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     started_s: float | None = None
@@ -77,29 +88,37 @@ class WorkerReport:
     """One message for all requests of a worker.
 
     Attributes:
-        trouble: why its engine does not move; None: all is well. handoff_bytes: that wait for other workers.
-        step_age_s: seconds since the step began that its engine is at; 0 where it waits.
+        updates: New parts of its requests.
+        stats: Statistics of its engine.
+        trouble: Why its engine does not move; None: all is well.
+        handoff_bytes: Bytes that wait for other workers.
+        step_age_s: Seconds since the step began that its engine is at; 0 where it waits.
     """
 
-    updates: tuple[RequestUpdate, ...]
+    updates: tuple[RequestDelta, ...]
     stats: EngineStats
     trouble: str | None = None
     handoff_bytes: int = 0
     step_age_s: float = 0.0
 
 
-class Reported:
+class ReportedOutput:
     """How much of a request was reported, so that the next update holds the rest."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}  # of each answer, tokens and characters
         self._prompt = True
 
-    def update(self, output: RequestOutput, now: float) -> RequestUpdate:
-        """The new part of an output. now: on the clock of its times, in seconds."""
+    def update(self, output: RequestOutput, now: float) -> RequestDelta:
+        """Return the new part of an output.
+
+        Args:
+            output: The output.
+            now: Time on the clock of its times, in seconds.
+        """
         times, first = output.times, self._prompt
         self._prompt = False
-        return RequestUpdate(
+        return RequestDelta(
             output.request_id,
             tuple(map(self._answer, output.completions)),
             output.prompt_token_ids if first else None,
@@ -111,10 +130,10 @@ class Reported:
             cached=output.cached,
         )
 
-    def _answer(self, answer: Completion) -> AnswerUpdate:
+    def _answer(self, answer: Completion) -> CompletionDelta:
         first, begin = self._sizes.get(answer.index, (0, 0))
         self._sizes[answer.index] = len(answer.token_ids), len(answer.text)
-        return AnswerUpdate(
+        return CompletionDelta(
             first,
             answer.token_ids[first:],
             begin,
@@ -126,14 +145,14 @@ class Reported:
         )
 
 
-def failed(name: str, error: Exception) -> RequestUpdate:
-    """The last update of a request that an error ended."""
+def failed(name: str, error: Exception) -> RequestDelta:
+    """Return the last update of a request that an error ended."""
     kind = next((k.__name__ for k in type(error).__mro__ if getattr(millpond.errors, k.__name__, None) is k), "")
-    return RequestUpdate(name, finished=True, error=(kind, str(error) if kind else f"the worker failed: {error!r}"))
+    return RequestDelta(name, finished=True, error=(kind, str(error) if kind else f"the worker failed: {error!r}"))
 
 
-def error_of(update: RequestUpdate) -> MillpondError | None:
-    """The error of an update, of the class that it had in the worker."""
+def error_of(update: RequestDelta) -> MillpondError | None:
+    """Return the error of an update, of the class that it had in the worker."""
     if update.error is None:
         return None
     kind = getattr(millpond.errors, update.error[0], MillpondError)

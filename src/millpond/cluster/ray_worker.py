@@ -14,7 +14,7 @@ import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.local_process import LocalProcess
-from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.messages import StartMessage, WorkerReport
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.async_llm import AsyncLLM
@@ -33,19 +33,24 @@ START_S = 900.0
 
 
 class _Actor(EngineWorker):
-    """What runs in Ray's process."""
+    """Engine worker in Ray's process."""
 
     async def node(self) -> str:
-        """Id of the machine in Ray."""
+        """Return the id of the machine in Ray."""
         ray: Any = require("ray", "cluster", "a worker")
         return str(ray.get_runtime_context().get_node_id())
 
 
 class RayWorker:
-    """See `WorkerHandle`.
+    """Worker in a process of Ray; see `WorkerHandle`.
 
     Args:
-        ray: the module, connected. model, options: as of `EngineWorker`.
+        ray: The module, connected.
+        name: Name of the worker.
+        role: Role of the worker.
+        model: As of `EngineWorker`.
+        options: As of `EngineWorker`.
+        settings: As of `EngineWorker`.
     """
 
     def __init__(
@@ -75,29 +80,32 @@ class RayWorker:
             self._process = LocalProcess(self.pid)
         return context, vocabulary, cache
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         """See `WorkerHandle`."""
         await self._wait(self._actor.start.remote(starts))
 
     async def report(self, wanted: frozenset[str]) -> WorkerReport:
         """See `WorkerHandle`."""
         try:
-            found: WorkerReport = await asyncio.wait_for(self._wait(self._actor.report.remote(wanted)), self._hang_s)
+            report: WorkerReport = await asyncio.wait_for(self._wait(self._actor.report.remote(wanted)), self._hang_s)
         except TimeoutError:
             raise WorkerLostError(f"no answer in {self._hang_s:g} seconds") from None
-        return found
+        return report
 
     async def offer(self, name: str) -> int | None:
         """See `WorkerHandle`."""
-        found: int | None = await self._wait(self._actor.offer.remote(name))
-        return found
+        n_bytes: int | None = await self._wait(self._actor.offer.remote(name))
+        return n_bytes
 
     async def cancel(self, name: str) -> None:
         """See `WorkerHandle`."""
         await self._wait(self._actor.cancel.remote(name))
 
     def offered(self, name: str) -> Any:
-        """See `WorkerHandle`: a reference, so that the bytes go from process to process and not through this one."""
+        """Return a reference, so that the bytes go from process to process; see `WorkerHandle`.
+
+        They do not go through this process.
+        """
         return self._actor.fetch.remote(name)
 
     async def take(self, name: str, offered: Any) -> None:
@@ -108,8 +116,8 @@ class RayWorker:
 
     async def checkpoint(self, name: str) -> bytes | None:
         """See `WorkerHandle`: a copy, so that Ray's store is free of it at once."""
-        found = await self._wait(self._actor.checkpoint.remote(name))
-        return None if found is None else bytes(found)
+        data = await self._wait(self._actor.checkpoint.remote(name))
+        return None if data is None else bytes(data)
 
     async def resume(self, request: Request, data: bytes) -> None:
         """See `WorkerHandle`."""
@@ -121,26 +129,32 @@ class RayWorker:
 
     async def memory(self, name: str, layer: int) -> CacheSnapshot | None:
         """See `WorkerHandle`."""
-        found: CacheSnapshot | None = await self._wait(self._actor.memory.remote(name, layer))
-        return found
+        snapshot: CacheSnapshot | None = await self._wait(self._actor.memory.remote(name, layer))
+        return snapshot
 
     async def call(self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args) -> T:
-        """See `WorkerHandle`: the function goes to the other process as its name, its arguments as bytes."""
-        found: T = await self._wait(self._actor.call.remote(function, *args))
-        return found
+        """Await a function in the other process; see `WorkerHandle`.
+
+        The function goes there as its name, its arguments as bytes.
+        """
+        result: T = await self._wait(self._actor.call.remote(function, *args))
+        return result
 
     async def close(self) -> None:
         """See `WorkerHandle`."""
         await self._wait(self._actor.close.remote())
 
     def kill(self) -> None:
-        """See `WorkerHandle`. Ray alone lets a frozen process go on for five seconds, with its memory."""
+        """End the process; see `WorkerHandle`.
+
+        Ray alone lets a frozen process continue for five seconds, with its memory.
+        """
         self._ray.kill(self._actor)
         if self._process is not None:
             self._process.kill()
 
     async def _wait(self, reference: Any) -> Any:
-        """What a call returns, with the errors of this package as they were there."""
+        """Return the result of a call, with the errors of this package as they were raised there."""
         errors = self._ray.exceptions
         try:
             return await _awaited(reference)
@@ -158,10 +172,10 @@ class RayWorker:
 
 
 def _cause(error: BaseException) -> Exception:
-    """What was raised in the worker: Ray wraps it."""
-    found = getattr(error, "cause", None)
+    """Return what was raised in the worker: Ray wraps it."""
+    cause = getattr(error, "cause", None)
     return (
-        found if isinstance(found, Exception) else error if isinstance(error, Exception) else RuntimeError(str(error))
+        cause if isinstance(cause, Exception) else error if isinstance(error, Exception) else RuntimeError(str(error))
     )
 
 
@@ -179,10 +193,11 @@ _STORE = 96 * 2**20
 
 
 class _Connection:
-    """A Ray to which this process is connected because of sessions, and those that still use it.
+    """A Ray to which this process is connected for sessions, and those that still use it.
 
     Attributes:
-        address: as it was given. folder: with the files of a private one.
+        address: Address as it was given.
+        folder: Folder with the files of a private one.
     """
 
     def __init__(self, address: str | None, folder: str | None) -> None:
@@ -201,8 +216,9 @@ class RaySession:
     A process is connected to one Ray at most: clusters of one process share it, and the last one that closes ends it.
 
     Args:
-        address: of a running Ray ("auto": that of this machine); None: one of this process.
-        n_workers: CPUs that a Ray of its own offers, one for each worker. n_bytes: that may be on their way at a time.
+        address: Address of a running Ray ("auto": that of this machine); None: one of this process.
+        n_workers: CPUs that a Ray of its own offers, one for each worker.
+        n_bytes: Most bytes that are on their way at a time.
 
     Raises:
         OptionError: Ray is not installed, cannot be reached, or is on another machine and asks for no token; or the
@@ -236,20 +252,21 @@ class RaySession:
         """Leave Ray; the last cluster of this process ends a private one, with its files."""
         global _connection
         with _lock:
-            mine = self._connection
-            if mine is None or self not in mine.users:
+            connection = self._connection
+            if connection is None or self not in connection.users:
                 return
-            mine.users.remove(self)
-            if mine.users:
+            connection.users.remove(self)
+            if connection.users:
                 return
-            if _connection is mine:  # else it was ended by others, and there is another one
+            if _connection is connection:  # else it was ended by others, and there is another one
                 _connection = None
                 self.ray.shutdown()
-            _remove(mine.folder)
+            _remove(connection.folder)
 
 
 def _connected(ray: Any, address: str | None, n_workers: int, n_bytes: int) -> _Connection:
-    """
+    """Connect to a running Ray, or start one.
+
     Raises:
         OptionError: Ray cannot be reached.
     """
@@ -281,7 +298,8 @@ def _remove(folder: str | None) -> None:
 
 
 def check_address(address: str) -> None:
-    """
+    """Check that a Ray on another machine asks for a token.
+
     Raises:
         OptionError: an address of another machine without token authentication.
     """

@@ -35,23 +35,27 @@ class RecentWork:
         self._tokens: dict[str, float] = {}
 
     def note(self, worker: str, tokens: int) -> None:
-        """A worker gets a prompt and reads `tokens` of it."""
-        self._tokens = {name: _LEFT * found for name, found in self._tokens.items() if found > 1}
+        """Record that a worker gets a prompt and reads `tokens` of it."""
+        self._tokens = {name: _LEFT * number for name, number in self._tokens.items() if number > 1}
         self._tokens[worker] = self._tokens.get(worker, 0.0) + tokens
 
     def ahead(self, workers: Collection[str]) -> dict[str, int]:
-        """Tokens by which each of these workers was given more than its share."""
+        """Return the tokens by which each of these workers was given more than its share."""
         mean = sum(self._tokens.get(name, 0.0) for name in workers) / max(len(workers), 1)
         return {name: int(max(0.0, self._tokens.get(name, 0.0) - _EVEN * mean)) for name in workers}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker has to do.
+    """Work that a worker has to do.
 
     Attributes:
-        unread: tokens of prompts that it has to read. running: requests that it has, or that are on their way to it.
-        stats: of its last report; None before it. ahead: see `RecentWork.ahead`.
+        worker: Its name.
+        role: Its role.
+        unread: Tokens of prompts that it has to read.
+        running: Requests that it has, or that are on their way to it.
+        stats: Statistics of its last report; None before it.
+        ahead: See `RecentWork.ahead`.
     """
 
     worker: str
@@ -76,14 +80,16 @@ class Load:
 def choose(
     loads: Iterable[Load], roles: frozenset[Role], n_bytes: int = 0, spared: Mapping[str, int] | None = None
 ) -> str | None:
-    """The worker of one of these roles that has a request done first, or with the most room where all are alike.
+    """Return the worker that has a request done first, or the one with the most room.
 
     A worker that holds the beginning of a prompt is ahead by the tokens that it need not read. It is chosen until it
     has that much more to do than another one, which then reads the prompt and holds its beginning too.
 
     Args:
-        n_bytes: that the request takes at once; workers without room for them come last.
-        spared: tokens of the prompt that a worker holds, by its name.
+        loads: Work of each worker.
+        roles: Roles of the workers to choose from.
+        n_bytes: Bytes that the request takes at once; workers without room for them come last.
+        spared: Tokens of the prompt that a worker holds, by its name.
 
     Returns:
         Its name; None where there is none.
@@ -104,7 +110,7 @@ def choose(
 #: Characters that count as a token where a prompt is a text.
 CHARACTERS = 4
 #: Most blocks of one worker that are known, whatever it holds.
-MOST_BLOCKS = 2**17
+MAX_BLOCKS = 2**17
 
 
 class PrefixLedger:
@@ -114,7 +120,7 @@ class PrefixLedger:
     alike have the same first keys, and the keys tell nothing about their texts.
 
     Args:
-        block: tokens of a block, as engines share them.
+        block: Tokens of a block, as engines share them.
     """
 
     def __init__(self, block: int) -> None:
@@ -123,7 +129,7 @@ class PrefixLedger:
         self._held: dict[str, OrderedDict[bytes, None]] = {}
 
     def keys(self, request: Request) -> tuple[bytes, ...]:
-        """Keys of the full blocks of a prompt; none of one with chunks."""
+        """Return the keys of the full blocks of a prompt; none of one with chunks."""
         prompt, cache = request.prompt, request.cache
         if isinstance(prompt, Prompt):
             return ()
@@ -131,42 +137,42 @@ class PrefixLedger:
         kind = repr((cache.method, options, cache.budget, cache.codec, request.cache_salt, type(prompt)))
         chain = hashlib.blake2b(kind.encode(), digest_size=16, key=self._secret)
         data, step = _bytes_of(prompt, self.block)
-        found = []
+        keys = []
         for begin in range(0, len(data) - step + 1, step):
             chain.update(data[begin : begin + step])
-            found.append(chain.digest())
-        return tuple(found)
+            keys.append(chain.digest())
+        return tuple(keys)
 
     def hits(self, worker: str, keys: Sequence[bytes]) -> int:
-        """Tokens at the beginning of a prompt that a worker is thought to hold."""
-        held = self._held.get(worker)
-        if not held:
+        """Return the tokens at the beginning of a prompt that a worker is thought to hold."""
+        blocks = self._held.get(worker)
+        if not blocks:
             return 0
-        number = next((n for n, key in enumerate(keys) if key not in held), len(keys))
+        number = next((n for n, key in enumerate(keys) if key not in blocks), len(keys))
         return number * self.block
 
     def note(self, worker: str, keys: Sequence[bytes]) -> None:
-        """A worker reads a prompt."""
-        held = self._held.setdefault(worker, OrderedDict())
+        """Record that a worker reads a prompt."""
+        blocks = self._held.setdefault(worker, OrderedDict())
         for key in reversed(keys):  # the beginning is the last to be forgotten
-            held[key] = None
-            held.move_to_end(key)
-        self.trim(worker, MOST_BLOCKS)
+            blocks[key] = None
+            blocks.move_to_end(key)
+        self.trim(worker, MAX_BLOCKS)
 
     def trim(self, worker: str, blocks: int) -> None:
-        """A worker holds no more than `blocks` blocks."""
-        held = self._held.get(worker)
-        while held and len(held) > blocks:
-            held.popitem(last=False)
+        """Forget all but `blocks` blocks of a worker."""
+        keys = self._held.get(worker)
+        while keys and len(keys) > blocks:
+            keys.popitem(last=False)
 
     def keep_workers(self, names: Iterable[str]) -> None:
         """Forget all workers but these."""
-        there = set(names)
-        self._held = {name: held for name, held in self._held.items() if name in there}
+        remaining = set(names)
+        self._held = {name: held for name, held in self._held.items() if name in remaining}
 
 
 def _bytes_of(prompt: str | Sequence[int], block: int) -> tuple[bytes, int]:
-    """A prompt as bytes, and the bytes of a block."""
+    """Return a prompt as bytes, and the bytes of a block."""
     if isinstance(prompt, str):
         return prompt.encode("utf-32-le", "surrogatepass"), 4 * CHARACTERS * block
     return array("q", prompt).tobytes(), 8 * block

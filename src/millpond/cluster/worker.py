@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from millpond.cluster.messages import Reported, RequestStart, RequestUpdate, WorkerReport, failed
+from millpond.cluster.messages import ReportedOutput, RequestDelta, StartMessage, WorkerReport, failed
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
@@ -24,15 +24,18 @@ from millpond.errors import MillpondError, OptionError, PoolFullError
 
 
 class HandoffGoneError(MillpondError):
-    """Bytes of a request that are held no more, so that it has to be begun again."""
+    """Bytes of a request are not held any more, so it has to be restarted."""
 
 
 class HandoffBuffer:
-    """Bytes of requests by name, never more than a limit together, each for as long as it is wanted; for any thread.
+    """Bytes of requests by name, within a limit, each for as long as it is wanted.
+
+    Its methods may be called in any thread.
 
     Args:
-        limit: bytes that are held or reserved, at most. lease_s: seconds after which bytes are dropped that `keep` did
-            not name. clock: of the leases, in seconds.
+        limit: Most bytes that are held or reserved.
+        lease_s: Seconds after which bytes are dropped that `keep` did not name.
+        clock: Clock of the leases, in seconds.
     """
 
     def __init__(self, limit: int, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +55,7 @@ class HandoffBuffer:
             return sum(self._reserved.values()) + sum(map(len, self._held.values()))
 
     def reserve(self, name: str, n_bytes: int) -> bool:
-        """Set bytes aside for a request that is about to be packed; False: there is no room for them."""
+        """Reserve bytes for a request that is about to be packed; False: there is no room."""
         with self._lock:
             self.drop_lapsed()
             if name in self._reserved or name in self._held:
@@ -63,7 +66,7 @@ class HandoffBuffer:
             return True
 
     def put(self, name: str, data: bytes) -> bool:
-        """Hold the bytes of a request in place of what was reserved; False: they are more and do not fit."""
+        """Store a request's bytes in place of the reserved ones; False: they are too many."""
         with self._lock:
             self._reserved.pop(name, None)
             if self.size + len(data) > self._limit:
@@ -73,7 +76,7 @@ class HandoffBuffer:
             return True
 
     def fetch(self, name: str) -> bytes:
-        """The bytes of a request; they stay.
+        """Return the bytes of a request; they stay.
 
         Raises:
             HandoffGoneError: they were fetched and released, or not wanted for too long.
@@ -130,9 +133,11 @@ class EngineWorker:
     """One engine of a cluster; all its methods run in one event loop.
 
     Args:
-        model: as of `AsyncLLM`. options: the rest of its arguments. role: see `Role`.
-        settings: bytes and seconds for which requests may wait for others to take them over, where a request for which
-            there is no room decodes here until there is; seconds after which reports say that the engine hangs.
+        model: As of `AsyncLLM`.
+        options: The rest of its arguments.
+        role: See `Role`. Where there is no room for a request of a prefill worker, it decodes here until there is.
+        settings: Bytes and seconds for which requests may wait for others to take them over; seconds after which
+            reports say that the engine hangs.
     """
 
     def __init__(self, model: Any, options: Mapping[str, Any], role: Role, settings: ClusterSettings) -> None:
@@ -141,13 +146,13 @@ class EngineWorker:
         self._handoff = HandoffBuffer(settings.handoff_bytes, settings.lease_s)
         self._opened: AsyncLLM | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
-        self._reported: dict[str, Reported] = {}
+        self._newest: dict[str, RequestOutput | RequestDelta] = {}  # what no report had yet
+        self._reported: dict[str, ReportedOutput] = {}
         self._sizes: dict[str, int] = {}  # bytes in the pages of each request
         self._more = BYTES_FACTOR
         self._cancelled: set[str] = set()
         self._staying: set[str] = set()  # requests that are not offered to other workers
-        self._left: dict[str, tuple[RequestOutput, int] | RequestUpdate] = {}  # those that the engine's thread let go
+        self._left: dict[str, tuple[RequestOutput, int] | RequestDelta] = {}  # those that the engine's thread let go
         self._news = asyncio.Event()
 
     async def open(self) -> tuple[int, int, int, CacheOptions]:
@@ -164,7 +169,7 @@ class EngineWorker:
             self._opened.leave = self._leave
         return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         """Take requests in; reports say what becomes of each, or why it is refused."""
         for start in starts:
             name = start.request.request_id
@@ -173,10 +178,10 @@ class EngineWorker:
             self._follow(name, self._llm.stream(start.request))
 
     async def report(self, wanted: frozenset[str]) -> WorkerReport:
-        """What is new of all requests; waits until something is, but not for long.
+        """Return what is new of all requests; wait until something is, but not for long.
 
         Args:
-            wanted: names of requests whose bytes have to stay until they are fetched; others are dropped after a while.
+            wanted: Names of requests whose bytes have to stay until they are fetched; others are dropped after a while.
         """
         self._handoff.keep(wanted)
         self._handoff.drop_lapsed()
@@ -186,7 +191,7 @@ class EngineWorker:
         newest, self._newest = self._newest, {}
         now = time.monotonic()
         updates = [
-            one if isinstance(one, RequestUpdate) else self._reported.setdefault(name, Reported()).update(one, now)
+            one if isinstance(one, RequestDelta) else self._reported.setdefault(name, ReportedOutput()).update(one, now)
             for name, one in newest.items()
         ]
         for update in updates:
@@ -196,7 +201,7 @@ class EngineWorker:
         return WorkerReport(tuple(updates), self._llm.stats(), trouble, self._handoff.size, self._llm.step_age_s)
 
     async def cancel(self, name: str) -> None:
-        """End a request, or forget one that waits for another worker; nothing is reported of it any more.
+        """End a request, or drop one that waits for another worker; no report follows.
 
         One that is not there is no error.
         """
@@ -230,7 +235,7 @@ class EngineWorker:
         return len(data)
 
     async def fetch(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a request that waits for another worker; they stay until `release`.
+        """Return the bytes of a request that waits for another worker; they stay until `release`.
 
         Raises:
             HandoffGoneError: no such request waits.
@@ -238,7 +243,7 @@ class EngineWorker:
         return np.frombuffer(self._handoff.fetch(name), dtype=np.uint8)
 
     async def release(self, name: str) -> None:
-        """Another worker has a request: its bytes here are free."""
+        """Free the bytes of a request that another worker has."""
         self._handoff.drop(name)
 
     async def take(self, name: str, data: npt.NDArray[np.uint8]) -> None:
@@ -250,7 +255,7 @@ class EngineWorker:
         self._follow(name, await self._llm.import_request(np.ascontiguousarray(data).data))
 
     async def checkpoint(self, name: str) -> npt.NDArray[np.uint8] | None:
-        """A copy of a request that decodes here, which goes on; None: there is none of it now.
+        """Return a copy of a request that decodes here and continues; None: there is none now.
 
         Raises:
             OptionError: it cannot be copied, now or later; see `Engine.checkpoint`.
@@ -259,7 +264,7 @@ class EngineWorker:
         return None if data is None else np.frombuffer(data, dtype=np.uint8)
 
     async def resume(self, request: Request, data: npt.NDArray[np.uint8]) -> None:
-        """Continue a request out of a copy, with the name, the known tokens and the deadline that it has by now.
+        """Continue a request from a copy, with its current name, known tokens and deadline.
 
         Raises:
             MillpondError: see `Engine.import_request`; nothing is left behind.
@@ -272,10 +277,13 @@ class EngineWorker:
         return await self._llm.memory(name, layer)
 
     async def call(self, function: Callable[[AsyncLLM, *Args], Awaitable[T]], *args: *Args) -> T:
-        """Await a function of the owner's with this worker's `AsyncLLM`, in its event loop, while requests go on.
+        """Await a function of the owner's with this worker's `AsyncLLM`, in its event loop.
+
+        Requests continue meanwhile.
 
         Args:
-            function: an async one; `AsyncLLM.call` takes it on to the engine. args: behind the `AsyncLLM`.
+            function: An async one; `AsyncLLM.call` takes it on to the engine.
+            *args: Passed after the `AsyncLLM`.
         """
         return await function(self._llm, *args)
 
@@ -309,26 +317,29 @@ class EngineWorker:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._tell(name, output)
-                    if (held := _bytes_of(output)) is not None:
-                        self._sizes[name] = held
+                    if (n_bytes := _bytes_of(output)) is not None:
+                        self._sizes[name] = n_bytes
             left = self._left.pop(name, None)
-            if isinstance(left, RequestUpdate):
+            if isinstance(left, RequestDelta):
                 self._tell(name, left)
             elif left is not None:
-                update = self._reported.setdefault(name, Reported()).update(left[0], time.monotonic())
+                update = self._reported.setdefault(name, ReportedOutput()).update(left[0], time.monotonic())
                 self._tell(name, replace(update, offered=left[1]))
         except Exception as error:  # whatever it is, the one who waits must hear of it
             self._tell(name, failed(name, error))
 
-    def _tell(self, name: str, news: RequestOutput | RequestUpdate) -> None:
+    def _tell(self, name: str, news: RequestOutput | RequestDelta) -> None:
         self._newest[name] = news
         self._news.set()
 
     def _leave(self, engine: Engine, output: RequestOutput) -> bool:
-        """In the engine's thread, right behind the step: turn a request whose prompt was read into bytes for another
-        worker, if there is room for them. A pass later it would have decoded here, and held up the prompts."""
-        name, held = output.request_id, _bytes_of(output)
-        if name in self._staying or name not in self._tasks or held is None or not self._room_for(name, held):
+        """Offer a request to other workers after its prompt, in the engine's thread.
+
+        Right after the step a request whose prompt was read turns into bytes for another worker, if there is room for
+        them. A pass later it would have decoded here, and held up the prompts.
+        """
+        name, n_bytes = output.request_id, _bytes_of(output)
+        if name in self._staying or name not in self._tasks or n_bytes is None or not self._room_for(name, n_bytes):
             return False
         time.sleep(_LOOP_S)
         try:
@@ -341,30 +352,30 @@ class EngineWorker:
             engine.cancel(name)
             self._left[name] = failed(name, error)
             return True
-        kept = self._keep(name, data, held)
-        self._left[name] = (output, len(data)) if kept else RequestUpdate(name, dropped=True)
+        kept = self._keep(name, data, n_bytes)
+        self._left[name] = (output, len(data)) if kept else RequestDelta(name, dropped=True)
         return True
 
-    def _room_for(self, name: str, held: int) -> bool:
+    def _room_for(self, name: str, n_bytes: int) -> bool:
         """Set bytes aside for a request with as many in its pages."""
-        return self._handoff.reserve(name, int(self._more * held) + BYTES_BESIDES)
+        return self._handoff.reserve(name, int(self._more * n_bytes) + BYTES_BESIDES)
 
-    def _keep(self, name: str, data: bytes, held: int) -> bool:
-        """Hold the bytes of a request for another worker; False: they were more than expected and had no room."""
+    def _keep(self, name: str, data: bytes, n_bytes: int) -> bool:
+        """Store a request's bytes for another worker; False: there were too many for the room."""
         kept = self._handoff.put(name, data)
         if not kept:
-            self._more = max(self._more, len(data) / max(held, 1))  # the next one of its kind decodes here
+            self._more = max(self._more, len(data) / max(n_bytes, 1))  # the next one of its kind decodes here
         return kept
 
     async def _pack(self, name: str) -> bytes | None:
-        """The bytes of a request, which has left the engine and waits; None: it is still there.
+        """Return the bytes of a request, which has left the engine and waits; None: it is there.
 
         Raises:
             HandoffGoneError: it was cancelled meanwhile, or its bytes were more than expected and had no room.
             MillpondError: see `Engine.export_request`.
         """
-        held = self._sizes[name]
-        if not self._room_for(name, held):
+        n_bytes = self._sizes[name]
+        if not self._room_for(name, n_bytes):
             return None
         try:
             data = await self._llm.export_request(name)
@@ -376,13 +387,13 @@ class EngineWorker:
         if name in self._cancelled:
             self._handoff.drop(name)
             raise HandoffGoneError(f"request {name!r} was cancelled on its way")
-        if not self._keep(name, data, held):
+        if not self._keep(name, data, n_bytes):
             raise HandoffGoneError(f"request {name!r} takes {len(data):,} bytes, for which there is no room")
         return data
 
 
 def _bytes_of(output: RequestOutput) -> int | None:
-    """Bytes in the pages of a request; None: not all of its answers have begun."""
+    """Return the bytes in a request's pages; None: not all of its answers have begun."""
     if not all(one.token_ids for one in output.completions):
         return None
     return sum(one.kv.kv_bytes for one in output.completions if one.kv is not None)

@@ -29,26 +29,26 @@ _log = logging.getLogger(__name__)
 
 
 class PoolListener(Protocol):
-    """What a pool calls as its workers come and go."""
+    """Calls of a pool as its workers come and go."""
 
     def reported(self, handle: WorkerHandle, report: WorkerReport) -> None:
-        """A worker has something new to say."""
+        """Take in the report of a worker."""
         ...
 
     def wanted(self, handle: WorkerHandle) -> frozenset[str]:
-        """Names of the requests that wait in a worker and whose bytes are still wanted."""
+        """Return names of the requests that wait in a worker and whose bytes are still wanted."""
         ...
 
     def lost(self, handle: WorkerHandle) -> None:
-        """A worker is gone, and is in the pool no more."""
+        """Restart the requests of a worker that was lost and is in the pool no more."""
         ...
 
     def joined(self, handle: WorkerHandle) -> None:
-        """A worker serves from now on."""
+        """Give requests to a worker that serves from now on."""
         ...
 
-    def gave_up(self, role: Role, error: MillpondError | None) -> None:
-        """No worker of a role is left, and none starts."""
+    def role_failed(self, role: Role, error: MillpondError | None) -> None:
+        """End all requests: no worker of a role is left, and none starts."""
         ...
 
 
@@ -56,14 +56,18 @@ class WorkerPool:
     """The workers of one cluster.
 
     Args:
-        roles: one for each worker. make: see `MakeWorker`. tasks: what runs in the background.
-        listener: hears of workers that come, report and go.
+        roles: One for each worker.
+        make: See `MakeWorker`.
+        tasks: Tasks in the background.
+        listener: Hears of workers that come, report and go.
 
     Attributes:
-        serving: workers that serve, those that are being drained among them, by name. draining: names of the latter.
-        stats: of the last reports, by name. handoff_bytes: that wait for others in a worker, likewise.
-        step_ages_s: seconds since the steps began that their engines are at, likewise.
-        model: context length, vocabulary and cache options, known after `open`.
+        serving: Workers that serve, those that are being drained among them, by name.
+        draining: Names of the latter.
+        stats: Statistics of the last reports, by name.
+        handoff_bytes: Bytes that wait for others in a worker, by name.
+        step_ages_s: Seconds since the steps began that their engines are at, by name.
+        model: Context length, vocabulary and cache options, known after `open`.
     """
 
     def __init__(self, roles: Sequence[Role], make: MakeWorker, tasks: BackgroundTasks, listener: PoolListener) -> None:
@@ -86,13 +90,13 @@ class WorkerPool:
             MillpondError: one of them does not start; all are ended.
         """
         handles = [self._new(role) for role in self._roles]
-        found = await asyncio.gather(*(handle.open() for handle in handles), return_exceptions=True)
-        errors = [one for one in found if isinstance(one, BaseException)]
+        results = await asyncio.gather(*(handle.open() for handle in handles), return_exceptions=True)
+        errors = [one for one in results if isinstance(one, BaseException)]
         if errors:
             for handle in handles:
                 handle.kill()
             raise errors[0]
-        for handle, model in zip(handles, found, strict=True):
+        for handle, model in zip(handles, results, strict=True):
             assert not isinstance(model, BaseException)
             self.model = model
             self._serve(handle)
@@ -106,8 +110,12 @@ class WorkerPool:
         self._starting.clear()
 
     def info(self, requests: Mapping[str, int]) -> list[WorkerInfo]:
-        """All workers, by name. requests: how many each has."""
-        found = [
+        """Return all workers, by name.
+
+        Args:
+            requests: Number of requests of each.
+        """
+        workers = [
             WorkerInfo(
                 name,
                 one.role,
@@ -120,21 +128,21 @@ class WorkerPool:
             )
             for name, one in self.serving.items()
         ]
-        found += [WorkerInfo(one.name, one.role, 0, "", "starting", None) for one in self._starting.values()]
-        return sorted(found, key=lambda one: one.name)
+        workers += [WorkerInfo(one.name, one.role, 0, "", "starting", None) for one in self._starting.values()]
+        return sorted(workers, key=lambda one: one.name)
 
     def able(self, role: Role | None = None) -> list[WorkerHandle]:
-        """Workers that take new requests; of one role, or of all."""
+        """Return workers that take new requests; of one role, or of all."""
         return [
             one for one in self.serving.values() if one.name not in self.draining and (role is None or one.role == role)
         ]
 
     def live(self) -> dict[Role, int]:
-        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 where there is none."""
         return {role: len(self.able(role)) for role in dict.fromkeys(self._roles)}
 
     async def begin_drain(self, name: str, replace: bool) -> tuple[WorkerHandle, bool]:
-        """Give a worker no new requests. Where it is the only one of its role, another one starts before.
+        """Give a worker no new requests; start another first if it is the only one of its role.
 
         Returns:
             The worker, and whether another one has started in its place.
@@ -145,8 +153,8 @@ class WorkerPool:
         """
         handle = self.serving.get(name)
         if handle is None:
-            known = ", ".join(sorted(self.serving)) or "none"
-            raise OptionError(f"no worker {name!r} serves; those that do: {known}")
+            names = ", ".join(sorted(self.serving)) or "none"
+            raise OptionError(f"no worker {name!r} serves; those that do: {names}")
         if name in self._leaving:
             raise OptionError(f"worker {name!r} is being drained already: wait until it has ended")
         others = [one for one in self.able(handle.role) if one is not handle]
@@ -174,7 +182,7 @@ class WorkerPool:
         return True
 
     def replace(self, role: Role) -> None:
-        """Start one more worker in the background; where that fails again and again, the listener hears of it."""
+        """Start one more worker in the background; the listener hears of repeated failure."""
         self._tasks.run(self._replace(role))
 
     def _new(self, role: Role) -> WorkerHandle:
@@ -210,14 +218,15 @@ class WorkerPool:
         except Exception as error:  # whatever it is, its requests must go on elsewhere
             if self._closed or not self._remove(handle):
                 return
-            shown = None if isinstance(error, WorkerLostError) else error
-            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error, exc_info=shown)
+            unexpected = None if isinstance(error, WorkerLostError) else error
+            _log.warning("worker %s is lost and will be replaced: %s", handle.name, error, exc_info=unexpected)
             handle.kill()
             self.replace(handle.role)
             self._listener.lost(handle)
 
     async def _start(self, role: Role) -> None:
-        """
+        """Start a worker.
+
         Raises:
             MillpondError: no worker of this role starts.
         """
@@ -244,7 +253,7 @@ class WorkerPool:
         _log.error("no %s worker starts any more: %s", role, error)
         starting = any(one.role == role for one in self._starting.values())
         if not self.able(role) and not starting:
-            self._listener.gave_up(role, error)
+            self._listener.role_failed(role, error)
 
 
 async def _end(handle: WorkerHandle) -> None:

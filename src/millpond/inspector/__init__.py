@@ -22,7 +22,7 @@ SCRIPTS = ("trace.js", "text.js", "charts.js", "main.js")
 
 
 def page(trace: Trace) -> str:
-    """A page that needs nothing but itself: no server, no network, no other file."""
+    """Return a page that needs no other file, no server and no network."""
     title = title_of(trace)
     parts = {
         "title": html.escape(f"{title} · Millpond"),
@@ -36,13 +36,13 @@ def page(trace: Trace) -> str:
 
 
 def title_of(trace: Trace) -> str:
-    """What the page is about, in a few words."""
+    """Return the subject of the page in a few words."""
     method, budget = trace.setting.get("method", "the cache"), trace.setting.get("budget", "")
     return f"What {method} remembers" + (f" at {budget}" if budget else "")
 
 
 def payload(trace: Trace) -> dict[str, Any]:
-    """The trace as the page's script reads it: positions as bits, levels as bytes."""
+    """Return the trace as the page's script reads it: positions as bits, levels as bytes."""
     return {
         "title": title_of(trace),
         "setting": trace.setting,
@@ -75,7 +75,7 @@ def _head(head: HeadTrace, n: int) -> dict[str, Any]:
 
 
 def palette_css() -> str:
-    """The colour scale as style sheet: `--c0` to `--c11`, and a class for each, in light and dark."""
+    """Return the colour scale as style sheet: `--c0` to `--c11`, a class each, light and dark."""
     light, dark = water(COLOURS), water(COLOURS, dark=True)
     classes = "".join(f".c{i}{{background:var(--c{i});color:var(--t{i})}}" for i in range(COLOURS))
     return f":root{{{_variables(light)}}}@media(prefers-color-scheme:dark){{:root{{{_variables(dark)}}}}}{classes}"

@@ -28,7 +28,7 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 
 
 def colour_of(method: str) -> str:
-    """The colour of a method, options or not; the same in every picture.
+    """Return the colour of a method, options or not; the same in every picture.
 
     Example:
         >>> colour_of("h2o") == colour_of("h2o:recent=0.1")
@@ -39,7 +39,7 @@ def colour_of(method: str) -> str:
 
 
 def marker_of(method: str, peer: str = "millpond") -> str:
-    """The marker of a line: round for a method that has a colour to itself, as it comes; another for all others."""
+    """Return the marker of a line: round for a method with a colour of its own."""
     name, _, variant = method.partition(":")
     variant += "" if peer == "millpond" else peer
     if name in METHODS and not variant:
@@ -48,9 +48,10 @@ def marker_of(method: str, peer: str = "millpond") -> str:
 
 
 def water(n: int, dark: bool = False) -> list[str]:
-    """`n` colours from little to much, lightness in even steps, so that order is seen without a legend.
+    """Return `n` colours from little to much, in even steps of lightness.
 
-    On a light page little is pale and much is deep; on a dark page little is deep and much is bright.
+    Even steps show the order without a legend. On a light page little is pale and much is deep; on a dark page little
+    is deep and much is bright.
     """
     shares = [i / max(n - 1, 1) for i in range(n)]
     if dark:
@@ -61,12 +62,12 @@ def water(n: int, dark: bool = False) -> list[str]:
 
 
 def text_on(colour: str) -> str:
-    """Dark or bright, whichever reads better on `colour`."""
+    """Return dark or bright, whichever reads better on `colour`."""
     return max((DEEP, BRIGHT), key=lambda ink: contrast(ink, colour))
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours as WCAG 2 defines it, 1 to 21.
+    """Return the contrast ratio of two colours as WCAG 2 defines it, 1 to 21.
 
     Example:
         >>> round(contrast("#000000", "#ffffff"), 6)
@@ -77,14 +78,17 @@ def contrast(one: str, other: str) -> float:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of "#rrggbb", 0 to 1."""
+    """Return the relative luminance of "#rrggbb", 0 to 1."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def _oklch(lightness: float, chroma: float, hue: float) -> str:
-    """A colour of Ottosson's Oklab in cylindrical coordinates (hue in degrees) as "#rrggbb"."""
+    """Return a colour of Ottosson's Oklab as "#rrggbb".
+
+    The coordinates are cylindrical: lightness, chroma, hue in degrees.
+    """
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

@@ -17,8 +17,9 @@ class Encoded:
     """A prompt as a model reads it.
 
     Attributes:
-        ids: of its tokens. pieces: their texts; white space belongs to the token that follows it.
-        special: indices of tokens that stand for no text, such as <bos>; their piece is their name.
+        ids: Ids of its tokens.
+        pieces: Their texts; white space belongs to the token that follows it.
+        special: Indices of tokens that stand for no text, such as <bos>; their piece is their name.
     """
 
     ids: tuple[int, ...]
@@ -27,10 +28,12 @@ class Encoded:
 
 
 def encode_pieces(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> Encoded:
-    """`text` as tokens, each with its own part of the text.
+    """Encode `text` as tokens, each with its own part of the text.
 
     Args:
-        special_tokens: add what the tokenizer puts around a text; False where a chat template has done so.
+        tokenizer: Tokenizer of the model.
+        text: Text of the prompt.
+        special_tokens: Add what the tokenizer puts around a text; False where a chat template has done so.
 
     Raises:
         OptionError: no token comes of the text.
@@ -53,16 +56,19 @@ def encode_pieces(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens:
 
 
 def continuation(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int) -> list[str]:
-    """The texts of the tokens from `start` on; a character of several tokens is shown by its last one."""
+    """Return the texts of the tokens from `start` on.
+
+    A character of several tokens is shown by its last one.
+    """
     pieces, begin = [], max(0, start - CONTEXT)
-    shown = _decode(tokenizer, ids[begin:start])
+    previous = _decode(tokenizer, ids[begin:start])
     for end in range(start + 1, len(ids) + 1):
         now = _decode(tokenizer, ids[begin:end])
         whole = not now.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(now[len(shown) :] if whole else "")
+        pieces.append(now[len(previous) :] if whole else "")
         if whole:
             begin = max(begin, end - CONTEXT)
-            shown = _decode(tokenizer, ids[begin:end])
+            previous = _decode(tokenizer, ids[begin:end])
     return pieces
 
 

@@ -26,7 +26,7 @@ LEVELS = 255
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one step did to one head: positions that left and positions that came, each ascending."""
+    """Change of one head in one step: positions evicted and positions added, each ascending."""
 
     evicted: tuple[int, ...] = ()
     added: tuple[int, ...] = ()
@@ -37,10 +37,13 @@ class HeadTrace:
     """One KV head of one layer.
 
     Attributes:
-        first: positions held after the prompt, ascending. changes: one per decoding step.
-        low, high: smallest and largest positive score that `levels` speak of; both 0 where no score was positive.
-        levels: one row per `Trace.score_steps`, a level for each position held then, ascending; see `levels_of`.
-        merged: (step, position, position that took it in). demoted: (step, position, codec that holds it from then on).
+        first: Positions held after the prompt, ascending.
+        changes: One per decoding step.
+        low: Smallest positive score that `levels` speak of; 0 where no score was positive.
+        high: Largest positive score that `levels` speak of; 0 where no score was positive.
+        levels: One row per `Trace.score_steps`, a level for each position held then, ascending; see `levels_of`.
+        merged: (step, position, position that took it in).
+        demoted: (step, position, codec that holds it from then on).
     """
 
     first: tuple[int, ...]
@@ -52,7 +55,7 @@ class HeadTrace:
     demoted: tuple[tuple[int, int, str], ...] = ()
 
     def kept(self, step: int) -> list[int]:
-        """Positions held after `step`, ascending."""
+        """Return the positions held after `step`, ascending."""
         held = set(self.first)
         for change in self.changes[:step]:
             held |= set(change.added)
@@ -65,11 +68,11 @@ class Trace:
     """A generation as its cache saw it.
 
     Attributes:
-        setting: what was run: model, method, budget, codec, and so on, as a person reads it.
-        tokens: the text of every token, white space included; joined, they are the text.
-        n_prompt: how many of them are the prompt.
+        setting: Settings of the run: model, method, budget, codec, and so on, as a person reads it.
+        tokens: The text of every token, white space included; joined, they are the text.
+        n_prompt: Number of those of the prompt.
         heads: [layer][KV head].
-        score_steps: the steps at which scores were written down, ascending, 0 first.
+        score_steps: The steps at which scores were written down, ascending, 0 first.
         kv_bytes, full_kv_bytes: per step, bytes held and bytes that a full cache would hold.
     """
 
@@ -88,7 +91,7 @@ class Trace:
         return len(self.kv_bytes) - 1
 
     def kept(self, layer: int, head: int, step: int) -> list[int]:
-        """Positions that a head holds after `step`, ascending.
+        """Return the positions that a head holds after `step`, ascending.
 
         Raises:
             OptionError: there is no such layer, head or step.
@@ -96,7 +99,9 @@ class Trace:
         return self._head(layer, head, step).kept(step)
 
     def scores(self, layer: int, head: int, step: int) -> dict[int, float]:
-        """Score by position, as last written down at or before `step`; entries written later have none.
+        """Return the score of each position, as last recorded at or before `step`.
+
+        Entries written later have none.
 
         Raises:
             OptionError: there is no such layer, head or step.
@@ -119,7 +124,7 @@ class Trace:
         return self.heads[layer][head]
 
     def write(self, path: Path) -> None:
-        """As JSON, to be read by `read_trace`."""
+        """Write the trace as JSON, to be read by `read_trace`."""
         data = {"format": FORMAT, **asdict(self)}
         for layer in data["heads"]:
             for head in layer:
@@ -129,7 +134,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace that `Trace.write` wrote.
+    """Read a trace that `Trace.write` wrote.
 
     Raises:
         DataError: the file cannot be read, or is no trace.
@@ -160,10 +165,10 @@ def _head_of(data: dict[str, Any]) -> HeadTrace:
 
 
 def levels_of(scores: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Scores as levels: 0 for what is not positive, 1 to 255 evenly in the logarithm from `low` to `high`.
+    """Return scores as levels: 0 if not positive, else 1 to 255, even in the logarithm.
 
-    Scores are sums of attention and spread over orders of magnitude; the relative error is at most
-    (high / low) ** (1 / 508) - 1, under 3 % over six orders.
+    The levels 1 to 255 go from `low` to `high`. Scores are sums of attention and spread over orders of magnitude; the
+    relative error is at most (high / low) ** (1 / 508) - 1, under 3 % over six orders.
     """
     levels = np.zeros(len(scores), np.uint8)
     positive = scores > 0
@@ -176,7 +181,7 @@ def levels_of(scores: npt.NDArray[np.float64], low: float, high: float) -> npt.N
 
 
 def scores_of(levels: npt.NDArray[np.uint8], low: float, high: float) -> npt.NDArray[np.float64]:
-    """The scores that levels stand for.
+    """Return the scores that levels represent.
 
     Example:
         >>> scores_of(levels_of(np.array([0.0, 0.1, 10.0]), 0.1, 10.0), 0.1, 10.0).tolist()
@@ -189,5 +194,5 @@ def scores_of(levels: npt.NDArray[np.uint8], low: float, high: float) -> npt.NDA
 
 
 def change_between(before: Sequence[int], after: Sequence[int]) -> Change:
-    """What must leave and come so that `before` becomes `after`."""
+    """Return the change that makes `after` of `before`."""
     return Change(tuple(sorted(set(before) - set(after))), tuple(sorted(set(after) - set(before))))

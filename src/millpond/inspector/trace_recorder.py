@@ -34,14 +34,16 @@ def record_trace(
     max_new_tokens: int = 64,
     score_bytes: int = SCORE_BYTES,
 ) -> Trace:
-    """Continue `prompt` greedily with `cache` and write down what the cache held on the way.
+    """Continue `prompt` greedily with `cache` and record what the cache held on the way.
 
     Args:
-        cache: fresh, made by `compress` for this model.
-        prompt: see `encode_pieces`.
-        setting: what was run, for the reader of the trace.
-        max_new_tokens: tokens to generate at most; the last one is never read, so there is one step less.
-        score_bytes: what the scores may take; a longer trace writes them down at fewer steps, evenly.
+        model: The decoder.
+        tokenizer: Its tokenizer.
+        cache: Fresh, made by `compress` for this model.
+        prompt: See `encode_pieces`.
+        setting: Settings of the run, for the reader of the trace.
+        max_new_tokens: Tokens to generate at most; the last one is never read, so there is one step less.
+        score_bytes: Most bytes of the scores; a longer trace records them at fewer steps, evenly.
 
     Raises:
         OptionError: nothing can be generated.
@@ -78,13 +80,13 @@ class Recorder(BaseStreamer):
         self._saw_prompt = False
 
     def put(self, value: Any) -> None:
-        """Look at the cache; the prompt itself comes first, before it is read."""
+        """Record the cache; the prompt itself comes first, before it is read."""
         if self._saw_prompt:
             self._look()
         self._saw_prompt = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: a recorder needs no end."""
 
     def _look(self) -> None:
         step = len(self._bytes)
@@ -113,7 +115,7 @@ class Recorder(BaseStreamer):
         return held, frame
 
     def _keep(self, step: int, frame: Frame) -> None:
-        """Remember a frame; if that is too much, let every second one go."""
+        """Store a frame; if that is too much, drop every second one."""
         self._frames[step] = frame
         self._stored += _entries(frame)
         while self._stored > self._limit and len(self._frames) > 1:
@@ -122,7 +124,7 @@ class Recorder(BaseStreamer):
             self._stored = sum(map(_entries, self._frames.values()))
 
     def trace(self, setting: dict[str, str], prompt: Encoded, tail: list[str]) -> Trace:
-        """What was recorded, with its text."""
+        """Return the recorded trace with its text."""
         heads = tuple(
             tuple(self._head(layer, head) for head in range(len(row))) for layer, row in enumerate(self._first)
         )
@@ -139,8 +141,8 @@ class Recorder(BaseStreamer):
 
     def _head(self, layer: int, head: int) -> HeadTrace:
         rows = [frame[layer][head].astype(np.float64) for frame in self._frames.values()]
-        found = np.concatenate(rows)
-        positive = found[found > 0]
+        scores = np.concatenate(rows)
+        positive = scores[scores > 0]
         low, high = (float(positive.min()), float(positive.max())) if len(positive) else (0.0, 0.0)
         levels = tuple(levels_of(row, low, high).tobytes() for row in rows) if len(positive) else ()
         return HeadTrace(tuple(self._first[layer][head]), tuple(self._changes[layer][head]), low, high, levels)

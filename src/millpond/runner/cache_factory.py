@@ -43,7 +43,7 @@ FREE = 1 / 8
 
 
 def formats_before_rope(stored: LayerCodecs | Format) -> LayerCodecs | Format:
-    """The same formats with keys stored before RoPE; numbers as they are stay so.
+    """Return the same formats with keys stored before RoPE; number formats stay as they are.
 
     Raises:
         OptionError: a codec whose keys cannot be stored so.
@@ -56,19 +56,20 @@ def formats_before_rope(stored: LayerCodecs | Format) -> LayerCodecs | Format:
 
 
 def check_room_to_roll(layout: CacheLayout, layers: Sequence[LayerShape], reach: int) -> None:
-    """
+    """Check that every layer leaves room for text after its gaps are closed.
+
     Raises:
         BudgetError: what a layer keeps leaves too few of `reach` positions free.
     """
-    most = int(reach * (1 - FREE)) - layout.policy.protect.sinks
+    max_entries = int(reach * (1 - FREE)) - layout.policy.protect.sinks
     for index, layer in enumerate(layers):
         kept = layout.entries(index, reach, PageTable(layout.pool(layer), 1, layer.n_kv_heads))
         kept = min(kept, layer.window) if layer.window else kept
-        if kept > most:
+        if kept > max_entries:
             raise BudgetError(
                 f"budget {layout.budget} keeps {kept:,} entries per KV head in layer {index}, and overflow='rolling' "
-                f"needs at most {most:,} of the model's {reach:,} positions, so that text can follow them; lower the "
-                "budget"
+                f"needs at most {max_entries:,} of the model's {reach:,} positions, so that text can follow them; "
+                "lower the budget"
             )
 
 
@@ -77,19 +78,28 @@ FindPools = Callable[[torch.dtype | Codec, bool], PoolSet]
 
 
 class CacheFactory(CacheLayout):
-    """Makes stacks of one kind: sequences of the same recipe decode together.
+    """Factory of batch caches of one kind: sequences of the same factory decode together.
 
     Args:
-        find_pools: where their pages come from. slots: what counts the states of a hybrid. tier: of the layers whose
-            pages lie on a disk between passes; None: all stay. reach: positions after which gaps close and a text goes
-            on; None: it ends there. The rest: as of `compress`; a budget in bytes is that of
-            one sequence.
+        model: Decoder whose layers the caches serve.
+        find_pools: Finds the pools that pages come from.
+        method: As of `compress`.
+        options: As of `compress`.
+        budget: As of `compress`; a budget in bytes is that of one sequence.
+        codec: As of `compress`.
+        tokenizer: As of `compress`.
+        calibration: As of `compress`.
+        slots: Counts the states of a hybrid; None for other models.
+        tier: Disk of the layers whose pages are stored there between passes; None: all stay in memory.
+        reach: Positions after which gaps close and a text continues; None: it ends there.
 
     Attributes:
-        policy, budget: what is kept. pools: where entries lie.
-        whole_prompt: a prompt must be read in one pass, because where it is cut would change the result.
-        slots: what counts the states of a hybrid; None for other models.
-        described: method, options, budget and format in words: equal where caches are kept alike.
+        policy: Policy under the budget.
+        budget: Budget of one sequence.
+        pools: Pools that hold the entries.
+        whole_prompt: Whether a prompt must be read in one pass, because where it is cut would change the result.
+        slots: Counts the states of a hybrid; None for other models.
+        described: Method, options, budget and format in words: equal where caches are kept alike.
 
     Raises:
         OptionError: as `compress`, or the method cannot run with others in one pass; the message says why.
@@ -141,20 +151,24 @@ class CacheFactory(CacheLayout):
         self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
         self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
-        self._pattern = self._cores(PositionTracker(), 0)
+        self._template_caches = self._cores(PositionTracker(), 0)
         if reach is not None:
             check_room_to_roll(self, model.layers, reach)
-        attach_rotations(profile, self._pattern)
-        attach_output_projections(profile, self._pattern)
+        attach_rotations(profile, self._template_caches)
+        attach_output_projections(profile, self._template_caches)
 
     def stack(self, prompt: int = 0) -> BatchCache:
-        """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""
+        """Return an empty batch cache.
+
+        Args:
+            prompt: Tokens of the prompt that it will read; 0 for sequences that come from other caches.
+        """
         timeline = PositionTracker()
         if self.policy.needs.token_ids:
             timeline.tokens = TokenIds()
         cores = self._cores(timeline, prompt)
-        for core, pattern in zip(cores, self._pattern, strict=True):
-            core.attention.rope, core.attention.outputs = pattern.attention.rope, pattern.attention.outputs
+        for core, template in zip(cores, self._template_caches, strict=True):
+            core.attention.rope, core.attention.outputs = template.attention.rope, template.attention.outputs
             core.attention.shares_runs = not self._model.deterministic
 
         def before_plan() -> None:
@@ -202,14 +216,14 @@ def described(
     stored: torch.dtype | Codec | LayerCodecs,
     reach: int | None = None,
 ) -> str:
-    """Words that are equal where caches are kept alike; what files hold stands in them as a digest."""
-    chosen = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
+    """Return words that are equal where caches are kept alike; files appear as digests."""
+    settings = ", ".join(f"{name}={_shown(options[name])}" for name in sorted(options))
     calibration = next((one.calibration for one in codecs_of(stored) if one.calibration is not None), None)
     name = str(stored).removeprefix("torch.") if isinstance(stored, torch.dtype) else stored.name
     tables = "" if calibration is None else f" calibrated {calibration.digest()}"
     means = " less means" if any(tier.key.less_mean for one in codecs_of(stored) for tier in one.tiers) else ""
     rolls = "" if reach is None else f" rolling at {reach}"
-    return f"{method}({chosen}) budget {budget} {name}{means}{tables}{rolls}"
+    return f"{method}({settings}) budget {budget} {name}{means}{tables}{rolls}"
 
 
 def _shown(value: object) -> str:

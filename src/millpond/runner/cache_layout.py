@@ -21,12 +21,14 @@ from millpond.runner.packed_model import LayerShape
 
 
 class CacheLayout:
-    """Where entries lie and how many of them, for the layers of a model.
+    """Layout of the entries of a model's layers: their pools and their numbers.
 
     Attributes:
-        policy, budget: what is kept. pools: where entries lie.
-        on_disk: layers whose pages lie on a disk between passes.
-        reach: positions after which gaps close and a text goes on; None: it ends there.
+        policy: Policy that chooses what is kept.
+        budget: Budget of one sequence; None: no limit.
+        pools: Pools that hold the entries.
+        on_disk: Layers whose pages are stored on a disk between passes.
+        reach: Positions after which gaps close and a text continues; None: it ends there.
     """
 
     on_disk: frozenset[int] = frozenset()
@@ -46,33 +48,37 @@ class CacheLayout:
         self._budgets = _RequestBudgets(budget, policy, [layer.window for layer in layers])
 
     def entries(self, layer: int, seen: int, table: PageTable, kept: int = 0) -> int:
-        """Entries per KV head that `layer` may keep of a text of `seen` tokens; the average, where its content says.
+        """Return the entries per KV head that `layer` may keep; an average if content decides.
 
-        kept: tokens that every layer keeps, see `LayerBudgets.entries`.
+        Args:
+            layer: Index of the layer.
+            seen: Tokens of the text.
+            table: Pages of the sequence in the layer.
+            kept: Tokens that every layer keeps, see `LayerBudgets.entries`.
         """
         return self._budgets.expected(layer, table, self.within_reach(seen), kept)
 
     def within_reach(self, seen: int) -> int:
-        """Of `seen` tokens of a text those that may be held at a time, before any is evicted."""
+        """Return how many of `seen` tokens may be in memory at a time, before any is evicted."""
         return seen if self.reach is None else min(seen, self.reach)
 
     def pool(self, layer: LayerShape) -> PagePool:
-        """The pool of a layer's plain entries."""
+        """Return the pool of a layer's plain entries."""
         return self.pools.of(layer.index).plain(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
     def prompt_pool(self, layer: LayerShape) -> PagePool:
-        """The pool of a layer's entries while their prompt is read."""
+        """Return the pool of a layer's entries while their prompt is read."""
         if self.policy.prefill == "greedy":
             return self.pool(layer)
         return self.pools.of(layer.index).reading(layer.key_dim, layer.value_dim, self._dtype, self._device)
 
     def codec(self, layer: LayerShape) -> Codec | None:
-        """How a layer's entries become codes; None where they are stored as they are."""
+        """Return the codec of a layer's entries; None where they are stored plain."""
         codec = self.pools.of(layer.index).codec
         return None if codec is None or (layer.window and codec.tiered) else codec
 
     def packed_pools(self, layer: LayerShape) -> list[QuantizedPool]:
-        """The pools of a layer's codes, of each tier by age; [] where entries are stored as they are."""
+        """Return the pools of a layer's codes, one per age band; [] if entries are stored plain."""
         if self.codec(layer) is None:
             return []
         return self.pools.of(layer.index).packed(layer.index, layer.key_dim, layer.value_dim, self._device)
@@ -98,10 +104,14 @@ class CacheLayout:
                 self.policy.check_budget(budget)
 
     def unpaged_bytes(self, prompt: int, total: int) -> int:
-        """Bytes that a sequence holds outside its pages, in all layers, `prompt` of its `total` tokens in its prompt.
+        """Return the bytes that a sequence holds outside its pages, in all layers.
 
-        These are queries of the prompt, as many as its plan looks at; the keys of sinks that move, as they were before
-        RoPE and at the next places; and the keys by which blocks are looked up.
+        These are queries of the prompt, at most the number that its plan looks at; the keys of sinks that move, as they
+        were before RoPE and at the next positions; and the keys by which blocks are looked up.
+
+        Args:
+            prompt: Tokens of the prompt.
+            total: Tokens of the prompt and the answer.
         """
         policy, size = self.policy, self._dtype.itemsize
         wide = max(size, torch.float32.itemsize)
@@ -117,7 +127,7 @@ class CacheLayout:
         )
 
     def entry_bytes(self, layer: LayerShape) -> int:
-        """Bytes of a token's keys and values in one layer, in the model's dtype."""
+        """Return the bytes of a token's keys and values in one layer, in the model's dtype."""
         return layer.n_kv_heads * (layer.key_dim + layer.value_dim) * self._dtype.itemsize
 
 
@@ -125,7 +135,7 @@ class _RequestBudgets(LayerBudgets):
     """Budgets whose bytes are those of one sequence, whatever else is in its batch."""
 
     def expected(self, layer: int, table: PageTable, seen: int, kept: int = 0) -> int:
-        """Entries per KV head, before the text is known."""
+        """Return entries per KV head, before the text is known."""
         if self.budget is not None and self._policy.needs_all_layers:
             return self._average(table, seen, kept)
         return self.entries(layer, table, 0, seen, kept)
@@ -135,7 +145,7 @@ class _RequestBudgets(LayerBudgets):
 
 
 def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:
-    """The policy under a budget.
+    """Return the policy under a budget.
 
     Raises:
         BudgetError: a budget in tokens that is smaller than what the policy protects.
@@ -147,7 +157,8 @@ def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:
 
 
 def check_packable(method: str, needs: Needs) -> None:
-    """
+    """Check that a method runs on packed rows of several sequences.
+
     Raises:
         OptionError: the method cannot run with others in one pass; the message says why.
     """

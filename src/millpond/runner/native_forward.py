@@ -28,7 +28,7 @@ from millpond.models.lean.watch import Watch, own_forward
 from millpond.runner.packed_cache import LayerAttend, SegmentedAttention
 
 #: Graphs that are kept, of other numbers of sequences, methods or pools.
-MOST_GRAPHS = 8
+MAX_GRAPHS = 8
 
 #: Runs rows through all layers: forward(ids (S,), positions (S,), attend, rows (S,)) -> logits (S, vocabulary).
 Forward = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]
@@ -51,10 +51,12 @@ class DecodeGraph:
     for such steps from then on, whatever their sequences are, until their page tables outgrow it.
 
     Args:
-        forward: of the decoder. record: how a graph is made.
+        forward: Forward pass of the decoder.
+        record: Makes a graph of a step.
 
     Attributes:
-        recorded, replayed: graphs that were made, and steps that they ran.
+        recorded: Number of graphs that were made.
+        replayed: Number of steps that they ran.
     """
 
     def __init__(self, forward: Forward, record: GraphRecorder) -> None:
@@ -64,10 +66,12 @@ class DecodeGraph:
         self.recorded = self.replayed = 0
 
     def step(self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> tuple[Tensor, Tensor]:
-        """Logits (S, vocabulary) and log-sum-exp (layers, S, n_heads) of the newest token of each sequence.
+        """Return logits (S, vocabulary) and log-sum-exp (layers, S, n_heads) of the newest tokens.
 
         Args:
-            ids, positions: (S,) of the tokens. regions: what each layer meets; written, as by `ops.decode`.
+            ids: Ids of the tokens, (S,).
+            positions: Positions of the tokens, (S,).
+            regions: Entries that each layer attends to; written, as by `ops.decode`.
         """
         key = key_of(regions)
         alike = key is not None and self._seen is not None and same_key(key, self._seen)
@@ -88,7 +92,7 @@ class DecodeGraph:
         return logits.clone(), lse
 
     def _graph_of(self, key: tuple[Any, ...], regions: Sequence[StepRegions]) -> _Graph | None:
-        """The graph that was made for such steps, if their tables still fit."""
+        """Return the graph that was made for such steps, if their tables still fit."""
         number = next((n for n, graph in self._graphs.items() if same_key(key, graph.key)), None)
         if number is None:
             return None
@@ -99,7 +103,7 @@ class DecodeGraph:
         return None
 
     def _make(self, key: tuple[Any, ...], ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> _Graph:
-        while len(self._graphs) >= MOST_GRAPHS:
+        while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         inputs, own_ids, own_positions = StepInputs(regions), ids.clone(), positions.clone()
         outputs: list[tuple[Tensor, Tensor]] = []
@@ -116,9 +120,9 @@ class DecodeGraph:
         sums: list[Tensor] = []
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found = ops.decode(DecodeArgs(q, k, v, regions[index]))
-            sums.append(found.lse)
-            return found.out.reshape(len(q), -1)
+            decoded = ops.decode(DecodeArgs(q, k, v, regions[index]))
+            sums.append(decoded.lse)
+            return decoded.out.reshape(len(q), -1)
 
         logits = self._forward(ids, positions, attend, torch.arange(len(ids), device=ids.device))
         return logits, torch.stack(sums)
@@ -134,16 +138,18 @@ _users: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[NativeForward
 
 
 class NativeForward:
-    """Runs packed rows through the weights of a model, whose layers that read the same rows are fused.
+    """Pass of packed rows through a model's weights; layers that read the same rows are fused.
 
     Weights that lie in a mapped file are fused and moved after `PASSES_IN_FILE` passes, unless another runs through
     them too: until then memory holds them once, and loading copies nothing.
 
     Args:
-        shapes: what the attention of each layer does, complete after a pass. run: a pass of the modules,
-            run(ids, positions, attend) -> logits of all tokens. streamed: the layers where their weights come and go.
-        deterministic: each row gets the bits that it has alone, see `Decoder.fixed_order`.
-        bits: 4 or 8: once tried out, the matrices become codes of as many bits, and those of the modules are emptied.
+        model: Decoder that owns the weights.
+        shapes: What the attention of each layer does, complete after a pass.
+        run: A pass of the modules, run(ids, positions, attend) -> logits of all tokens.
+        streamed: Layers whose weights are read while the model runs; None: all are in memory.
+        bits: 4 or 8: after the trial the matrices become codes of that width, and those of the modules are emptied.
+        deterministic: Each row gets the bits that it has alone, see `Decoder.fixed_order`.
 
     Raises:
         UnsupportedModelError: the model is of another family, or a part of it gives something else than ours; or its
@@ -200,16 +206,23 @@ class NativeForward:
         return 0 if self._watch is not None else code_bytes(self._decoder)
 
     def ready(self) -> bool:
-        """Whether the modules may be bypassed: they have no hooks, and their weights are those of this pass.
+        """Whether the modules may be bypassed.
 
-        Modules that were emptied cannot run, so they always are.
+        They may if they have no hooks and their weights are those of this pass. Modules that were emptied cannot run,
+        so they always are.
         """
         return self._watch is None or self._watch.unchanged()
 
     def forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
-        """Logits (n, vocabulary) of `rows` (n,) of the tokens `ids` (N,) at `positions` (N,) of their texts.
+        """Return logits (n, vocabulary) of some rows of a packed pass.
 
         Where native kernels compute, torch's small loops between them run on this thread alone.
+
+        Args:
+            ids: Ids of the tokens, (N,).
+            positions: Positions of the tokens in their texts, (N,).
+            split: Attention of each segment of the rows.
+            rows: Rows whose logits are needed, (n,).
         """
         self._move_on()
         natively = isinstance(self._decoder.ops(len(ids)), NativeDense | FixedOrder)
@@ -231,7 +244,7 @@ class NativeForward:
         return logits
 
     def _move_on(self) -> None:
-        """Let the next part of the weights move out of the file, once enough passes have read them there."""
+        """Move the next part of the weights out of the file after enough passes read them there."""
         model = self._model()
         if self._moving is None or model is None or len(_users[model]) > 1:
             return
@@ -245,13 +258,13 @@ class NativeForward:
             self._decoder, self._watch = moved, watch(model, self._layers)
 
     def keys_of_second_layer(self, ids: Tensor) -> Tensor:
-        """(n_kv_heads, n, key_dim) after RoPE, of a text of these ids (n,)."""
-        found: list[Tensor] = []
+        """Return the second layer's keys (n_kv_heads, n, key_dim) after RoPE, for ids (n,)."""
+        keys: list[Tensor] = []
         positions = torch.arange(len(ids), device=ids.device)
         places = positions.to(torch.int32)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found.append(k.transpose(0, 1).clone())
+            keys.append(k.transpose(0, 1).clone())
             if index:
                 return q.new_zeros(len(q), q.shape[1] * v.shape[-1])
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
@@ -261,7 +274,7 @@ class NativeForward:
         rotary, dense = self._decoder.angles(x, positions), choose(x)
         for block in islice(self._decoder.blocks, 2):
             x = block.forward(x, rotary, attend, dense)
-        return found[1]
+        return keys[1]
 
     def _by_rows(self, attend: LayerAttend) -> Attend:
         def by_rows(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -302,21 +315,21 @@ class NativeForward:
         builds: set[tuple[Any, ...]] = set()
         for block, (before, behind) in zip(decoder.blocks, seen, strict=True):
             for few in (True,) if block.build in builds else (True, False):
-                found = block.forward(before.clone(), rotary, attend, choose(before, few))
-                self._compare(f"layer {block.index}", found, behind, behind - before)
+                actual = block.forward(before.clone(), rotary, attend, choose(before, few))
+                self._compare(f"layer {block.index}", actual, behind, behind - before)
             builds.add(block.build)
         self._compare("the head", decoder.logits(last), logits, logits)
 
-    def _compare(self, part: str, found: Tensor, expected: Tensor, size: Tensor) -> None:
-        rounding = 2 * torch.finfo(found.dtype).eps * expected.abs()  # of the sums that are stored
-        if found.shape != expected.shape or not bool(
-            ((found - expected).abs() - rounding <= TOLERANCE[found.dtype] * size.abs().max()).all()
+    def _compare(self, part: str, actual: Tensor, expected: Tensor, size: Tensor) -> None:
+        rounding = 2 * torch.finfo(actual.dtype).eps * expected.abs()  # of the sums that are stored
+        if actual.shape != expected.shape or not bool(
+            ((actual - expected).abs() - rounding <= TOLERANCE[actual.dtype] * size.abs().max()).all()
         ):
             raise UnsupportedModelError(f"{part} of {self._name} computes something else than its family does")
 
 
 def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
-    """A hook that notes what goes into a layer and what comes out, (N, width) each."""
+    """Return a hook that records the input and the output of a layer, (N, width) each."""
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = args[0] if args else kwargs["hidden_states"]
@@ -327,7 +340,7 @@ def _noting(seen: list[tuple[Tensor, Tensor]]) -> Callable[..., None]:
 
 
 def _attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-    """Attention of the trial tokens over themselves."""
+    """Return attention of the trial tokens over themselves."""
     positions = torch.tensor(_PLACES, dtype=torch.int32, device=q.device)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     return ops.prefill(PrefillArgs(q, k, v, positions, shape)).out.transpose(0, 1)

@@ -32,9 +32,13 @@ class Segment:
     """Rows of a pass that go to one batch of caches.
 
     Attributes:
-        cores: of all layers with attention. begin, end: which rows. decoding: one row per sequence; else all rows are
-            one sequence's. states: of its sequences, in a hybrid. stack: that the caches are of, where some of their
-            pages come for the pass. partial: the rows are some of a run of tokens, of which it knows the others.
+        cores: Caches of all layers with attention.
+        begin: First row.
+        end: Row after the last one.
+        decoding: Whether each row is one sequence's; else all rows are one sequence's.
+        states: States of its sequences, in a hybrid.
+        stack: Batch cache of the caches, where some of their pages come for the pass.
+        partial: Whether the rows are some of a run of tokens, whose others are in the cache.
     """
 
     cores: Sequence[LayerCache]
@@ -53,7 +57,7 @@ class FusedSteps(NamedTuple):
     newest: list[PendingStep]
 
     def regions(self) -> list[StepRegions]:
-        """What the layers meet."""
+        """Return the entries that each layer attends to."""
         return [step.regions() for step in self.newest]
 
     def end(self, lse: Tensor) -> None:
@@ -69,7 +73,7 @@ class SegmentedAttention:
     """Attention of each layer, segment by segment.
 
     Attributes:
-        segments: cut all rows of the pass, in order.
+        segments: Segments that cut all rows of the pass, in order.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -77,7 +81,7 @@ class SegmentedAttention:
         self._growth = _growth(segments)
 
     def rows(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(T, Hq, value_dim) of q (T, Hq, D), k and v (T, H, D)."""
+        """Return attention (T, Hq, value_dim) of q (T, Hq, D) to k and v (T, H, D)."""
         if len(self.segments) == 1:
             return self._one(0, index, q, k, v, shape)
         outs = [
@@ -87,12 +91,12 @@ class SegmentedAttention:
         return torch.cat(outs)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(1, Hq, T, value_dim) of q (1, Hq, T, D), k and v (1, H, T, D)."""
+        """Return attention (1, Hq, T, value_dim) of q (1, Hq, T, D) to k and v (1, H, T, D)."""
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
         return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
 
     def steps(self, shapes: Sequence[AttentionShape]) -> FusedSteps | None:
-        """All layers ready for one decoding step, where the segment is one and each layer `is_fusable`."""
+        """Prepare all layers for one decoding step; None unless one segment's layers are fusable."""
         segment = self.segments[0]
         n, cores = segment.end - segment.begin, segment.cores
         if len(self.segments) > 1 or not segment.decoding:
@@ -102,7 +106,14 @@ class SegmentedAttention:
         return FusedSteps(cores, [core.begin_step(n, shape) for core, shape in zip(cores, shapes, strict=True)])
 
     def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
-        """(1, Hq, T, value_dim): attention of q (1, Hq, T, D) of a later layer to what layer `index` meets."""
+        """Return attention of a later layer to entries of layer `index`, (1, Hq, T, value_dim).
+
+        Args:
+            index: Layer whose entries are read.
+            q: Queries of the later layer, (1, Hq, T, D).
+            value_dim: Numbers of a value.
+            shape: Shape of the later layer's attention.
+        """
         out = q.new_empty(*q.shape[:3], value_dim)
         for segment in self.segments:
             shared = segment.cores[index].shared
@@ -117,14 +128,14 @@ class SegmentedAttention:
         return out
 
     def clear_shared(self) -> None:
-        """A pass begins, or came to its end: what later layers read is of one pass."""
+        """Clear what later layers read of a pass, at its beginning and end."""
         for segment in self.segments:
             for core in segment.cores:
                 if core.shared is not None:
                     core.shared.clear()
 
     def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """(n, Hq, value_dim) of the rows of one segment."""
+        """Return attention (n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
         core, stack = segment.cores[index], segment.stack
         with nullcontext() if stack is None else stack.here(core, self._following(number, index), self._growth):
@@ -137,9 +148,9 @@ class SegmentedAttention:
             return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
 
     def _following(self, number: int, index: int) -> Iterator[LayerCache]:
-        """Caches that attend after that of a segment in a layer, up to the same segment of the next layer.
+        """Yield the caches that attend next, up to the same segment of the next layer.
 
-        Of decoding segments only the next one, for the pages of each are many.
+        Of decoding segments only the next one is included, because the pages of each are many.
         """
         decoding = 0
         for place in range(number + 1, number + 1 + len(self.segments)):
@@ -152,7 +163,7 @@ class SegmentedAttention:
 
 
 def _growth(segments: Sequence[Segment]) -> Pages:
-    """Pages that new tokens may take in all layers."""
+    """Return the pages that new tokens may take in all layers."""
     need: Counter[Pool] = Counter()
     for segment in segments:
         if segment.stack is None or segment.stack.tier is None:
@@ -166,15 +177,15 @@ def _growth(segments: Sequence[Segment]) -> Pages:
 
 
 class ShapeWatch:
-    """Learns the shapes of keys and values, and keeps none.
+    """Recorder of the shapes of keys and values, without their content.
 
     Args:
-        segments: of the pass, where modules run segment by segment.
+        segments: Segments of the pass, where modules run segment by segment.
     """
 
     def __init__(self, segments: Sequence[Segment] = ()) -> None:
         self.segments = segments
-        self.found: dict[int, tuple[int, int, int]] = {}
+        self.key_shapes: dict[int, tuple[int, int, int]] = {}
         self.shapes: dict[int, AttentionShape] = {}
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
@@ -182,7 +193,7 @@ class ShapeWatch:
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
     def watching(self, rows: LayerAttend) -> LayerAttend:
-        """The same attention by rows, whose shapes are noted."""
+        """Return the same attention by rows, with a record of its shapes."""
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
             self._note(index, k, v, shape)
@@ -191,8 +202,8 @@ class ShapeWatch:
         return attend
 
     def _note(self, index: int, k: Tensor, v: Tensor, shape: AttentionShape) -> None:
-        """k, v: KV heads are dimension 1, in rows and in batches."""
-        self.found[index] = (k.shape[1], k.shape[-1], v.shape[-1])
+        """Record the shapes of keys and values, whose KV heads are dimension 1."""
+        self.key_shapes[index] = (k.shape[1], k.shape[-1], v.shape[-1])
         self.shapes[index] = shape
 
     def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
@@ -210,7 +221,8 @@ class FunctionAttention:
         return self._rows(index, q, k, v, shape)[None].transpose(1, 2)
 
     def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
-        """
+        """Refuse layers without keys.
+
         Raises:
             UnsupportedModelError: always: only families whose layers all have keys run lean.
         """
@@ -221,11 +233,13 @@ Served = SegmentedAttention | ShapeWatch | FunctionAttention
 
 
 class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
-    """One layer of a packed pass: hands keys to the attention function, which brings them back with the queries.
+    """One layer of a packed pass: hands keys to attention, which returns them with queries.
 
     Args:
-        index: number of the layer in the model. nth: its number among those with attention. readers: numbers of the
-            layers that have no keys of their own and read this one's.
+        index: Number of the layer in the model.
+        nth: Its number among those with attention.
+        served: Attention of the pass.
+        readers: Numbers of the layers that have no keys of their own and read this one's.
     """
 
     def __init__(self, index: int, nth: int, served: Served, readers: frozenset[int]) -> None:
@@ -252,10 +266,12 @@ class _PackedLayer(PassLayer):  # type: ignore[no-untyped-call]
 
 
 class PackedPass(Cache):
-    """The cache of one packed pass.
+    """Cache of one packed pass.
 
     Args:
-        readers: numbers of the layers with attention -> of those that read their keys. depth: layers of all kinds.
+        served: Attention of the pass.
+        readers: Numbers of the layers with attention -> of those that read their keys.
+        depth: Layers of all kinds.
     """
 
     def __init__(self, served: Served, readers: Mapping[int, frozenset[int]], depth: int) -> None:

@@ -44,10 +44,15 @@ from millpond.runner.state_mixers import CarriedStates, StateShape, find_mixers,
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores of a token: keys of `key_dim` and values of `value_dim` numbers in each KV head.
+    """Numbers that one layer stores of a token.
 
-    window: positions that a query sees, its own among them; 0 for all. index: of the layer. n_heads: query heads; 0
-    where they are not known.
+    Attributes:
+        n_kv_heads: KV heads.
+        key_dim: Numbers of a key in each KV head.
+        value_dim: Numbers of a value in each KV head.
+        window: Positions that a query sees, its own among them; 0 for all.
+        index: Index of the layer.
+        n_heads: Query heads; 0 where they are not known.
     """
 
     n_kv_heads: int
@@ -67,21 +72,24 @@ class PackedModel:
     """A transformers decoder that runs packed passes, until it is closed.
 
     Args:
+        model: The decoder.
         runner: "lean": without the model's modules, whose weights are fused (`NativeForward`); "modules": through them;
             "auto": lean where that gives what the modules give. Passes with hooks go through the modules.
-        native_layers: see `compress`; False leaves layers to transformers and torch, so nothing runs lean.
-        streamed: the layers of `model` where their weights are read while it runs; it is closed with this.
+        native_layers: See `compress`; False leaves layers to transformers and torch, so nothing runs lean.
+        streamed: The layers of `model` where their weights are read while it runs; it is closed with this.
         weights: "int8" or "int4": the model's matrices become codes, and the model itself cannot run any more; those
             of `streamed` are in codes already.
-        deterministic: a row has the same bits, whatever else is in its pass; then it runs lean or not at all.
+        deterministic: A row has the same bits, whatever else is in its pass; then it runs lean or not at all.
 
     Attributes:
-        context_length: most tokens of one sequence; None where the model sets no limit.
-        layers: what each layer with attention stores. readers: their numbers in the model -> those of the layers that
-            read their keys and store nothing. states: what the others hold of a sequence, in a hybrid.
-        end_tokens: ids that end a text, as the model's configuration has them.
-        weight_bytes: of the weights in memory, with the slots of `streamed`.
-        runner: which of the two runs. deterministic: as given.
+        context_length: Most tokens of one sequence; None where the model sets no limit.
+        layers: Shape of what each layer with attention stores.
+        readers: Their numbers in the model -> those of the layers that read their keys and store nothing.
+        states: Shape of what the other layers hold of a sequence, in a hybrid.
+        end_tokens: Ids that end a text, as the model's configuration has them.
+        weight_bytes: Bytes of the weights in memory, with the slots of `streamed`.
+        runner: The runner that is used, "lean" or "modules".
+        deterministic: Whether rows have the same bits in every pass.
 
     Raises:
         UnsupportedModelError: the model cannot run on packed rows, or not lean; the message says why.
@@ -175,10 +183,13 @@ class PackedModel:
 
     @no_autograd
     def forward(self, ids: Tensor, positions: Tensor, segments: Sequence[Segment], rows: Tensor) -> Tensor:
-        """Run tokens `ids` (T,) at `positions` (T,) of their own texts through the model.
+        """Run tokens of several texts through the model.
 
         Args:
-            segments: cut all T rows. rows: (n,) int64, ascending: those whose next token is needed.
+            ids: Ids of the tokens, (T,).
+            positions: Positions of the tokens in their own texts, (T,).
+            segments: Segments that cut all T rows.
+            rows: (n,) int64, ascending: rows whose next token is needed.
 
         Returns:
             (n, vocabulary): the logits of these rows.
@@ -197,7 +208,8 @@ class PackedModel:
         return self._run(ids, positions, split, rows)
 
     def check_second_layer(self) -> None:
-        """
+        """Check that the keys of the second layer can be computed.
+
         Raises:
             OptionError: `keys_of_second_layer` needs two layers, and the weights without the model's modules.
         """
@@ -209,12 +221,15 @@ class PackedModel:
 
     @no_autograd
     def keys_of_second_layer(self, ids: Tensor) -> Tensor:
-        """(n_kv_heads, n, key_dim) after RoPE, of a text of these ids (n,). Check with `check_second_layer` first."""
+        """Return the second layer's keys (n_kv_heads, n, key_dim) after RoPE, for ids (n,).
+
+        Check with `check_second_layer` first.
+        """
         assert self._lean is not None, "checked before"
         return self._lean.keys_of_second_layer(ids)
 
     def _run(self, ids: Tensor, positions: Tensor, served: Served, rows: Tensor) -> Tensor:
-        """`forward` through the modules."""
+        """Run `forward` through the modules."""
         begin_pass()
         if isinstance(served, SegmentedAttention):
             served.clear_shared()
@@ -244,9 +259,12 @@ class PackedModel:
 
     @no_autograd
     def _make_lean(self, watch: ShapeWatch, runner: Runner, bits: int | None) -> NativeForward | None:
-        """
+        """Return the pass without the model's modules; None where they have to run.
+
         Args:
-            watch: learns what the layers do with the tokens of the trial.
+            watch: Learns what the layers do with the tokens of the trial.
+            runner: See `PackedModel`.
+            bits: Width of the codes that the matrices become; None: they stay.
 
         Raises:
             UnsupportedModelError: the model cannot run lean, and runner="lean" or its weights should be quantized.
@@ -273,7 +291,7 @@ class PackedModel:
 
     @no_autograd
     def _probe(self) -> ShapeWatch:
-        """What the layers of a model that does not run lean do with a token: one runs through it and is not kept."""
+        """Record the attention of a model that does not run lean, with one token that is not kept."""
         states = None if self.states is None else CarriedStates(self.states)
         watch = ShapeWatch([Segment([], 0, 1, False, states)])
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -282,7 +300,8 @@ class PackedModel:
 
 
 def check_format(weights: str | None) -> None:
-    """
+    """Check the format of weights.
+
     Raises:
         OptionError: no such format of weights.
     """
@@ -291,13 +310,13 @@ def check_format(weights: str | None) -> None:
 
 
 def _layers_of(profile: ModelProfile, watch: ShapeWatch) -> list[LayerShape]:
-    missing = [index for index in range(profile.n_layers) if index not in watch.found]
+    missing = [index for index in range(profile.n_layers) if index not in watch.key_shapes]
     if missing:
         raise UnsupportedModelError(f"layer {missing[0]} of {profile.name} hands no keys and values to its cache")
     for index, window in enumerate(profile.windows):
         check_window(profile.name, window, watch.shapes[index].window)
     return [
-        LayerShape(*watch.found[index], profile.windows[index], index, profile.n_heads)
+        LayerShape(*watch.key_shapes[index], profile.windows[index], index, profile.n_heads)
         for index in range(profile.n_layers)
     ]
 
@@ -321,7 +340,10 @@ def _check_packable(profile: ModelProfile) -> None:
 
 
 def _context_length(profile: ModelProfile) -> int | None:
-    """Most tokens of a text; where rotary frequencies change with the length of a pass, as far as they do not."""
+    """Return the most tokens of a text, None for no limit.
+
+    Where rotary frequencies change with the length of a pass, it is the length up to which they do not.
+    """
     limit, config = profile.position_limit, profile.config
     kinds = getattr(profile.rotary, "rope_type", "default")
     changing = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(CHANGING)
@@ -331,17 +353,18 @@ def _context_length(profile: ModelProfile) -> int | None:
     original = parameters.get("original_max_position_embeddings") or getattr(
         config, "original_max_position_embeddings", None
     )
-    found = [int(n) for n in (original, limit) if n]
-    if not found:
+    limits = [int(n) for n in (original, limit) if n]
+    if not limits:
         raise UnsupportedModelError(
             f"{profile.name} changes its rotary frequencies with the length of a pass "
             f"({', '.join(sorted(changing))}) and does not say from where on"
         )
-    return min(found)
+    return min(limits)
 
 
 def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
-    """
+    """Check the token ids of a prompt.
+
     Raises:
         OptionError: no tokens, or an id that the model does not have.
     """

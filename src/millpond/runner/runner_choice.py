@@ -11,9 +11,12 @@ Runner = Literal["auto", "lean", "modules"]
 
 
 def check_own_layers(runner: Runner, native_layers: bool, **needing: object) -> None:
-    """
+    """Check that settings that need Millpond's own layers have them.
+
     Args:
-        **needing: settings that need our own layers; None or False: they are off.
+        runner: See `PackedModel`.
+        native_layers: See `PackedModel`.
+        **needing: Settings that need our own layers; None or False: they are off.
 
     Raises:
         OptionError: one of them is on, and the model's own modules should run.

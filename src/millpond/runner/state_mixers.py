@@ -25,11 +25,13 @@ from millpond.runner.packed_cache import PackedPass, Segment
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What the layers of a hybrid hold of a sequence besides entries.
+    """States that the layers of a hybrid hold of a sequence besides entries.
 
     Attributes:
-        counts: number of a layer in the model -> how many states it has. depth: layers of the model.
-        nbytes: of all states of one sequence. restarts: see `ModelProfile`.
+        counts: Number of a layer in the model -> how many states it has.
+        depth: Layers of the model.
+        nbytes: Bytes of all states of one sequence.
+        restarts: See `ModelProfile`.
     """
 
     counts: dict[int, int]
@@ -42,10 +44,11 @@ class CarriedStates(States):
     """States that go where the entries of their sequences go; see `RecurrentStates`.
 
     Attributes:
-        cache: what a module that reads and writes them is given as its cache.
+        cache: Cache that is passed to a module that reads and writes them.
 
     Args:
-        slots: what counts them; None: nothing does, as they are not kept.
+        shape: Numbers of states and their bytes.
+        slots: Counts them; None: nothing does, as they are not kept.
     """
 
     def __init__(self, shape: StateShape, slots: StateSlots | None = None) -> None:
@@ -62,7 +65,7 @@ class CarriedStates(States):
         return next((len(state) for state in self.tensors()), 0)
 
     def join(self, other: Any) -> None:
-        """Take over the states of another batch (`CarriedStates`) of the same model, which holds none afterwards."""
+        """Take over the states of another batch of the same model, which holds none afterwards."""
         if not self.n_seq:
             self.become(other, copied=False)
         elif other.n_seq:
@@ -76,7 +79,7 @@ class CarriedStates(States):
         into.select(sequences)
 
     def copy_out(self) -> Content:
-        """All of them, on the host."""
+        """Return all states, on the host."""
         return tuple(torch.empty_like(state, device="cpu").copy_(state) for state in self.tensors())
 
     def drop(self) -> None:
@@ -84,7 +87,7 @@ class CarriedStates(States):
         self.replace(lambda state: state.new_empty(0))
 
     def put_back(self, content: Content) -> None:
-        """Hold again what `copy_out` gave."""
+        """Restore what `copy_out` returned."""
         back = iter(content)
         self.replace(lambda state: next(back).to(state.device))
 
@@ -94,7 +97,7 @@ _WRITES = ("update_conv_state", "update_recurrent_state")
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for the forward of a module that has states."""
+    """Replace the forward of a module that has states."""
     own = type(self).forward
     packed = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedPass)), None)
     if packed is None:
@@ -104,11 +107,11 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def cut(value: Any, segment: Segment) -> Any:
         return _cut(value, segment, segments[-1].end)
 
-    found = [
+    outputs = [
         own(self, *(cut(value, one) for value in args), **{name: cut(value, one) for name, value in kwargs.items()})
         for one in segments
     ]
-    return _joined(found, segments)
+    return _joined(outputs, segments)
 
 
 _STAND_IN = ForwardOverride(forward)
@@ -120,7 +123,7 @@ def use_segments(mixers: list[nn.Module]) -> Callable[[], None]:
 
 
 def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.Module], StateShape]:
-    """The modules that write the states of a hybrid, and what they write of one sequence.
+    """Return the modules that write the states of a hybrid, and the shape of these states.
 
     One token runs through the model as transformers runs it, to see which module is at work when a state is written.
 
@@ -152,7 +155,7 @@ def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.
     finally:
         for hook in hooks:
             hook.remove()
-    mixers = list(dict.fromkeys(module for found in writers.values() for module in found))
+    mixers = list(dict.fromkeys(module for modules in writers.values() for module in modules))
     _check(profile.name, writers, mixers)
     counts = {number: holder.number_of_states for number, holder in holders.items()}
     states = [
@@ -166,11 +169,12 @@ def find_mixers(model: PreTrainedModel, profile: ModelProfile) -> tuple[list[nn.
 
 
 def _check(name: str, writers: dict[int, list[nn.Module]], mixers: list[nn.Module]) -> None:
-    """
+    """Check that every state has one module that writes it.
+
     Raises:
         UnsupportedModelError: see `find_mixers`.
     """
-    silent = next((number for number, found in writers.items() if not found), None)
+    silent = next((number for number, modules in writers.items() if not modules), None)
     if silent is not None:
         raise UnsupportedModelError(f"layer {silent} of {name} hands no state to its cache")
     for module in mixers:
@@ -182,7 +186,7 @@ def _check(name: str, writers: dict[int, list[nn.Module]], mixers: list[nn.Modul
 
 
 def _cut(value: Any, segment: Segment, n_rows: int) -> Any:
-    """What a module is given for one segment: its rows of what holds one for each of all `n_rows`, and its states."""
+    """Return a module's input for one segment: its states, its rows of values with `n_rows`."""
     if isinstance(value, PackedPass):
         assert segment.states is not None, "sequences of a hybrid have states"
         return segment.states.cache
@@ -194,11 +198,11 @@ def _cut(value: Any, segment: Segment, n_rows: int) -> Any:
     return rows.transpose(0, 1) if segment.decoding else rows
 
 
-def _joined(found: list[Any], segments: Sequence[Segment]) -> Any:
-    """The outputs of all segments as that of the whole row."""
-    if isinstance(found[0], tuple):
-        return tuple(_joined(list(parts), segments) for parts in zip(*found, strict=True))
-    if found[0] is None:
+def _joined(outputs: list[Any], segments: Sequence[Segment]) -> Any:
+    """Return the outputs of all segments as that of the whole row."""
+    if isinstance(outputs[0], tuple):
+        return tuple(_joined(list(parts), segments) for parts in zip(*outputs, strict=True))
+    if outputs[0] is None:
         return None
-    rows = [part.transpose(0, 1) if one.decoding else part for part, one in zip(found, segments, strict=True)]
+    rows = [part.transpose(0, 1) if one.decoding else part for part, one in zip(outputs, segments, strict=True)]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

@@ -14,7 +14,7 @@ from millpond.server.errors import ApiError
 from millpond.server.llm_protocol import ServedLLM
 
 #: Seconds that a refused client has to wait, at least and at most.
-_LEAST_WAIT, _MOST_WAIT = 1, 60
+_MIN_WAIT, _MAX_WAIT = 1, 60
 #: One of this many places in the queue is reserved for clients without requests in flight.
 _FOR_OTHERS = 8
 #: Seconds that requests have to end after the server stopped them on shutdown.
@@ -27,8 +27,8 @@ class AdmissionControl:
     """In front of the engine.
 
     Attributes:
-        under_way: ids of admitted prompts that are not answered yet, with their clients.
-        draining: new requests are refused.
+        under_way: Ids of admitted prompts that are not answered yet, with their clients.
+        draining: Whether new requests are refused.
     """
 
     def __init__(self, llm: ServedLLM, max_queue: int, step_limit_s: float = math.inf) -> None:
@@ -43,17 +43,19 @@ class AdmissionControl:
 
     @contextmanager
     def admit(self, ids: Sequence[str], client: str = "") -> Iterator[None]:
-        """Admit some prompts, all or none. A client with prompts in flight cannot take the last places of the queue.
+        """Admit some prompts, all or none.
+
+        A client with prompts in flight cannot take the last places of the queue.
 
         Raises:
             ApiError: 503, the server is going down or the engine hangs; 429, too many wait already; 400, the
                 prompts never fit.
         """
         if self.draining:
-            raise ApiError(503, "the server is shutting down", "shutting_down", headers=_after(_LEAST_WAIT))
+            raise ApiError(503, "the server is shutting down", "shutting_down", headers=_after(_MIN_WAIT))
         if self.trouble is not None:
             message = f"{self.trouble}: new requests are refused"
-            raise ApiError(503, message, "engine_stalled", headers=_after(_MOST_WAIT))
+            raise ApiError(503, message, "engine_stalled", headers=_after(_MAX_WAIT))
         self.check_number(len(ids))
         waiting = self.waiting
         holds = self._max_queue - (self._max_queue // _FOR_OTHERS if self._under_way_of[client] else 0)
@@ -79,8 +81,10 @@ class AdmissionControl:
         return set(self._under_way_of)
 
     def check_number(self, prompts: int) -> None:
-        """Raises:
-        ApiError: 400, more prompts than the queue holds.
+        """Check a number of prompts.
+
+        Raises:
+            ApiError: 400, more prompts than the queue holds.
         """
         if prompts > self._max_queue:
             rule = f"the queue holds {self._max_queue}; send fewer prompts per request"
@@ -109,16 +113,17 @@ class AdmissionControl:
         return max(0, len(self.under_way) - self._llm.stats().running)
 
     def _wait_s(self, waiting: int) -> int:
-        """Seconds until half of the waiting prompts are done, at the rate of the last answers."""
+        """Return the seconds until half of the waiting prompts are done, at the current rate."""
         if len(self._finish_times) < 2:
-            return _LEAST_WAIT
+            return _MIN_WAIT
         gap = (time.monotonic() - self._finish_times[0]) / len(self._finish_times)
-        return min(_MOST_WAIT, max(_LEAST_WAIT, math.ceil(gap * waiting / 2)))
+        return min(_MAX_WAIT, max(_MIN_WAIT, math.ceil(gap * waiting / 2)))
 
     async def drain(self, within_s: float) -> None:
-        """Refuse new requests, give running ones `within_s` seconds from the first call, then end them as they are.
+        """Refuse new requests, and end the running ones after a while.
 
-        An engine that hangs ends nothing: the server waits `LEAVE_S` seconds more.
+        Running ones have `within_s` seconds from the first call; then they end as they are. An engine that hangs ends
+        nothing: the server waits `LEAVE_S` seconds more.
         """
         self.draining = True
         if self._drained_by is None:

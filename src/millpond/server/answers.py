@@ -18,23 +18,24 @@ class EventWriter(Protocol):
     """Writes the events of one streamed answer, each as the text that is sent."""
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """What is new in the answer to prompt `place`."""
+        """Yield what is new in the answer to prompt `place`."""
         ...
 
     def end(self) -> Iterator[str]:
-        """All have ended."""
+        """Yield the end, after all answers have ended."""
         ...
 
     def fail(self, error: ApiError) -> Iterator[str]:
-        """An error ended it, when the status was long sent."""
+        """Yield an error that ended the answer, when the status was long sent."""
         ...
 
 
-class GenerationJob(Protocol):
-    """What is to be answered, and how.
+class ApiCall(Protocol):
+    """One call of the API: the requests to answer, and the form of the answer.
 
     Attributes:
-        requests: one per prompt. stream: as events.
+        requests: One per prompt.
+        stream: Whether the answer is sent as events.
     """
 
     @property
@@ -44,20 +45,20 @@ class GenerationJob(Protocol):
     def stream(self) -> bool: ...
 
     def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole answer of a model of that name; one output per prompt."""
+        """Return the whole answer of a model of that name; one output per prompt."""
         ...
 
     def events(self, model: str) -> EventWriter:
-        """What writes the answer as events."""
+        """Return the writer of the answer as events."""
         ...
 
 
 def event_text(data: dict[str, Any], name: str | None = None) -> str:
-    """A server-sent event.
+    r"""Return a server-sent event.
 
     Example:
         >>> event_text({"a": 1}, "x")
-        'event: x\\ndata: {"a":1}\\n\\n'
+        'event: x\ndata: {"a":1}\n\n'
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
@@ -65,10 +66,14 @@ def event_text(data: dict[str, Any], name: str | None = None) -> str:
 
 @dataclass(slots=True)
 class StreamCursor:
-    """How much of one answer a client has: characters, tokens, whether anything at all, and whether all of it.
+    """Sent part of one answer.
 
     Attributes:
-        reading: what a voice remembers that reads calls out of the text.
+        characters: Characters that were sent.
+        tokens: Tokens that were sent.
+        begun: Whether anything was sent.
+        ended: Whether all of it was sent.
+        reading: State of a format that reads calls out of the text.
     """
 
     characters: int = 0
@@ -78,16 +83,18 @@ class StreamCursor:
     reading: Any = None
 
     def update(self, completion: Completion) -> None:
-        """The client has all that there is."""
+        """Record that the client has all that there is."""
         self.begun, self.ended = True, completion.finish_reason is not None
         self.characters, self.tokens = len(completion.text), len(completion.token_ids)
 
 
 class ResponseFormat(Protocol):
-    """Words of one of OpenAI's two interfaces.
+    """Form of answers of one of OpenAI's two interfaces.
 
     Attributes:
-        kind, chunk_kind: the `object` of an answer and of a piece of it. new_tokens: off where none were requested.
+        kind: The `object` of an answer.
+        chunk_kind: The `object` of a piece of it.
+        new_tokens: Off where none were requested.
     """
 
     @property
@@ -100,30 +107,34 @@ class ResponseFormat(Protocol):
     def new_tokens(self) -> bool: ...
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
-        """A whole answer to prompt `place`."""
+        """Return a whole answer to prompt `place`."""
         ...
 
     def pieces(
         self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
     ) -> list[dict[str, Any]]:
-        """What is new since `sent`, which it brings up to date."""
+        """Return what is new since `sent`, and update it."""
         ...
 
 
 def end_of(completion: Completion) -> dict[str, Any]:
-    """The reason, and what only Millpond says, once there is one."""
+    """Return the reason of the end, with what only Millpond tells of it, once there is one."""
     ended = completion.finish_reason is not None
     return {"finish_reason": openai_reason(completion)} | ({"millpond": choice_stats(completion)} if ended else {})
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionVoice:
+class CompletionFormat:
     """POST /v1/completions.
 
     Attributes:
-        n: answers per prompt. logprobs: whether they are sent. new_tokens: whether more than the echo is.
-        echo: per prompt its text and the text of its first token, which has no log probability; empty: no echo.
-        token_ids: tell the ids of new tokens; for models without a tokenizer, whose answers have no text.
+        n: Answers per prompt.
+        logprobs: Whether log probabilities are sent.
+        new_tokens: Whether more than the echo is sent.
+        echo: Per prompt its text and the text of its first token, which has no log probability; () for no echo.
+        token_ids: Tell the ids of new tokens; for models without a tokenizer, whose answers have no text.
+        kind: The `object` of an answer.
+        chunk_kind: The `object` of a piece of it.
     """
 
     n: int = 1
@@ -135,7 +146,7 @@ class CompletionVoice:
     chunk_kind: str = "text_completion"
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
-        """A whole answer to prompt `place`."""
+        """Return a whole answer to prompt `place`."""
         pieces = self.pieces(place, output, completion, StreamCursor())
         assert len(pieces) == 1, "whole answers have ended"
         return pieces[0]
@@ -143,19 +154,19 @@ class CompletionVoice:
     def pieces(
         self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
     ) -> list[dict[str, Any]]:
-        """What is new since `sent`; the first piece begins with the echo."""
+        """Return what is new since `sent`; the first piece begins with the echo."""
         echoes = bool(self.echo) and not sent.begun
         text = completion.text[sent.characters :] if self.new_tokens else ""
         ids = completion.token_ids[sent.tokens :] if self.new_tokens else ()
         ended = completion.finish_reason is not None
         if not (echoes or text or ended or ((self.logprobs or self.token_ids) and ids)):
             return []
-        told = self._logprobs(place, output, completion, sent, echoes, ids) if self.logprobs else None
+        logprobs = self._logprobs(place, output, completion, sent, echoes, ids) if self.logprobs else None
         if echoes:
             text = self.echo[place][0] + text
         sent.update(completion)
         index = place * self.n + completion.index
-        piece = {"index": index, "text": text, "logprobs": told} | end_of(completion)
+        piece = {"index": index, "text": text, "logprobs": logprobs} | end_of(completion)
         return [piece | {"token_ids": list(ids)} if self.token_ids else piece]
 
     def _logprobs(
@@ -168,20 +179,20 @@ class CompletionVoice:
         ids: Sequence[int],
     ) -> dict[str, Any]:
         prompt = len(self.echo[place][0]) if self.echo else 0
-        found = list((completion.logprobs or ())[sent.tokens :][: len(ids)])
-        texts = [entry.text for entry in found]
+        entries = list((completion.logprobs or ())[sent.tokens :][: len(ids)])
+        texts = [entry.text for entry in entries]
         if not echoes:
             text = "" if sent.tokens else completion.text
-            return for_completions(ids, found, texts, prompt + sent.characters, text)
+            return for_completions(ids, entries, texts, prompt + sent.characters, text)
         before = output.prompt_logprobs or ()
-        known = [self.echo[place][1] if entry is None else entry.text for entry in before]
+        prompt_texts = [self.echo[place][1] if entry is None else entry.text for entry in before]
         return for_completions(
-            [*output.prompt_token_ids, *ids], [*before, *found], known + texts, 0, self.echo[place][0]
+            [*output.prompt_token_ids, *ids], [*before, *entries], prompt_texts + texts, 0, self.echo[place][0]
         )
 
 
 @dataclass(frozen=True, slots=True)
-class ChatVoice:
+class ChatFormat:
     """POST /v1/chat/completions.
 
     Attributes:
@@ -194,7 +205,7 @@ class ChatVoice:
     chunk_kind: str = "chat.completion.chunk"
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a whole answer."""
         return {
             "index": completion.index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -204,7 +215,7 @@ class ChatVoice:
     def pieces(
         self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
     ) -> list[dict[str, Any]]:
-        """What is new since `sent`: the role first, the reason of the end last."""
+        """Return what is new since `sent`: the role first, the reason of the end last."""
         pieces: list[dict[str, Any]] = []
         if not sent.begun:
             pieces.append(self._piece(completion, {"role": "assistant", "content": ""}))
@@ -225,53 +236,60 @@ class ChatVoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesJob:
+class ChoicesCall:
     """A completion or a chat.
 
     Attributes:
-        name: the id of the answer. requests: one per prompt. include_usage: end a stream with the numbers.
+        name: Id of the answer.
+        requests: One per prompt.
+        response_format: Form of the answer.
+        stream: Whether the answer is sent as chunks.
+        include_usage: End a stream with the numbers.
+        created: Seconds since 1970.
     """
 
     name: str
     requests: list[Request]
-    voice: ResponseFormat
+    response_format: ResponseFormat
     stream: bool = False
     include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = [
-            self.voice.choice(place, output, completion)
+            self.response_format.choice(place, output, completion)
             for place, output in enumerate(answers)
             for completion in output.completions
         ]
-        figures = usage(answers, self.voice.new_tokens)
-        return self.envelope(self.voice.kind, model) | {"choices": choices, "usage": figures}
+        figures = usage(answers, self.response_format.new_tokens)
+        return self.envelope(self.response_format.kind, model) | {"choices": choices, "usage": figures}
 
     def events(self, model: str) -> Chunks:
-        """What writes the answer as chunks."""
+        """Return the writer of the answer as chunks."""
         return Chunks(self, model)
 
     def envelope(self, kind: str, model: str) -> dict[str, Any]:
-        """What an answer and each of its chunks begin with."""
+        """Return the fields that an answer and each of its chunks begin with."""
         return {"id": self.name, "object": kind, "created": self.created, "model": model}
 
 
 class Chunks:
     """The chunks of one answer."""
 
-    def __init__(self, job: ChoicesJob, model: str) -> None:
-        self._job = job
-        self._envelope = job.envelope(job.voice.chunk_kind, model) | ({"usage": None} if job.include_usage else {})
+    def __init__(self, api_call: ChoicesCall, model: str) -> None:
+        self._api_call = api_call
+        self._envelope = api_call.envelope(api_call.response_format.chunk_kind, model) | (
+            {"usage": None} if api_call.include_usage else {}
+        )
         self._sent: dict[tuple[int, int], StreamCursor] = {}
         self._last: dict[int, RequestOutput] = {}
         self._read: dict[int, int] = {}
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """A chunk for each choice that has something new; before that the progress of the prompt, where requested."""
+        """Yield a chunk for each choice with something new, after the progress if requested."""
         self._last[place] = output
-        if self._job.requests[place].tell_read:
+        if self._api_call.requests[place].tell_read:
             if output.read != self._read.get(place):
                 self._read[place] = output.read
                 yield event_text(self._envelope | {"choices": [], "prompt_progress": progress(place, output)})
@@ -280,23 +298,28 @@ class Chunks:
         for completion in output.completions:
             so_far = self._sent.setdefault((place, completion.index), StreamCursor())
             if not so_far.ended:
-                for piece in self._job.voice.pieces(place, output, completion, so_far):
+                for piece in self._api_call.response_format.pieces(place, output, completion, so_far):
                     yield event_text(self._envelope | {"choices": [piece]})
 
     def end(self) -> Iterator[str]:
-        """The numbers, where they are wanted, and the mark of the end."""
-        if self._job.include_usage:
+        """Yield the numbers, where they are wanted, and the mark of the end."""
+        if self._api_call.include_usage:
             answers = [self._last[place] for place in sorted(self._last)]
-            yield event_text(self._envelope | {"choices": [], "usage": usage(answers, self._job.voice.new_tokens)})
+            yield event_text(
+                self._envelope | {"choices": [], "usage": usage(answers, self._api_call.response_format.new_tokens)}
+            )
         yield "data: [DONE]\n\n"
 
     def fail(self, error: ApiError) -> Iterator[str]:
-        """The error, and nothing after it."""
+        """Yield the error, and nothing after it."""
         yield event_text(error.body())
 
 
 def progress(place: int, output: RequestOutput) -> dict[str, int]:
-    """How far prompt `place` is read, in the words of llama.cpp's server: tokens, and milliseconds since it began."""
+    """Return how far prompt `place` is read, in the words of llama.cpp's server.
+
+    These are tokens, and milliseconds since it began.
+    """
     started = output.times.started
     return {
         "index": place,

@@ -35,18 +35,19 @@ _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
 def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
-    """What makes the prompt besides the messages.
+    """Return what makes the prompt besides the messages.
 
     Args:
-        has_template: whether the tokenizer has a chat template, which takes arguments.
+        body: Body of the request.
+        has_template: Whether the tokenizer has a chat template, which takes arguments.
     """
     last = body.messages[-1]
     continues = last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in _blocks(last))
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if has_template and body.thinking is not None:
-        told["enable_thinking"] = body.thinking.type != "disabled"
+        fields["enable_thinking"] = body.thinking.type != "disabled"
     if has_template and body.output_config is not None and (effort := body.output_config.effort) is not None:
-        told["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        fields["reasoning_effort"] = _EFFORTS.get(effort, effort)
     tools = [
         Tool(
             type="function",
@@ -56,14 +57,14 @@ def chat_fields(body: PromptFields, has_template: bool) -> ChatFields:
     ]
     return ChatFields(
         tools=tools or None,
-        chat_template_kwargs=told | (body.chat_template_kwargs or {}) or None,
+        chat_template_kwargs=fields | (body.chat_template_kwargs or {}) or None,
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
 
 
 def chat_messages(body: PromptFields) -> list[Message]:
-    """The conversation, with the instructions as its first message."""
+    """Return the conversation, with the instructions as its first message."""
     system = [] if not body.system else [Message(role="system", content=_text(body.system))]
     return [*system, *(one for message in body.messages for one in _messages(message))]
 
@@ -74,7 +75,7 @@ def use_tools(body: PromptFields) -> bool:
 
 
 def chat_of(body: MessagesBody, has_template: bool) -> ChatBody:
-    """The same as a body of /v1/chat/completions."""
+    """Return the same as a body of /v1/chat/completions."""
     same = {name: getattr(body, name) for name in TokenFields.model_fields if name not in ("metadata", "stop")}
     choice, schema = body.tool_choice, None if body.output_config is None else body.output_config.format
     if isinstance(choice, ToolChoice):
@@ -103,26 +104,26 @@ def _blocks(message: AnthropicMessage) -> Sequence[Block]:
 
 
 def _messages(message: AnthropicMessage) -> list[Message]:
-    """A message of ours, or several, one for each result of a tool, in their order."""
+    """Return a message of ours, or several, one for each result of a tool, in their order."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
     if message.role == "assistant":
         return [_answer(message.content)]
-    made: list[Message] = []
-    said: list[TextBlock] = []
+    messages: list[Message] = []
+    texts: list[TextBlock] = []
     for block in message.content:
         if isinstance(block, TextBlock):
-            said.append(block)
+            texts.append(block)
         elif isinstance(block, ToolResultBlock):
-            if said:
-                made.append(Message(role=message.role, content=_text(said)))
-                said = []
-            made.append(_result(block))
-    return [*made, Message(role=message.role, content=_text(said))] if said or not made else made
+            if texts:
+                messages.append(Message(role=message.role, content=_text(texts)))
+                texts = []
+            messages.append(_result(block))
+    return [*messages, Message(role=message.role, content=_text(texts))] if texts or not messages else messages
 
 
 def _answer(blocks: Sequence[Block]) -> Message:
-    """What the model said: thoughts, text and calls."""
+    """Return the model's message: thoughts, text and calls."""
     thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     text = _text([block for block in blocks if isinstance(block, TextBlock)])
@@ -140,7 +141,10 @@ def _call(block: ToolUseBlock) -> ToolCall:
 
 
 def _result(block: ToolResultBlock) -> Message:
-    """What a tool answered; that it failed is said in words, since templates know no other way."""
+    """Return the result of a tool as a message.
+
+    That it failed is said in words, since templates know no other way.
+    """
     parts = _text(block.content or "")
     text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
     if block.is_error and not text.lower().lstrip().startswith("error"):
@@ -154,12 +158,12 @@ def _mark(blocks: Iterable[Any]) -> Any:
 
 
 def _text(content: str | Sequence[Any]) -> str | list[TextPart]:
-    """Text as it is, or the parts of blocks, each of which begins a line of its own."""
+    """Return a text as it is, or the parts of blocks, each of which begins a line of its own."""
     if isinstance(content, str):
         return content
-    made: list[TextPart] = []
+    parts: list[TextPart] = []
     for number, block in enumerate(content):
         ends_line = number == len(content) - 1 or block.text.endswith("\n")
         text = block.text if ends_line else f"{block.text}\n"
-        made.append(TextPart(type="text", text=text, cache_control=block.cache_control))
-    return made
+        parts.append(TextPart(type="text", text=text, cache_control=block.cache_control))
+    return parts

@@ -18,12 +18,17 @@ from millpond.server.usage import choice_stats, openai_reason, usage
 
 
 @dataclass(frozen=True, slots=True)
-class MessageJob:
+class MessagesCall:
     """A message.
 
     Attributes:
-        name: its id. requests: the one request. tools: that can be called. held: answers are held to
-            `tools.constraint`. most: new tokens that the client wants at most. stops: texts that end it.
+        name: Its id.
+        requests: The one request.
+        tools: Tools that can be called.
+        held: Whether answers are held to `tools.constraint`.
+        most: New tokens that the client wants at most.
+        stops: Texts that end it.
+        stream: Whether it is sent as events.
     """
 
     name: str
@@ -35,7 +40,7 @@ class MessageJob:
     stream: bool = False
 
     def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole message."""
+        """Return the whole message."""
         (output,) = answers
         (completion,) = output.completions
         blocks: list[dict[str, Any]] = []
@@ -56,18 +61,18 @@ class MessageJob:
         return self.message(model) | {"content": blocks, "usage": usage_of(output)} | self.end(completion, calls)
 
     def _read(self, text: str) -> list[Event]:
-        """The parts of a whole answer."""
+        """Return the parts of a whole answer."""
         if self.tools is None:
             return [Content(text)] if text else []
         reader = self.tools.reader(self.held)
         return [*reader.add(text), *reader.finish()]
 
     def events(self, model: str) -> MessageEvents:
-        """What writes the message as events."""
+        """Return the writer of the message as events."""
         return MessageEvents(self, model)
 
     def message(self, model: str) -> dict[str, Any]:
-        """The message without its content."""
+        """Return the message without its content."""
         return {
             "id": self.name,
             "type": "message",
@@ -79,12 +84,17 @@ class MessageJob:
         }
 
     def call(self, name: str) -> dict[str, Any]:
-        """A call whose arguments follow."""
+        """Return a call whose arguments follow."""
         assert self.tools is not None, "calls are read where there are tools"
         return {"type": "tool_use", "id": self.tools.format.new_id(), "name": name, "input": {}}
 
     def end(self, completion: Completion, calls: int) -> dict[str, Any]:
-        """Why the message ended, in Anthropic's words and in ours; calls: of it."""
+        """Return why the message ended, in Anthropic's words and in ours.
+
+        Args:
+            completion: The answer.
+            calls: Number of its calls.
+        """
         reason = openai_reason(completion)
         stopped = completion.stop_reason if completion.stop_reason in self.stops else None
         if reason == "stop":
@@ -98,21 +108,21 @@ class MessageJob:
 class MessageEvents:
     """The events of one message."""
 
-    def __init__(self, job: MessageJob, model: str) -> None:
-        self._job = job
+    def __init__(self, api_call: MessagesCall, model: str) -> None:
+        self._api_call = api_call
         self._model = model
         self._sent = StreamCursor()
-        self._reader = None if job.tools is None else job.tools.reader(job.held)
+        self._reader = None if api_call.tools is None else api_call.tools.reader(api_call.held)
         self._open = ""  # the kind of the block that is being written
         self._blocks = self._calls = 0
         self._last: RequestOutput | None = None
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """The beginning, once; then what is new."""
+        """Yield the beginning, once; then what is new."""
         (completion,) = output.completions
         self._last = output
         if not self._sent.begun:
-            message = self._job.message(self._model) | {"usage": usage_of(output)}
+            message = self._api_call.message(self._model) | {"usage": usage_of(output)}
             yield self._event("message_start", message=message)
             yield self._event("ping")
         text = completion.text[self._sent.characters :]
@@ -133,7 +143,7 @@ class MessageEvents:
                     yield from self._begin({"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
             case CallBegins(name):
-                yield from self._begin(self._job.call(name))
+                yield from self._begin(self._api_call.call(name))
             case Arguments(text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
             case CallEnds():
@@ -157,16 +167,16 @@ class MessageEvents:
             self._blocks += 1
 
     def end(self) -> Iterator[str]:
-        """The end of the last block, the reason, and the numbers."""
+        """Yield the end of the last block, the reason, and the numbers."""
         assert self._last is not None, "an answer came"
         yield from self._close()
-        end = self._job.end(self._last.completions[0], self._calls)
+        end = self._api_call.end(self._last.completions[0], self._calls)
         figures = end.pop("millpond")
         yield self._event("message_delta", delta=end, usage=usage_of(self._last), millpond=figures)
         yield self._event("message_stop")
 
     def fail(self, error: ApiError) -> Iterator[str]:
-        """The error, and nothing after it."""
+        """Yield the error, and nothing after it."""
         yield event_text(error.anthropic_body(), "error")
 
     @staticmethod
@@ -175,8 +185,9 @@ class MessageEvents:
 
 
 def input_of(arguments: str) -> Any:
-    """The values of a call's arguments, as JSON can say them: half of a surrogate pair, and a number beyond all floats,
-    cannot be sent.
+    """Return the values of a call's arguments as JSON can express them.
+
+    Half of a surrogate pair, and a number beyond all floats, cannot be sent.
 
     Example:
         >>> input_of('{"a": [1e999, 1.5]}')
@@ -186,8 +197,8 @@ def input_of(arguments: str) -> Any:
 
 
 def _number(text: str) -> float | str:
-    found = float(text)
-    return found if math.isfinite(found) else text
+    number = float(text)
+    return number if math.isfinite(number) else text
 
 
 def _sendable(value: Any) -> Any:
@@ -199,13 +210,16 @@ def _sendable(value: Any) -> Any:
 
 
 def usage_of(output: RequestOutput) -> dict[str, Any]:
-    """The numbers of a chat in Anthropic's words: tokens that others had read do not count as input."""
-    found = usage([output])
-    cached = min(found["prompt_tokens_details"]["cached_tokens"], found["prompt_tokens"])
+    """Return the numbers of a chat in Anthropic's words.
+
+    Tokens that others had read do not count as input.
+    """
+    figures = usage([output])
+    cached = min(figures["prompt_tokens_details"]["cached_tokens"], figures["prompt_tokens"])
     return {
-        "input_tokens": found["prompt_tokens"] - cached,
+        "input_tokens": figures["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": found["completion_tokens"],
-        "millpond": found["millpond"],
+        "output_tokens": figures["completion_tokens"],
+        "millpond": figures["millpond"],
     }

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
-from millpond.server.messages import MOST_NAME, MOST_TOOLS, NAMES, Body, CacheControl, Echo, Name, length_of
+from millpond.server.messages import MAX_NAME, MAX_TOOLS, NAMES, Body, CacheControl, Echo, Name, length_of
 from millpond.server.schemas import Label, StopText, TokenFields
 
 #: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
@@ -28,7 +28,7 @@ def _text_or_list(value: Any) -> str:
 
 
 def _readable(given: Any) -> Any:
-    """A block, unless it is one that no model here reads.
+    """Return a block, unless it is one that no model here reads.
 
     Raises:
         ValueError: it is, by its name.
@@ -44,7 +44,7 @@ def _readable(given: Any) -> Any:
 
 
 def _known(given: Any) -> Any:
-    """A tool, unless it is one of Anthropic's own servers or models.
+    """Return a tool, unless it is one of Anthropic's own servers or models.
 
     Raises:
         ValueError: it is, by its name.
@@ -146,7 +146,7 @@ class AnthropicTool(Body):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
+    name: Annotated[str, Field(pattern=NAMES, max_length=MAX_NAME)]
     description: str | None = None
     input_schema: dict[str, Any]
     input_examples: list[dict[str, Any]] | None = None
@@ -237,7 +237,7 @@ class ContextManagement(Body):
 
 
 class PromptFields(Body):
-    """What makes a prompt of a conversation, in both routes."""
+    """Fields that make a prompt of a conversation, in both routes."""
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
@@ -248,7 +248,7 @@ class PromptFields(Body):
         ]
         | None
     ) = None
-    tools: Annotated[list[OfferedTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[AutoChoice | AnyChoice | ToolChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -11,7 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import millpond
 from millpond.server import errors
-from millpond.server.front_pace import FrontPaceMiddleware
+from millpond.server.client_pacing import ClientPacingMiddleware
 from millpond.server.llm_protocol import ServedCluster, ServedLLM
 from millpond.server.metrics import Counted, Metrics
 from millpond.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, Hosts
@@ -40,7 +40,7 @@ _TIDY_S = 5.0
 
 
 def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAPI:
-    """An ASGI app that serves one model; `app.state.service` is the service that its routes call.
+    """Return an ASGI app that serves one model; `app.state.service` serves its routes.
 
     The engine is closed when the app shuts down.
     """
@@ -49,12 +49,12 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        loops = (service.gate.watch(), _tidy(service.metrics, give_back, _TIDY_S))
+        loops = (service.admission.watch(), _tidy(service.metrics, give_back, _TIDY_S))
         tasks = [asyncio.create_task(loop) for loop in loops]
         yield
         for task in tasks:
             task.cancel()
-        await service.gate.drain(settings.drain_s)
+        await service.admission.drain(settings.drain_s)
         await llm.close(drain=False, timeout=_CLOSE_S)
         service.tokens.close()
         service.bodies.close()
@@ -85,7 +85,7 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
         together=settings.max_bytes_under_way,
     )
     app.add_middleware(
-        FrontPaceMiddleware, pace=service.pace, clients=service.clients, open_paths=frozenset({"/health"})
+        ClientPacingMiddleware, pacing=service.pacing, clients=service.clients, open_paths=frozenset({"/health"})
     )
     app.add_middleware(
         ApiKeyMiddleware, keys=settings.api_keys, open_paths=ui.PATHS | {"/health"}, operator_key=settings.operator_key
@@ -105,7 +105,10 @@ def create_app(llm: ServedLLM, settings: ServerSettings | None = None) -> FastAP
 
 
 async def _tidy(metrics: Metrics, release: Callable[[], object], seconds: float) -> None:
-    """Return memory of large bodies from the heap to the system by `release`, where there were requests meanwhile."""
+    """Return memory of large bodies from the heap to the system by `release`.
+
+    It happens where there were requests meanwhile.
+    """
     before = 0
     while True:
         await asyncio.sleep(seconds)

@@ -19,7 +19,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError
-from millpond.server.answers import ChoicesJob
+from millpond.server.answers import ChoicesCall
 from millpond.server.errors import ApiError, of_validation
 from millpond.server.routes import chat, completions
 from millpond.server.schemas import ChatBody, CompletionBody, SamplingFields
@@ -52,13 +52,13 @@ class RefusedLine:
     error: ApiError
 
     def record(self) -> dict[str, Any]:
-        """What the file of errors says of it."""
+        """Return the line of the file of errors."""
         said = self.error.body()["error"]
         return {"custom_id": self.custom_id, "line": self.number, "response": None, "error": said}
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[BatchLine | RefusedLine]:
-    """Every line that is not blank; the second of two with the same `custom_id` is refused."""
+    """Yield every line that is not blank; the second of two with one `custom_id` is refused."""
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
@@ -118,11 +118,12 @@ def _refused(message: str, param: str | None) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class BatchCount:
-    """What became of a file.
+    """Numbers of lines of a file.
 
     Attributes:
-        answered: lines whose answers were written now. before: those that had theirs. refused: those in the file of
-            errors.
+        answered: Lines whose answers were written now.
+        before: Lines that had theirs.
+        refused: Lines in the file of errors.
     """
 
     answered: int
@@ -134,16 +135,19 @@ class BatchFile:
     """The requests of one file, checked.
 
     Args:
-        llm: the engine. settings: limits of what a request may ask for.
+        llm: The engine.
+        settings: Limits of what a request may ask for.
 
     Attributes:
-        jobs: each line that can be answered, and its requests. refused: the others. n_before: lines with answers.
+        calls: Each line that can be answered, and its requests.
+        refused: The other lines.
+        n_before: Number of lines with answers.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         self._llm = llm
         self._service = Service(llm, settings)
-        self.jobs: list[tuple[BatchLine, ChoicesJob]] = []
+        self.calls: list[tuple[BatchLine, ChoicesCall]] = []
         self.refused: list[RefusedLine] = []
         self.n_before = 0
 
@@ -166,16 +170,16 @@ class BatchFile:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
     async def plans(self) -> list[tuple[str, BatchPlan]]:
-        """What will be read once, of each kind of cache in the file; and the method of each. Runs nothing."""
+        """Return what will be read once, of each kind of cache; with its method. Runs nothing."""
         kinds: dict[str, list[Request]] = {}
-        for _, job in self.jobs:
-            for request in job.requests:
+        for _, api_call in self.calls:
+            for request in api_call.requests:
                 kinds.setdefault(repr((request.cache, request.cache_salt)), []).append(request)
-        found = []
+        plans = []
         for alike in kinds.values():
             plan = await self._llm.call(partial(Engine.plan_batch, requests=alike))
-            found.append((str(alike[0].cache.method or self._llm.cache.method), plan))
-        return found
+            plans.append((str(alike[0].cache.method or self._llm.cache.method), plan))
+        return plans
 
     async def run(self, out: Path, errors: Path) -> BatchCount:
         """Write an answer behind `out` as soon as it is there, and what was refused to `errors`.
@@ -183,23 +187,27 @@ class BatchFile:
         Raises:
             DataError: a file cannot be written.
         """
-        lines = {request.request_id: place for place, (_, job) in enumerate(self.jobs) for request in job.requests}
+        lines = {
+            request.request_id: place for place, (_, api_call) in enumerate(self.calls) for request in api_call.requests
+        }
         got: dict[int, dict[str, RequestOutput]] = {}
         answered = 0
         try:
             with out.open("ab") as file:
-                async for output in self._llm.batch([request for _, job in self.jobs for request in job.requests]):
+                async for output in self._llm.batch(
+                    [request for _, api_call in self.calls for request in api_call.requests]
+                ):
                     place = lines[output.request_id]
-                    line, job = self.jobs[place]
-                    found = got.setdefault(place, {})
-                    found[output.request_id] = output
-                    if len(found) < len(job.requests):
+                    line, api_call = self.calls[place]
+                    by_request = got.setdefault(place, {})
+                    by_request[output.request_id] = output
+                    if len(by_request) < len(api_call.requests):
                         continue
-                    outputs = [got[place][request.request_id] for request in job.requests]
+                    outputs = [got[place][request.request_id] for request in api_call.requests]
                     del got[place]
                     failed = next((one.error for one in outputs if one.error is not None), None)
                     if failed is None:
-                        _append(file, _record(line, job, self._llm.model_name, outputs))
+                        _append(file, _record(line, api_call, self._llm.model_name, outputs))
                         answered += 1
                     else:
                         self.refused.append(RefusedLine(line.number, line.custom_id, ApiError.of(failed)))
@@ -217,21 +225,23 @@ class BatchFile:
         body = line.body
         try:
             if isinstance(body, ChatBody):
-                job = await chat.job_of(self._service, body)
+                api_call = await chat.call_of(self._service, body)
             else:
-                job = await completions.job_of(self._service, body)
-            for request in job.requests:
+                api_call = await completions.call_of(self._service, body)
+            for request in api_call.requests:
                 await self._llm.call(partial(Engine.check, request=request))
         except ApiError as error:
             self.refused.append(RefusedLine(line.number, line.custom_id, error))
         except MillpondError as error:
             self.refused.append(RefusedLine(line.number, line.custom_id, ApiError.of(error)))
         else:
-            self.jobs.append((line, job))
+            self.calls.append((line, api_call))
 
 
 def answered_in(out: Path) -> set[str]:
-    """Names of the lines that have answers in a file of an earlier run; a last line that was torn is cut off.
+    """Return names of the lines that have answers in a file of an earlier run.
+
+    A last line that was torn is cut off.
 
     Raises:
         DataError: the file cannot be read or mended, or holds other lines than answers of a batch.
@@ -259,8 +269,8 @@ def answered_in(out: Path) -> set[str]:
     return done
 
 
-def _record(line: BatchLine, job: ChoicesJob, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    response = {"status_code": 200, "request_id": job.name, "body": job.whole(model, outputs)}
+def _record(line: BatchLine, api_call: ChoicesCall, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    response = {"status_code": 200, "request_id": api_call.name, "body": api_call.whole(model, outputs)}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
 
 
@@ -270,7 +280,7 @@ def _append(file: Any, record: dict[str, Any]) -> None:
 
 
 def _write_errors(path: Path, refused: Sequence[RefusedLine]) -> None:
-    """Those of this run; without any there is no file."""
+    """Write the errors of this run; without any there is no file."""
     if not refused:
         path.unlink(missing_ok=True)
         return

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from millpond.server.client_pacing import in_thread
 from millpond.server.errors import ApiError, of_validation
-from millpond.server.front_pace import in_thread
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -33,10 +33,12 @@ _SHOWN_ERRORS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a JSON text is made of, outside its strings.
+    """Numbers of parts of a JSON text, outside its strings.
 
     Attributes:
-        values: of all kinds, about. keys: of objects. nests: arrays and objects.
+        values: Values of all kinds, about.
+        keys: Keys of objects.
+        nests: Arrays and objects.
     """
 
     values: int
@@ -44,7 +46,10 @@ class Counts:
     nests: int
 
     def within(self, items: int) -> bool:
-        """Whether it has at most `items` values, an eighth as many keys and a sixteenth as many arrays and objects."""
+        """Return whether it has few enough values, keys, arrays and objects.
+
+        These are at most `items` values, an eighth as many keys and a sixteenth as many arrays and objects.
+        """
         return self.values <= items and self.keys <= items // 8 and self.nests <= items // 16
 
 
@@ -52,7 +57,7 @@ class JsonBodies:
     """Makes checked bodies of JSON texts.
 
     Args:
-        most_items: values that a body may have, see `Counts.within`.
+        most_items: Values that a body may have, see `Counts.within`.
     """
 
     def __init__(self, most_items: int) -> None:
@@ -64,7 +69,7 @@ class JsonBodies:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def parse(self, raw: bytes, kind: type[M]) -> M:
-        """The body as `kind`.
+        """Return the body as `kind`.
 
         Raises:
             ApiError: too many values, no JSON, or not what `kind` says.
@@ -91,7 +96,7 @@ class ParsedRoute(APIRoute):
     """A route whose body is parsed by the app's `JsonBodies`."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """What answers a request."""
+        """Return the handler of a request."""
         handle = super().get_route_handler()
         hints = typing.get_type_hints(self.endpoint).values()
         kinds = [hint for hint in hints if isinstance(hint, type) and issubclass(hint, BaseModel)]
@@ -109,21 +114,21 @@ class ParsedRoute(APIRoute):
 class _Parsed(Request):
     """A request whose JSON is checked already."""
 
-    def __init__(self, http: Request, found: BaseModel) -> None:
+    def __init__(self, http: Request, body: BaseModel) -> None:
         super().__init__(http.scope, http.receive)
-        self._found = found
+        self._body_fields = body
 
     async def body(self) -> bytes:
-        """Not empty."""
+        """Return a text that is not empty, so that FastAPI asks for `json`."""
         return b"{}"
 
     async def json(self) -> Any:
-        """The checked body."""
-        return self._found
+        """Return the checked body."""
+        return self._body_fields
 
 
 async def _read(http: Request) -> bytes:
-    """The body, which `http` does not keep."""
+    """Return the body, which `http` does not keep."""
     kind = email.message.Message()
     kind["content-type"] = http.headers.get("content-type", "")
     subtype = kind.get_content_subtype()
@@ -150,7 +155,7 @@ def _parsed(raw: bytes, kind: type[M]) -> M:
 
 
 def count_outside_strings(raw: bytes, enough: int) -> Counts:
-    """Counts of a JSON text, or of its beginning where there are more than `enough` values.
+    """Return counts of a JSON text, or of its beginning if it has more than `enough` values.
 
     Example:
         >>> count_outside_strings(b'{"a,b": [1, 2]}', 100)
@@ -181,6 +186,6 @@ def count_outside_strings(raw: bytes, enough: int) -> Counts:
 
 
 def _count(raw: bytes) -> Counts:
-    """The same of a short text, strings included."""
+    """Return the same of a short text, strings included."""
     nests = raw.count(b"[") + raw.count(b"{")
     return Counts(raw.count(b",") + nests, raw.count(b":"), nests)

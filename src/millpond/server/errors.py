@@ -1,5 +1,6 @@
-"""Errors as OpenAI's clients read them, {"error": {"message", "type", "param", "code"}} and a status; or as
-Anthropic's do.
+"""Errors as OpenAI's clients read them, or as Anthropic's do.
+
+For OpenAI's clients they are {"error": {"message", "type", "param", "code"}} and a status.
 """
 
 from __future__ import annotations
@@ -77,8 +78,11 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Attributes:
-        status: of HTTP. message: for a person. code: for a program. param: the field that it is about.
-        headers: to be sent with it.
+        status: Status of HTTP.
+        message: Text for a person.
+        code: Word for a program.
+        param: Field that it is about.
+        headers: Headers to be sent with it.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: MillpondError) -> ApiError:
-        """A typed error of Millpond with the status that fits it."""
+        """Return a typed error of Millpond with the status that fits it."""
         status, code = next(((s, c) for kind, s, c in _STATUS if isinstance(error, kind)), (500, "engine_failed"))
         if isinstance(error, DataError):
             _log.error("a request failed: %s", error)
@@ -101,13 +105,13 @@ class ApiError(Exception):
         return cls(status, str(error), code)
 
     def body(self) -> dict[str, Any]:
-        """What is sent; a lone surrogate from the request cannot be, and is replaced."""
+        """Return the body; a lone surrogate from the request cannot be sent, and is replaced."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else self.param[:_LONGEST].encode("utf-8", "replace").decode()
         return {"error": {"message": self._text, "type": kind, "param": param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """The same as Anthropic's clients read it; its id is new."""
+        """Return the same as Anthropic's clients read it; its id is new."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         name = f"req_{uuid.uuid4().hex}"
         return {"type": "error", "error": {"type": kind, "message": self._text}, "request_id": name}
@@ -118,7 +122,7 @@ class ApiError(Exception):
         return text.encode("utf-8", "replace").decode()
 
     def response(self, path: str) -> JSONResponse:
-        """The whole answer of a route of this path."""
+        """Return the whole answer of a route of this path."""
         if path != ANTHROPIC and not path.startswith(f"{ANTHROPIC}/"):
             return JSONResponse(self.body(), self.status, self.headers)
         body = self.anthropic_body()
@@ -128,26 +132,28 @@ class ApiError(Exception):
 def install(app: FastAPI) -> None:
     """Let every error of `app` leave in this shape."""
 
-    async def api_error(asked: Request, error: Exception) -> JSONResponse:
+    async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
-        return error.response(asked.scope["path"])
+        return error.response(request.scope["path"])
 
-    async def millpond_error(asked: Request, error: Exception) -> JSONResponse:
+    async def millpond_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, MillpondError)
-        return ApiError.of(error).response(asked.scope["path"])
+        return ApiError.of(error).response(request.scope["path"])
 
-    async def invalid(asked: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response(asked.scope["path"])
+        return of_validation(error.errors()).response(request.scope["path"])
 
-    async def http(asked: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(asked.scope["path"])
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers).response(
+            request.scope["path"]
+        )
 
-    async def bug(asked: Request, error: Exception) -> JSONResponse:
+    async def bug(request: Request, error: Exception) -> JSONResponse:
         message = f"the server failed with {type(error).__name__}; its log says more"
-        return ApiError(500, message, "internal_error").response(asked.scope["path"])
+        return ApiError(500, message, "internal_error").response(request.scope["path"])
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(MillpondError, millpond_error)
@@ -157,7 +163,10 @@ def install(app: FastAPI) -> None:
 
 
 def of_validation(errors: Iterable[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found, the first of it: broken JSON, an unknown field, a value of the wrong kind."""
+    """Return the first error of pydantic.
+
+    It is broken JSON, an unknown field, or a value of the wrong kind.
+    """
     first = next(iter(errors))
     place = [str(part)[:_LONGEST_NAME] for part in first["loc"] if part not in ("body", "query", "path", "")]
     name = ".".join(place)

@@ -16,8 +16,12 @@ class _Marks:
     """Names of the tokens of a family.
 
     Attributes:
-        before, behind: what stands in front of the two texts. missing: what the missing one follows; None: the text
-            before comes last. ends: what ends an answer. project, file: in front of names of other texts.
+        before: Token in front of the text before.
+        behind: Token in front of the text after.
+        missing: Token that the missing text follows; None: the text before comes last.
+        ends: Tokens that end an answer.
+        project: Token in front of the name of a project.
+        file: Token in front of the name of another text.
     """
 
     before: str
@@ -61,8 +65,14 @@ class FillIn:
     """The tokens of one tokenizer.
 
     Attributes:
-        first: what it begins every text with. before, behind, missing, project, file: see `_Marks`; None: there is no
-            such token. stops: texts, and stop_ids: special tokens, that end an answer.
+        first: Tokens that it begins every text with.
+        before: See `_Marks`.
+        behind: See `_Marks`.
+        missing: See `_Marks`; None: there is no such token.
+        stops: Texts that end an answer.
+        stop_ids: Special tokens that end an answer.
+        project: See `_Marks`; None: there is no such token.
+        file: See `_Marks`; None: there is no such token.
     """
 
     first: Ids
@@ -75,10 +85,12 @@ class FillIn:
     stop_ids: Ids
 
     def prompt(self, before: Sequence[int], behind: Sequence[int], begun: Sequence[int] = ()) -> Ids:
-        """What asks for the text between two others.
+        """Return a prompt that asks for the text between two others.
 
         Args:
-            begun: what is known of it.
+            before: Ids of the text before.
+            behind: Ids of the text after.
+            begun: Known ids of the missing text.
         """
         if self.missing is None:
             return (*self.first, self.behind, *behind, self.before, *before, *begun)
@@ -90,10 +102,12 @@ class FillIn:
         return self.project is not None and self.file is not None
 
     def among_files(self, prompt: Ids, project: Sequence[int], files: Iterable[Sequence[int]]) -> Ids:
-        """A prompt behind other files of its project.
+        """Return a prompt after other files of its project.
 
         Args:
-            project: its name. files: each a name, a line break and a text; the last is the name of the prompt's own.
+            prompt: The prompt.
+            project: Ids of the project's name.
+            files: Ids of each file: a name, a line break and a text; the last is the name of the prompt's own.
         """
         assert self.project is not None, "see `names_files`"
         assert self.file is not None, "see `names_files`"
@@ -104,7 +118,7 @@ class FillIn:
 
 
 def fill_in_of(tokenizer: Any) -> FillIn | None:
-    """The tokens that a tokenizer has; None: it has none, or there is no tokenizer."""
+    """Return the tokens that a tokenizer has; None: it has none, or there is no tokenizer."""
     for marks in _FAMILIES if tokenizer is not None else ():
         before, behind = _id_of(tokenizer, marks.before), _id_of(tokenizer, marks.behind)
         missing = None if marks.missing is None else _id_of(tokenizer, marks.missing)
@@ -127,18 +141,23 @@ def fill_in_of(tokenizer: Any) -> FillIn | None:
     return None
 
 
-def needed(found: FillIn | None, param: str) -> FillIn:
-    """
+def needed(fill: FillIn | None, param: str) -> FillIn:
+    """Return the tokens of a model, checked.
+
+    Args:
+        fill: The tokens; None: the model has none.
+        param: Field that asks for them.
+
     Raises:
-        ApiError: the model has no tokens for it. param: the field that asks.
+        ApiError: the model has no tokens for it.
     """
-    if found is None:
+    if fill is None:
         message = (
             f"{param} needs a model with tokens for text in the middle, as Qwen2.5-Coder, StarCoder, Code Llama, "
             "DeepSeek-Coder and Codestral have them, and this one has none: leave it out, or ask in a chat"
         )
         raise ApiError(400, message, "unsupported_parameter", param)
-    return found
+    return fill
 
 
 def _id_of(tokenizer: Any, name: str | None) -> int | None:

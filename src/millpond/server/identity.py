@@ -26,8 +26,9 @@ class Client:
     """A client of the server.
 
     Attributes:
-        name: of a key its keyed hash, else the address. best_priority: the lowest that it may ask for.
-        salt: what its shared prompts are salted with; empty where it shares with all clients.
+        name: Keyed hash of its key, or else its address.
+        best_priority: Lowest priority that it may ask for.
+        salt: Salt of its shared prompts; empty where it shares with all clients.
     """
 
     name: str
@@ -36,10 +37,13 @@ class Client:
 
 
 class ClientRegistry:
-    """Tells clients apart: by API key where the server has some, else by address. No key is kept in what it makes.
+    """Tells clients apart: by API key where the server has some, else by address.
+
+    No key is kept in what it makes.
 
     Args:
-        secret: for the hashes of keys and salts, where they shall be the same after a restart; None: a new one.
+        settings: Settings of the server.
+        secret: Secret of the hashes of keys and salts, where they shall be the same after a restart; None: a new one.
     """
 
     def __init__(self, settings: ServerSettings, secret: bytes | None = None) -> None:
@@ -49,42 +53,46 @@ class ClientRegistry:
         self._usual = settings.priority_limits.get("", 0)
 
     def of(self, http: HTTPConnection) -> Client:
-        """Who sends this, which has passed the doors."""
+        """Return the sender of a request that has passed the checks."""
         if self._keyed:
             name = self._hash(key_of(http.scope).decode("utf-8", "surrogateescape"))
             return Client(name, self._best.get(name, self._usual), name)
         return Client(_network(http.client.host if http.client is not None else ""), self._usual, "")
 
-    def asked(self, client: Client, requests: Iterable[Request]) -> list[Request]:
-        """These requests as `client` sends them.
+    def with_client(self, client: Client, requests: Iterable[Request]) -> list[Request]:
+        """Return these requests as `client` sends them.
 
         Raises:
             ApiError: 403, a better priority than the client may ask for.
         """
-        made = []
+        of_client = []
         for request in requests:
             if request.priority < client.best_priority:
                 rule = f"lower goes first, and you may ask for {client.best_priority} at the lowest"
                 message = f"priority={request.priority}: {rule}; the operator sets that with --priority-limit"
                 raise ApiError(403, message, "priority_not_allowed", "millpond.priority")
-            made.append(replace(request, client=client.name, cache_salt=self.salt(client, request.cache_salt)))
-        return made
+            of_client.append(replace(request, client=client.name, cache_salt=self.salt(client, request.cache_salt)))
+        return of_client
 
     def salt(self, client: Client, cache_salt: str | None) -> str | None:
-        """The salt of a client's requests with this `cache_salt`; None: they share with all that have none."""
+        """Return the salt of a client's requests with this `cache_salt`.
+
+        None: they share with all that have none.
+        """
         return self._hash(client.salt, cache_salt or "") if client.salt or cache_salt else None
 
     def _hash(self, *parts: str) -> str:
-        found = hashlib.blake2b(key=self._secret, digest_size=16)
+        digest = hashlib.blake2b(key=self._secret, digest_size=16)
         for part in parts:
             coded = part.encode("utf-8", "surrogatepass")
-            found.update(len(coded).to_bytes(8, "little") + coded)
-        return found.hexdigest()
+            digest.update(len(coded).to_bytes(8, "little") + coded)
+        return digest.hexdigest()
 
 
 def key_of(scope: Scope) -> bytes:
-    """The API key of a request as it was sent, empty where there is none: of OpenAI's clients a bearer's, of
-    Anthropic's often in a header of its own.
+    """Return the API key of a request as it was sent, empty where there is none.
+
+    It is a bearer's of OpenAI's clients; of Anthropic's it is often in a header of its own.
     """
     headers = Headers(scope=scope)
     kind, _, key = headers.get("authorization", "").partition(" ")
@@ -94,7 +102,7 @@ def key_of(scope: Scope) -> bytes:
 
 
 def _network(host: str) -> str:
-    """What of an address tells clients apart."""
+    """Return the part of an address that tells clients apart."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
@@ -109,7 +117,8 @@ class OperatorKey:
     """The key of a server's operator.
 
     Args:
-        key: the key; None: there is none. keyed: whether the server has API keys.
+        key: The key; None: there is none.
+        keyed: Whether the server has API keys.
     """
 
     def __init__(self, key: str | None, *, keyed: bool) -> None:
@@ -121,7 +130,7 @@ class OperatorKey:
         return self._key is not None and hmac.compare_digest(key_of(scope), self._key)
 
     def check(self, scope: Scope, *, changes: bool) -> None:
-        """Refuse a request that may not see, or with `changes` not drain, the workers of this server.
+        """Refuse a request that may not see this server's workers, or drain them with `changes`.
 
         Raises:
             ApiError: 403, another key than the operator's, or none is set. A server without any keys lists its workers

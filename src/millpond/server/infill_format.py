@@ -14,12 +14,15 @@ from millpond.server.usage import choice_stats, usage
 
 
 @dataclass(frozen=True, slots=True)
-class InfillJob:
+class InfillCall:
     """A text in the middle.
 
     Attributes:
-        requests: the one request. indent: white space with which each of its lines begins at least. new_tokens: off
-            where none are wanted. fields: that are sent, by their paths; none: all. stops: of the client.
+        requests: The one request.
+        indent: White space with which each of its lines begins at least.
+        new_tokens: Off where none are wanted.
+        fields: Fields that are sent, by their paths; empty for all.
+        stops: Texts of the client that end it.
     """
 
     requests: list[Request]
@@ -30,15 +33,18 @@ class InfillJob:
     stream: bool = False
 
     def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         return self.last(model, answers[0], self.text(answers[0].completions[0]))
 
     def events(self, model: str) -> InfillEvents:
-        """What writes the answer as events."""
+        """Return the writer of the answer as events."""
         return InfillEvents(self, model)
 
     def text(self, completion: Completion) -> str:
-        """What there is of the text, up to a line that is indented less; of a line whose text has not begun nothing."""
+        """Return the text so far, up to a line with less indent.
+
+        Of a line whose text has not begun there is nothing.
+        """
         return indented(completion.text, self.indent)[0] if self.new_tokens else ""
 
     def enough(self, output: RequestOutput) -> bool:
@@ -46,67 +52,74 @@ class InfillJob:
         return indented(output.completions[0].text, self.indent)[1]
 
     def last(self, model: str, output: RequestOutput, content: str) -> dict[str, Any]:
-        """The end of an answer, with its numbers; content: that was not sent."""
+        """Return the end of an answer, with its numbers.
+
+        Args:
+            model: Name of the model.
+            output: The output.
+            content: Text that was not sent.
+        """
         (completion,) = output.completions
-        told = usage([output], self.new_tokens)
-        new, cached = told["completion_tokens"], told["prompt_tokens_details"]["cached_tokens"]
+        figures = usage([output], self.new_tokens)
+        new, cached = figures["completion_tokens"], figures["prompt_tokens_details"]["cached_tokens"]
         stopped = completion.stop_reason if completion.stop_reason in self.stops else None
         kind = "limit" if completion.finish_reason != "stop" else "eos" if stopped is None else "word"
-        found = {
+        fields = {
             "index": 0,
             "content": content,
             "id_slot": -1,
             "stop": True,
             "model": model,
             "tokens_predicted": new,
-            "tokens_evaluated": told["prompt_tokens"],
+            "tokens_evaluated": figures["prompt_tokens"],
             "tokens_cached": cached,
             "truncated": False,
             "has_new_line": "\n" in self.text(completion),
             "stop_type": kind,
             "stopping_word": stopped or "",
-            "timings": _timings(output, told["prompt_tokens"] - cached, new),
+            "timings": _timings(output, figures["prompt_tokens"] - cached, new),
             "millpond": choice_stats(completion),
         }
-        return picked(found, self.fields)
+        return picked(fields, self.fields)
 
 
 class InfillEvents:
     """The events of one text."""
 
-    def __init__(self, job: InfillJob, model: str) -> None:
-        self._job, self._model = job, model
+    def __init__(self, api_call: InfillCall, model: str) -> None:
+        self._api_call, self._model = api_call, model
         self._sent = ""
         self._last: RequestOutput | None = None
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """New text."""
+        """Yield new text."""
         self._last = output
-        text = self._job.text(output.completions[0])
+        text = self._api_call.text(output.completions[0])
         if new := text[len(self._sent) :]:
             self._sent = text
-            made = {"index": 0, "content": new, "id_slot": -1, "stop": False}
-            yield event_text(picked(made, self._job.fields))
+            event = {"index": 0, "content": new, "id_slot": -1, "stop": False}
+            yield event_text(picked(event, self._api_call.fields))
 
     def end(self) -> Iterator[str]:
-        """The numbers."""
+        """Yield the numbers."""
         assert self._last is not None, "an answer came"
-        yield event_text(self._job.last(self._model, self._last, ""))
+        yield event_text(self._api_call.last(self._model, self._last, ""))
 
     def fail(self, error: ApiError) -> Iterator[str]:
-        """The error, and nothing after it."""
+        """Yield the error, and nothing after it."""
         yield event_text(error.body())
 
 
-def indented(text: str, least: int) -> tuple[str, bool]:
-    r"""A text up to a line, but the first, that begins with less white space; and whether there is one. Blank lines
-    count as none, and a line without text yet is left out.
+def indented(text: str, min_indent: int) -> tuple[str, bool]:
+    r"""Return a text up to a line that begins with less white space, and whether there is one.
+
+    The first line does not count. Blank lines count as none, and a line without text yet is left out.
 
     Example:
         >>> indented("a\n\n  b\nc", 2)
         ('a\n\n  b', True)
     """
-    if not least:
+    if not min_indent:
         return text, False
     kept, begin = text.find("\n"), text.find("\n") + 1
     if kept < 0:
@@ -115,7 +128,7 @@ def indented(text: str, least: int) -> tuple[str, bool]:
         end = text.find("\n", begin)
         line = text[begin:] if end < 0 else text[begin:end]
         if line.strip():
-            if len(line) - len(line.lstrip(" \t")) < least:
+            if len(line) - len(line.lstrip(" \t")) < min_indent:
                 return text[:kept], True
             kept = len(text) if end < 0 else end
         if end < 0:
@@ -124,39 +137,39 @@ def indented(text: str, least: int) -> tuple[str, bool]:
     return text[:kept], False
 
 
-def picked(found: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Those fields, each under its path.
+def picked(fields: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of these paths, each under its path.
 
     Example:
         >>> picked({"a": {"b": 1}, "c": 2}, ["a/b", "d"])
         {'a/b': 1}
     """
     if not paths:
-        return found
-    made = {}
+        return fields
+    result = {}
     for path in paths:
-        value: Any = found
+        value: Any = fields
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
-            made[path] = value
-    return made
+            result[path] = value
+    return result
 
 
 def _timings(output: RequestOutput, read: int, new: int) -> dict[str, Any]:
-    """Milliseconds of the prompt and of the answer."""
+    """Return the milliseconds of the prompt and of the answer."""
     times = output.times
     first, end = times.first_token, times.finished
     spent = {
         "prompt": (read, 0.0 if first is None else first - times.arrived),
         "predicted": (new, 0.0 if first is None or end is None else end - first),
     }
-    made: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
     for name, (count, seconds) in spent.items():
-        made |= {
+        timings |= {
             f"{name}_n": count,
             f"{name}_ms": round(1e3 * seconds, 3),
             f"{name}_per_token_ms": round(1e3 * seconds / count, 3) if count else 0.0,
             f"{name}_per_second": round(count / seconds, 3) if seconds else 0.0,
         }
-    return made
+    return timings

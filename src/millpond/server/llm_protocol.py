@@ -14,10 +14,13 @@ class ServedLLM(Protocol):
     """One model with its engine.
 
     Attributes:
-        tokenizer: of transformers. model_name: as clients name it. vocab_size: ids below it are tokens.
-        context_length: tokens that the model sees at a time. text_limit: tokens of prompt and answer together: as many,
-            or any number where texts go on beyond the context. cache: how caches are kept where a request does not say.
-        sessions: finished turns that later requests continue; None: none are stored.
+        tokenizer: Tokenizer of transformers.
+        model_name: Name for clients.
+        vocab_size: Ids below it are tokens.
+        context_length: Tokens that the model sees at a time.
+        text_limit: Tokens of prompt and answer together: as many, or any number where texts go on beyond the context.
+        cache: How caches are kept where a request does not say.
+        sessions: Finished turns that later requests continue; None: none are stored.
     """
 
     @property
@@ -42,7 +45,10 @@ class ServedLLM(Protocol):
     def sessions(self) -> SessionStore | None: ...
 
     def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """The answers of a request as they grow; closing the generator cancels the request and frees its pages."""
+        """Yield the answers of a request as they grow.
+
+        Closing the generator cancels the request and frees its pages.
+        """
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -50,11 +56,14 @@ class ServedLLM(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """The engine at this moment."""
+        """Return the engine's numbers at this moment."""
         ...
 
     def trouble(self, limit_s: float) -> str | None:
-        """Why nothing moves: the engine ended, or one step takes more than `limit_s` seconds. None: all is well."""
+        """Return why nothing moves; None: all is well.
+
+        The engine ended, or one step takes more than `limit_s` seconds.
+        """
         ...
 
     @property
@@ -63,7 +72,10 @@ class ServedLLM(Protocol):
         ...
 
     async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
-        """What one layer remembers of a request's first answer; None if nothing is known of it, or not by `client`."""
+        """Return what one layer remembers of a request's first answer; None if it is not known.
+
+        It is not known to clients other than `client` either.
+        """
         ...
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
@@ -151,15 +163,15 @@ class ServedCluster(ServedLLM, Protocol):
     """A `ServedLLM` of several workers."""
 
     def workers(self) -> Sequence[ServedWorker]:
-        """All workers."""
+        """Return all workers."""
         ...
 
     def live(self) -> Mapping[str, int]:
-        """Numbers of workers that take new requests, by role; 0 where there is none."""
+        """Return numbers of workers that take new requests, by role; 0 where there is none."""
         ...
 
     def figures(self) -> MoveCounters:
-        """What was moved, replayed and lost."""
+        """Return counters of moves, replays and losses."""
         ...
 
     async def drain(self, worker: str, *, replace: bool = True) -> DrainReport:

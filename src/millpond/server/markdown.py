@@ -70,7 +70,7 @@ _CLASSES = {"code": {f"language-{name}" for name in LANGUAGES}}
 
 
 def _name_languages(state: StateCore) -> None:
-    """Leave of what a fence names the language, where it is known."""
+    """Leave of a fence's info only the name of the language, where it is known."""
     for token in state.tokens:
         if token.type == "fence":
             first = token.info.split(maxsplit=1)[:1]
@@ -109,14 +109,14 @@ _TAGS = {
 
 
 def render_markdown(text: str) -> str:
-    """HTML of a text.
+    r"""Return a text as HTML.
 
     Raises:
         OptionError: it is too long, or has too many marks, to be parsed while other requests run.
 
     Example:
         >>> render_markdown("**yes** <script>")
-        '<p><strong>yes</strong> &lt;script&gt;</p>\\n'
+        '<p><strong>yes</strong> &lt;script&gt;</p>\n'
     """
     marks = sum(text.count(mark) for mark in _MARKS)
     lines = text.count("\n") + text.count("\r") + text.count("|")

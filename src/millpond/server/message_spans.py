@@ -11,19 +11,23 @@ from millpond.server.errors import ApiError
 from millpond.server.messages import Message
 
 #: Chunks of one prompt, at most.
-MOST_CHUNKS = 256
+MAX_CHUNKS = 256
 
 
 class EnclosedMessages:
-    """Messages with a mark at each end of some pieces of their texts, so that these can be found behind a template.
+    """Messages with a mark at each end of some pieces of their texts.
+
+    The marks locate the pieces in what a template makes of the messages.
 
     Args:
-        pieces: of each message, [begin, end) of those of its text, in characters, one after another; None: all of it.
-        reasoning: they are pieces of `reasoning_content` instead. optional: a template may leave pieces out.
-        ends: only their ends are marked, so that a template may leave beginnings out, such as earlier thoughts.
+        messages: The messages.
+        pieces: Of each message, [begin, end) of those of its text, in characters, one after another; None: all of it.
+        reasoning: They are pieces of `reasoning_content` instead.
+        optional: A template may leave pieces out.
+        ends: Only their ends are marked, so that a template may leave beginnings out, such as earlier thoughts.
 
     Attributes:
-        messages: with the marks, inside of white space, which templates strip.
+        messages: Messages with the marks, inside of white space, which templates strip.
     """
 
     def __init__(
@@ -60,44 +64,46 @@ class EnclosedMessages:
         return f"b{self._secret}n{number}e", f"e{self._secret}n{number}e"
 
     def spans(self, marked: str, text: str) -> list[Span]:
-        """Where each piece lies in `text`, in characters; (0, 0) for one without a text. With `ends` a piece begins
-        where the one before it ends.
+        """Return the span of each piece in `text`, in characters; (0, 0) for one without a text.
+
+        With `ends` a piece begins where the one before it ends.
 
         Args:
-            marked: what a template has made of `messages`. text: what it has made of the messages as they were.
+            marked: Output of a template for `messages`.
+            text: Its output for the messages as they were.
 
         Raises:
             ApiError: the template leaves a message out, repeats one, or makes another text of it.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         plain = ""
-        for number, there in enumerate(self._marked):
-            if not there:
-                found.append((0, 0))
+        for number, piece in enumerate(self._marked):
+            if not piece:
+                spans.append((0, 0))
                 continue
             first, last = self._marks(number)
             if self._ends:
                 own, ends, rest = marked.partition(last)
-                found.append((len(plain), len(plain) + len(own)) if ends else (0, 0))
+                spans.append((len(plain), len(plain) + len(own)) if ends else (0, 0))
                 plain, marked = (plain + own, rest) if ends else (plain, marked)
                 continue
             if self._optional and first not in marked and last not in marked:
-                found.append((0, 0))
+                spans.append((0, 0))
                 continue
             before, begins, rest = marked.partition(first)
             own, ends, rest = rest.partition(last)
             if not begins or not ends:
                 raise _changed()
             plain += before
-            found.append((len(plain), len(plain) + len(own)))
+            spans.append((len(plain), len(plain) + len(own)))
             plain, marked = plain + own, rest
         if plain + marked != text:
             raise _changed()
-        return found
+        return spans
 
 
 def text_of(message: Message) -> str:
-    """All its text."""
+    """Return all text of a message."""
     content = message.content
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
@@ -108,10 +114,10 @@ def has_chunks(messages: Iterable[Message]) -> bool:
 
 
 class MarkedChunks:
-    """Messages whose chunks are replaced by marks, so that they can be found again behind a chat template.
+    """Messages whose chunks are replaced by marks, which locate them after a chat template.
 
     Attributes:
-        messages: with a mark in place of each chunk.
+        messages: Messages with a mark in place of each chunk.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -129,23 +135,23 @@ class MarkedChunks:
             if part.chunk:
                 self._texts.append(part.text)
             parts.append(part.model_copy(update={"text": self._mark(len(self._texts) - 1)}) if part.chunk else part)
-        if len(self._texts) > MOST_CHUNKS:
-            raise ApiError(400, f"a prompt may have {MOST_CHUNKS} chunks", "invalid_value", "messages")
+        if len(self._texts) > MAX_CHUNKS:
+            raise ApiError(400, f"a prompt may have {MAX_CHUNKS} chunks", "invalid_value", "messages")
         return message.model_copy(update={"content": parts})
 
     def _mark(self, number: int) -> str:
         return f"chunk{self._secret}n{number}e"
 
     def split(self, text: str) -> list[str | Chunk]:
-        """The parts of what a template has made of the messages.
+        """Return the parts of what a template has made of the messages.
 
         Raises:
             ApiError: the template leaves a chunk out, repeats one or changes their order.
         """
         parts: list[str | Chunk] = []
         for number, own in enumerate(self._texts):
-            before, found, text = text.partition(self._mark(number))
-            if not found or self._secret in before:
+            before, mark, text = text.partition(self._mark(number))
+            if not mark or self._secret in before:
                 break
             parts += [before, Chunk(own)]
         if len(parts) < 2 * len(self._texts) or self._secret in text:

@@ -17,16 +17,16 @@ from pydantic import (
 )
 
 #: Of one chat at most: tools, and calls in one message.
-MOST_TOOLS, MOST_CALLS = 128, 128
+MAX_TOOLS, MAX_CALLS = 128, 128
 #: Characters of a name or an id, and of the JSON of one tool's parameters or one call's arguments, at most.
-MOST_NAME, MOST_JSON = 256, 128 * 1024
+MAX_NAME, MAX_JSON = 256, 128 * 1024
 #: What names of tools are made of.
 NAMES = r"^[\w.:/-]+$"
-Name = Annotated[str, Field(min_length=1, max_length=MOST_NAME)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 def _short(value: Any) -> Any:
-    """A value that is not longer than `MOST_JSON`, see `length_of`."""
+    """Return a value that is not longer than `MAX_JSON`, see `length_of`."""
     length_of(value)
     return value
 
@@ -98,7 +98,7 @@ class ToolCall(Body):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(default=None, ge=0, le=MOST_CALLS)
+    index: int | None = Field(default=None, ge=0, le=MAX_CALLS)
 
 
 class Message(Body):
@@ -107,7 +107,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
     millpond: Kept | None = None
     reasoning_content: str | None = None
@@ -136,7 +136,7 @@ class Message(Body):
 class Function(Body):
     """What a tool is called with."""
 
-    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
+    name: Annotated[str, Field(pattern=NAMES, max_length=MAX_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -161,7 +161,7 @@ class Tool(Body):
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call from their JSON.
+    """Return the arguments of a call from their JSON.
 
     Raises:
         ValueError: no JSON, or no object.
@@ -171,12 +171,12 @@ def arguments_of(text: str) -> dict[str, Any]:
         {'city': 'Bern'}
     """
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        arguments = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a call must be JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the arguments of a call must be a JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a call must be a JSON object, not {type(arguments).__name__}")
+    return arguments
 
 
 def _refuse(name: str) -> Any:
@@ -184,15 +184,15 @@ def _refuse(name: str) -> Any:
 
 
 def length_of(value: Any) -> int:
-    """Characters of its JSON.
+    """Return the characters of a value's JSON.
 
     Raises:
-        ValueError: more than `MOST_JSON`, or it is none.
+        ValueError: more than `MAX_JSON`, or it is none.
     """
     try:
         length = len(json.dumps(value, allow_nan=False))
     except RecursionError:
         raise ValueError("values are nested too deep") from None
-    if length > MOST_JSON:
-        raise ValueError(f"{length:,} characters of JSON, and may have {MOST_JSON:,}")
+    if length > MAX_JSON:
+        raise ValueError(f"{length:,} characters of JSON, and may have {MAX_JSON:,}")
     return length

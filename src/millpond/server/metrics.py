@@ -25,19 +25,19 @@ _WHOLE = (0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class EngineCollector(Collector):
     """Reads `EngineStats` again at every scrape."""
 
-    def __init__(self, llm: ServedLLM, gate: AdmissionControl) -> None:
+    def __init__(self, llm: ServedLLM, admission: AdmissionControl) -> None:
         self._llm = llm
-        self._gate = gate
+        self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
-        """Every number of the engine under its name."""
+        """Yield every number of the engine under its name."""
         stats = self._llm.stats()
-        gate = {
-            "requests_under_way": ("Prompts that came in and are not answered.", len(self._gate.under_way)),
+        admission = {
+            "requests_under_way": ("Prompts that came in and are not answered.", len(self._admission.under_way)),
             "engine_step_age_seconds": ("Seconds since the step began that the engine is at.", self._llm.step_age_s),
-            "engine_stalled": ("1 while the engine hangs or has ended.", int(self._gate.trouble is not None)),
+            "engine_stalled": ("1 while the engine hangs or has ended.", int(self._admission.trouble is not None)),
         }
-        for name, (text, value) in (gauges_of(stats) | gate).items():
+        for name, (text, value) in (gauges_of(stats) | admission).items():
             yield GaugeMetricFamily(f"millpond_{name}", text, value)
         for name, (text, value) in counters_of(stats).items():
             yield CounterMetricFamily(f"millpond_{name}", text, value)
@@ -50,7 +50,7 @@ class EngineCollector(Collector):
 
 
 def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
-    """Bytes, hits and failures of stored sessions."""
+    """Yield bytes, hits and failures of stored sessions."""
     gauges = {
         "disk_bytes": ("Bytes of stored turns.", stats.disk_bytes),
         "disk_limit_bytes": ("What stored turns may never exceed.", stats.disk_limit),
@@ -73,8 +73,8 @@ def _of_sessions(stats: SessionStats) -> Iterator[Metric]:
 
 
 def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
-    """What an engine holds now: texts and numbers, by the ends of their names."""
-    found = {
+    """Return what an engine holds now: texts and numbers, by the ends of their names."""
+    gauges = {
         "requests_running": ("Requests that hold pages and move.", stats.running),
         "requests_waiting": ("Requests that the engine has not begun.", stats.waiting),
         "requests_swapped": ("Requests whose pages lie in host memory.", stats.swapped),
@@ -85,12 +85,12 @@ def gauges_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
         "kv_saved_bytes": ("Bytes that full caches of the running requests would hold beyond.", stats.kv_saved),
     }
     if stats.kv_limit is not None:
-        found["kv_limit_bytes"] = "What pages and states may never exceed.", stats.kv_limit
-    return found
+        gauges["kv_limit_bytes"] = "What pages and states may never exceed.", stats.kv_limit
+    return gauges
 
 
 def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
-    """What an engine has done since its start: texts and numbers, by the ends of their names."""
+    """Return what an engine has done since its start: texts and numbers, by their names' ends."""
     return {
         "prompt_tokens": ("Tokens read.", stats.prompt_tokens),
         "generated_tokens": ("Tokens written.", stats.generated_tokens),
@@ -104,7 +104,7 @@ def counters_of(stats: EngineStats) -> dict[str, tuple[str, int]]:
 
 
 def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
-    """Bytes, hits and failures of the chunk store."""
+    """Yield bytes, hits and failures of the chunk store."""
     for tier, nbytes in (("memory", stats.memory_bytes), ("disk", stats.disk_bytes)):
         yield GaugeMetricFamily(f"millpond_chunk_{tier}_bytes", f"Bytes of stored chunks ({tier}).", nbytes)
     counters = {
@@ -126,7 +126,7 @@ def _of_chunks(stats: ChunkStoreStats) -> Iterator[Metric]:
 
 
 def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
-    """Blocks of the prefix cache, each number under the name of its paging rule."""
+    """Yield blocks of the prefix cache, each number under the name of its paging rule."""
     gauges = {
         "prefix_blocks": ("Blocks that the prefix cache holds.", prefix.blocks),
         "prefix_sums_bytes": ("Bytes of sums over queries at breakpoints.", prefix.sums_bytes),
@@ -150,16 +150,17 @@ def _of_prefix_cache(prefix: PrefixStats) -> Iterator[Metric]:
 
 
 class WorkerCollector(Collector):
-    """Reads the numbers of each worker of a cluster again at every scrape, under the labels `worker` and `role`.
+    """Numbers of each worker of a cluster, read again at every scrape.
 
-    Their names begin with `millpond_worker_`, so that sums over other names count nothing twice.
+    They have the labels `worker` and `role`. Their names begin with `millpond_worker_`, so that sums over other names
+    count nothing twice.
     """
 
     def __init__(self, cluster: ServedCluster) -> None:
         self._cluster = cluster
 
     def collect(self) -> Iterator[Metric]:
-        """Workers by state, the numbers of each one's engine, and what was moved, replayed and lost."""
+        """Yield workers by state, each one's numbers, and counters of moves, replays and losses."""
         workers, figures = self._cluster.workers(), self._cluster.figures()
         states = GaugeMetricFamily("millpond_workers", "Workers by role and state.", labels=["role", "state"])
         for (role, state), number in sorted(Counts((one.role, one.state) for one in workers).items()):
@@ -200,13 +201,13 @@ class Metrics:
     """All metrics of one server.
 
     Attributes:
-        requests: answers of HTTP so far.
+        requests: Answers of HTTP so far.
     """
 
-    def __init__(self, llm: ServedLLM, gate: AdmissionControl) -> None:
+    def __init__(self, llm: ServedLLM, admission: AdmissionControl) -> None:
         self.requests = 0
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(llm, gate))
+        self._registry.register(EngineCollector(llm, admission))
         if isinstance(llm, ServedCluster):
             self._registry.register(WorkerCollector(llm))
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
@@ -240,12 +241,15 @@ class Metrics:
         self._http.labels(path, str(status)).inc()
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """Return the text for Prometheus."""
         return generate_latest(self._registry)
 
 
 class Counted:
-    """Counts every answer by the route that gave it; paths without a route are one. Plain ASGI."""
+    """Counts every answer by the route that gave it; paths without a route are one.
+
+    It is plain ASGI.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

@@ -20,7 +20,10 @@ class ApiKeyMiddleware:
     """Refuses requests without an API key, but on `open_paths`.
 
     Args:
-        operator_key: passes too where workers are looked after, whose routes check it; see `OperatorKey`.
+        app: The app.
+        keys: Keys of the server.
+        open_paths: Paths that need no key.
+        operator_key: Key that passes too for the routes of workers, which check it; see `OperatorKey`.
     """
 
     def __init__(
@@ -41,19 +44,20 @@ class ApiKeyMiddleware:
 
     def _known(self, scope: Scope) -> bool:
         given = key_of(scope)
-        found = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
-        return any(found) or (of_operator(scope["path"]) and self._operator.matches(scope))
+        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
+        return any(matches) or (of_operator(scope["path"]) and self._operator.matches(scope))
 
 
 class Hosts:
-    """Refuses requests of web pages that had the name of their site point at this machine (DNS rebinding).
+    """Refuses requests of web pages whose site's name points at this machine (DNS rebinding).
 
     A server without keys that listens on loopback is meant for this machine. A browser here sends it what any page
     asks for, but names the page's site as the host.
 
     Args:
-        allowed: hosts besides loopback; if there are any, the Host header is checked at every address.
-        keyed: whether the server has keys, which no page knows.
+        app: The app.
+        allowed: Hosts besides loopback; if there are any, the Host header is checked at every address.
+        keyed: Whether the server has keys, which no page knows.
     """
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], keyed: bool) -> None:
@@ -78,7 +82,7 @@ class Hosts:
 
 
 def _host(header: str) -> str:
-    """The host of a header, without its port: "name:80", "[::1]:80"."""
+    """Return the host of a header, without its port: "name:80", "[::1]:80"."""
     name, _, port = header.strip().rpartition(":")
     name = name if name and port.isdecimal() else header.strip()
     return name.removeprefix("[").removesuffix("]").rstrip(".").lower()
@@ -92,14 +96,16 @@ def _is_loopback(host: str) -> bool:
 
 
 class BodyLimitMiddleware:
-    """Reads bodies and refuses those that are too long, come too slowly or are too many at a time.
+    """Reads bodies and refuses those that are too long, too slow or too many at a time.
 
     Args:
-        limit: most bytes of a body. within_s: seconds that one may take. together: most bytes of all bodies whose
-            requests are not answered.
+        app: The app.
+        limit: Most bytes of a body.
+        within_s: Seconds that one may take.
+        together: Most bytes of all bodies whose requests are not answered.
 
     Attributes:
-        held: bytes of all of them now.
+        held: Bytes of all of them now.
     """
 
     def __init__(self, app: ASGIApp, limit: int, within_s: float, together: int) -> None:
@@ -161,7 +167,7 @@ class BodyLimitMiddleware:
 
 
 def _replay(body: bytearray, receive: Receive) -> Receive:
-    """What gives a body that was read, and then what comes after it."""
+    """Return a receiver that gives a body that was read, and then what comes after it."""
     parts: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
     async def again() -> Message:

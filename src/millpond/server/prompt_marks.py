@@ -1,4 +1,4 @@
-"""What a body marks of its prompt: spans of a completion's text or tokens, and messages of a chat."""
+"""Marks of a prompt in a body: spans of a completion's text or tokens, and messages of a chat."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ IN_INFILL = {
 
 
 def refuse_marks(fields: CacheFields, refused: Mapping[str, str]) -> None:
-    """
+    """Check that a body has none of some marks.
+
     Args:
-        refused: fields that the route does not take, with what an error says behind each.
+        fields: Fields of the body.
+        refused: Fields that the route does not take, with the end of an error about each.
 
     Raises:
         ApiError: one of them is given.
@@ -79,10 +81,11 @@ def refuse_marks(fields: CacheFields, refused: Mapping[str, str]) -> None:
 
 
 class RequestedMarks(NamedTuple):
-    """What a completion marks of its prompt.
+    """Marks of the prompt of a completion.
 
     Attributes:
-        marks: in characters of a text, or in tokens. field: of the body, which asks for them first.
+        marks: Spans in characters of a text, or in tokens.
+        field: Field of the body that asks for them first.
     """
 
     marks: PromptMarks
@@ -97,21 +100,25 @@ def marks_prompt(fields: CacheFields) -> bool:
 def completion_marks(
     fields: CacheFields, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], *, shared: bool, prefixes: bool
 ) -> RequestedMarks | None:
-    """What a body marks of its only prompt, in characters of its text or in its tokens; None: nothing.
+    """Return the marks of a body's only prompt, in characters or tokens; None: there are none.
 
     Args:
-        prompts: token ids of each. texts: of each prompt, None where it came as tokens. shared: whether other prompts
-            can go on from this one, as far as the body says. prefixes: whether this server keeps prompts.
+        fields: Fields of the body.
+        prompts: Token ids of each prompt.
+        texts: Text of each prompt, None where it came as tokens.
+        shared: Whether other prompts can go on from this one, as far as the body says.
+        prefixes: Whether this server keeps prompts.
 
     Raises:
         ApiError: several prompts, chunks beside spans, marks that leave the prompt, or breakpoints from which nothing
-            could go on. OptionError: spans that overlap.
+            could go on.
+        OptionError: spans that overlap.
     """
     keep, shares, places = fields.keep or [], _shares_of_prompt(fields), fields.breakpoints or []
-    given = [field for field, marks in ((KEEP, keep), (FAIR, shares), (BREAKPOINTS, places)) if marks]
-    if not given:
+    given_fields = [field for field, marks in ((KEEP, keep), (FAIR, shares), (BREAKPOINTS, places)) if marks]
+    if not given_fields:
         return None
-    for field in given:
+    for field in given_fields:
         if len(prompts) != 1 or (fields.chunks and field != BREAKPOINTS):
             one = "one prompt" if field == BREAKPOINTS else "one prompt without chunks"
             raise ApiError(400, f"{field} goes with {one}; send a request for each", "invalid_value", field)
@@ -129,14 +136,15 @@ def completion_marks(
     marks = PromptMarks(
         keep=tuple(keep) if text is None else united(keep), shares=tuple(shares), breakpoints=tuple(places)
     )
-    return RequestedMarks(marks, given[0])
+    return RequestedMarks(marks, given_fields[0])
 
 
 def with_chunks(prompt: str | Sequence[int], spans: Sequence[Span]) -> Prompt:
-    """A prompt, cut at the spans of its chunks.
+    """Return a prompt, cut at the spans of its chunks.
 
     Args:
-        prompt: a text, or token ids. spans: (begin, end) of each chunk, in characters or in tokens.
+        prompt: A text, or token ids.
+        spans: (begin, end) of each chunk, in characters or in tokens.
 
     Raises:
         ApiError: spans that overlap, leave the prompt or are empty.
@@ -159,7 +167,8 @@ def with_chunks(prompt: str | Sequence[int], spans: Sequence[Span]) -> Prompt:
 
 
 def _shares_of_prompt(fields: CacheFields) -> list[tuple[int, int, float]]:
-    """
+    """Return the shares of the spans of a prompt.
+
     Raises:
         ApiError: one share without spans.
     """
@@ -170,7 +179,8 @@ def _shares_of_prompt(fields: CacheFields) -> list[tuple[int, int, float]]:
 
 
 def _check_places(places: Sequence[int], length: int, unit: str, shared: bool, prefixes: bool) -> None:
-    """
+    """Check the breakpoints of a prompt.
+
     Raises:
         ApiError: see `completion_marks`.
     """
@@ -191,13 +201,16 @@ def _check_places(places: Sequence[int], length: int, unit: str, shared: bool, p
 
 @dataclass(frozen=True, slots=True)
 class ChatMarks:
-    """What a body marks of the messages of its chat.
+    """Marks of the messages of a chat.
 
     Attributes:
-        messages: of the chat. is_chunked: parts of them are chunks, and nothing else is marked.
-        keep: the messages with their pieces that stay enclosed. forget: with those that are forgotten, once for each
-            kind of piece. report: tell what the cache has lost of each message. share: of the budget, of each message;
-            None: they have none. breakpoints: of those that are marked, and the last ones.
+        messages: Messages of the chat.
+        is_chunked: Whether parts of them are chunks, and nothing else is marked.
+        keep: The messages with their pieces that stay enclosed.
+        forget: The messages with those that are forgotten, once for each kind of piece.
+        report: Tell what the cache has lost of each message.
+        share: Share of the budget of each message; None: they have none.
+        breakpoints: Whether marked messages, and the last ones, end at breakpoints.
     """
 
     messages: Sequence[Message]
@@ -223,11 +236,13 @@ class ChatMarks:
     def in_tokens(
         self, offsets: TokenOffsets, messages: Sequence[Span], keep: Sequence[Span], forget: Sequence[Span]
     ) -> PromptMarks:
-        """What is marked, in tokens of what a template has made of the messages.
+        """Return the marks in tokens of what a template has made of the messages.
 
         Args:
-            messages: where each lies there, in characters, (0, 0) for one without a text; empty: it is not known.
-            keep, forget: where the pieces lie that stay or are forgotten.
+            offsets: Characters of the tokens.
+            messages: Span of each message there, in characters, (0, 0) for one without a text; () if it is not known.
+            keep: Spans of the pieces that stay.
+            forget: Spans of the pieces that are forgotten.
 
         Raises:
             OptionError: pieces that stay and pieces that are forgotten, in one token.
@@ -243,10 +258,12 @@ class ChatMarks:
 
 
 def chat_marks(messages: Sequence[Message], fields: CacheFields, breakpoints: bool) -> ChatMarks:
-    """What a body marks of its chat, checked.
+    """Return the marks of a chat, checked.
 
     Args:
-        breakpoints: whether the method needs them to share beginnings of prompts, see `ChatBreakpoints`.
+        messages: Messages of the chat.
+        fields: Fields of the body.
+        breakpoints: Whether the method needs them to share beginnings of prompts, see `ChatBreakpoints`.
 
     Raises:
         ApiError: there are chunks beside other marks; too many marks or messages with a share; a name of what is not
@@ -276,7 +293,7 @@ def chat_marks(messages: Sequence[Message], fields: CacheFields, breakpoints: bo
 
 
 def _share_of_messages(fields: CacheFields, n_messages: int) -> float | None:
-    """The share of each message of a chat; None: they have none.
+    """Return the share of each message of a chat; None: they have none.
 
     Raises:
         ApiError: spans, which belong to a completion; or too many messages.
@@ -291,15 +308,15 @@ def _share_of_messages(fields: CacheFields, n_messages: int) -> float | None:
 
 
 def kept_pieces(message: Message) -> list[Span]:
-    """Where the parts of a message that stay lie in its text, in characters."""
+    """Return the spans of the parts of a message that stay, in characters of its text."""
     if message.millpond is not None and message.millpond.keep:
         return [(0, len(text_of(message)))]
-    found, behind = [], 0
+    spans, behind = [], 0
     for part in message.content if isinstance(message.content, list) else ():
         if part.millpond is not None and part.millpond.keep:
-            found.append((behind, behind + len(part.text)))
+            spans.append((behind, behind + len(part.text)))
         behind += len(part.text)
-    return found
+    return spans
 
 
 # ------------------------------------------------------------------------------------------------------- what leaves
@@ -311,24 +328,28 @@ _LISTED = 20
 
 
 def thoughts_in(text: str) -> list[Span]:
-    """Where a text thinks, in characters, between its tags: these stay. A thought without an end reaches to the last.
+    """Return the spans of a text's thoughts between their tags, in characters; the tags stay.
+
+    A thought without an end reaches to the last character.
 
     Example:
         >>> thoughts_in("<think>so</think>yes")
         [(7, 9)]
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     begin = text.find(_OPENS)
     while begin >= 0:
         begin += len(_OPENS)
         end = text.find(_CLOSES, begin)
-        found.append((begin, len(text) if end < 0 else end))
+        spans.append((begin, len(text) if end < 0 else end))
         begin = -1 if end < 0 else text.find(_OPENS, end)
-    return found
+    return spans
 
 
 def enclosed_forgets(names: Sequence[str], messages: Sequence[Message]) -> list[EnclosedMessages]:
-    """The messages with marks at what is to be forgotten, once for each kind of piece; none where there is none.
+    """Return the messages with marks at the pieces to forget, once for each kind of piece.
+
+    There are none where nothing is to be forgotten.
 
     Raises:
         ApiError: a name of nothing in this chat, or of a message without a text.
@@ -348,16 +369,16 @@ def enclosed_forgets(names: Sequence[str], messages: Sequence[Message]) -> list[
 
 
 def _number(name: str, messages: Sequence[Message]) -> int | None:
-    """The message that a name means; None for thoughts, which lie in several."""
+    """Return the number of the message that a name means; None for thoughts, of several."""
     if name == "thoughts":
         return None
     calls = {m.tool_call_id: n for n, m in enumerate(messages) if m.role == "tool" and m.tool_call_id is not None}
     said = _MESSAGE.fullmatch(name)
     number = int(said[1]) if said else calls.get(name.removeprefix("tool:")) if name.startswith("tool:") else None
     if number is None or number >= len(messages):
-        known = ["thoughts", *(f"tool:{call}" for call in list(calls)[:_LISTED]), "message:0"]
-        there = ", ".join(known) + (f" to message:{len(messages) - 1}" if len(messages) > 1 else "")
-        raise ApiError(400, f"forget: {name!r} is not in this chat; there are: {there}", "invalid_value", FORGET)
+        names = ["thoughts", *(f"tool:{call}" for call in list(calls)[:_LISTED]), "message:0"]
+        listed = ", ".join(names) + (f" to message:{len(messages) - 1}" if len(messages) > 1 else "")
+        raise ApiError(400, f"forget: {name!r} is not in this chat; there are: {listed}", "invalid_value", FORGET)
     if not (text_of(messages[number]) + (messages[number].reasoning_content or "")).strip():
         raise ApiError(400, f"forget: {name!r} is a message without a text; leave it out", "invalid_value", FORGET)
     return number
@@ -368,7 +389,7 @@ def _all(text: str) -> list[Span]:
 
 
 def _behind(text: str, thoughts: Sequence[Span]) -> list[Span]:
-    """What a message says behind its thoughts, of which a template may leave some out."""
+    """Return the spans of a message after its thoughts, some of which a template may omit."""
     begin = min(thoughts[-1][1] + len(_CLOSES), len(text)) if thoughts else 0
     return [(begin, len(text))] if text[begin:].strip() else []
 
@@ -376,14 +397,15 @@ def _behind(text: str, thoughts: Sequence[Span]) -> list[Span]:
 # -------------------------------------------------------------------------------------------------------- breakpoints
 
 #: Methods and options of which is known whether they need breakpoints.
-_MOST_KNOWN = 256
+_MAX_KNOWN = 256
 
 
 class ChatBreakpoints:
-    """Whether chats need breakpoints, and where they are.
+    """Whether chats need breakpoints, and their places.
 
     Args:
-        files: that options of requests may name.
+        llm: The model.
+        files: Files that options of requests may name.
     """
 
     def __init__(self, llm: ServedLLM, files: Mapping[str, OptionFile]) -> None:
@@ -400,7 +422,7 @@ class ChatBreakpoints:
         options = {**(usual.options if method == usual.method else {}), **cache.options}
         key = repr((own, method, sorted(options.items())))
         if key not in self._known:
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             try:
                 with only_listed(None if own else self._files):
@@ -411,13 +433,16 @@ class ChatBreakpoints:
 
 
 def breakpoints_of(messages: Sequence[Message], spans: Sequence[Span]) -> tuple[int, ...]:
-    """Numbers of tokens: those of marked messages; then the end of instructions, and the last ends of messages.
+    """Return the breakpoints of a chat as numbers of tokens.
+
+    First those of marked messages; then the end of instructions, and the last ends of messages.
 
     Args:
-        spans: where the messages lie among the tokens; (0, 0) for one without a text.
+        messages: Messages of the chat.
+        spans: Spans of the messages among the tokens; (0, 0) for one without a text.
     """
     ends = [end for _, end in spans]
     marked = [end for message, end in zip(messages, ends, strict=True) if message.ends_with_breakpoint]
     first = [end for message, end in zip(messages[:1], ends, strict=False) if message.role in ("system", "developer")]
-    chosen = [end for end in dict.fromkeys([*marked, *first, *reversed(ends)]) if end]
-    return tuple(sorted(chosen[:MAX_BREAKPOINTS]))
+    breakpoints = [end for end in dict.fromkeys([*marked, *first, *reversed(ends)]) if end]
+    return tuple(sorted(breakpoints[:MAX_BREAKPOINTS]))

@@ -54,10 +54,14 @@ class RequestLog:
 
 
 def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """One line.
+    """Return one line of the log.
 
     Args:
-        status: 0: the connection was lost before there was one. outputs: that have ended. seconds: of the request.
+        method: Method of HTTP.
+        route: Path of the route.
+        status: Status of HTTP; 0: the connection was lost before there was one.
+        outputs: Outputs that have ended.
+        seconds: Seconds of the request.
 
     Example:
         >>> line_of("GET", "/v1/models", 200, [], 0.25)
@@ -65,11 +69,11 @@ def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutpu
     """
     parts = [f"{method} {route} {status or 'no answer'}"]
     if outputs:
-        told = usage(outputs)
-        cached = told["prompt_tokens_details"]["cached_tokens"]
-        parts.append(f"{told['prompt_tokens']:,} prompt tokens ({cached:,} cached)")
-        parts.append(f"{told['completion_tokens']:,} generated")
-        first = told["millpond"]["first_token_s"]
+        figures = usage(outputs)
+        cached = figures["prompt_tokens_details"]["cached_tokens"]
+        parts.append(f"{figures['prompt_tokens']:,} prompt tokens ({cached:,} cached)")
+        parts.append(f"{figures['completion_tokens']:,} generated")
+        first = figures["millpond"]["first_token_s"]
         if first is not None:
             parts.append(f"first token after {first:.2f} s")
         if (rate := _rate(outputs)) is not None:
@@ -78,7 +82,7 @@ def line_of(method: str, route: str, status: int, outputs: Sequence[RequestOutpu
 
 
 def _rate(outputs: Sequence[RequestOutput]) -> float | None:
-    """Tokens per second behind the first of each answer; None: there are none."""
+    """Return tokens per second after the first of each answer; None: there are none."""
     firsts = [one.times.first_token for one in outputs if one.times.first_token is not None]
     ends = [one.times.finished for one in outputs if one.times.finished is not None]
     later = sum(max(0, len(c.token_ids) - 1) for one in outputs for c in one.completions)

@@ -38,24 +38,29 @@ _LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 
 
 def sampling(fields: TokenFields, **more: Any) -> SamplingParams:
-    """How tokens are chosen; `more` are `SamplingParams` that the kinds of answers name differently.
+    """Return how tokens are chosen.
+
+    Args:
+        fields: Fields of the body.
+        **more: `SamplingParams` that the kinds of answers name differently.
 
     Raises:
-        OptionError: a value out of its range. ApiError: more than one field says what the answer must follow.
+        OptionError: a value out of its range.
+        ApiError: more than one field says what the answer must follow.
     """
-    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name, None)) is not None}
-    given |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
+    values: dict[str, Any] = {name: value for name in _SAME if (value := getattr(fields, name, None)) is not None}
+    values |= {name: tuple(value) for name in _LISTS if (value := getattr(fields, name)) is not None}
     if (guided := constraint(fields)) is not None:
         if any(more.get(name) is not None for name in CONSTRAINTS):
             raise two_of(guided[0], "response_format or tool_choice")
         more |= guided[1]
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     more["stop"] = stop + tuple(more.get("stop", ()))
-    return SamplingParams(**given | more)
+    return SamplingParams(**values | more)
 
 
 def cache_options(fields: CacheFields) -> CacheOptions:
-    """How the cache is kept.
+    """Return how the cache is kept.
 
     Raises:
         OptionError: no such preset. ApiError: a preset together with an option that it sets; or what is no budget.
@@ -93,7 +98,7 @@ def requests(
     marks: PromptMarks | None = None,
     tell_read: bool = False,
 ) -> list[Request]:
-    """One request per prompt: the first is called `name`, the others `name-1`, `name-2`, ..."""
+    """Return one request per prompt: the first is `name`, the others `name-1`, `name-2`, ..."""
     limits = [limit for limit in (fields.deadline_s, timeout_s) if limit is not None]
     return [
         Request(
@@ -125,35 +130,41 @@ def wants_progress(fields: SamplingFields) -> bool:
 
 
 def schema_of(wanted: TextFormat | ObjectFormat | SchemaFormat | StructuralTag | None) -> dict[str, Any] | None:
-    """The JSON schema that an answer must follow."""
+    """Return the JSON schema that an answer must follow."""
     if isinstance(wanted, SchemaFormat):
         return wanted.json_schema.schema_
     return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
 
 
-def most_tokens(asked: int | None, limit: int | None, param: str = "max_tokens") -> int | None:
-    """Most new tokens: the request's number, else the server's limit; None: what the context holds.
+def most_tokens(requested: int | None, limit: int | None, param: str = "max_tokens") -> int | None:
+    """Return the most new tokens; None: as many as the context holds.
+
+    It is the request's number, or else the server's limit.
 
     Args:
-        param: the field that asks.
+        requested: Number of the request; None: it has none.
+        limit: Limit of the server; None: there is none.
+        param: Field that asks.
 
     Raises:
         ApiError: more than the server's limit.
     """
-    if asked is not None and limit is not None and asked > limit:
-        raise ApiError(400, f"{param}={asked}: this server gives at most {limit}", "invalid_value", param)
-    return limit if asked is None else asked
+    if requested is not None and limit is not None and requested > limit:
+        raise ApiError(400, f"{param}={requested}: this server gives at most {limit}", "invalid_value", param)
+    return limit if requested is None else requested
 
 
-def check_room(prompts: Sequence[tuple[int, ...] | Prompt], asked: int | None, context: int) -> None:
-    """Raises:
-    ApiError: an empty prompt, or one that with its answer is longer than the model's context.
+def check_room(prompts: Sequence[tuple[int, ...] | Prompt], max_tokens: int | None, context: int) -> None:
+    """Check that prompts and answers fit the context.
+
+    Raises:
+        ApiError: an empty prompt, or one that with its answer is longer than the model's context.
     """
     for prompt in prompts:
         n = prompt.n_tokens if isinstance(prompt, Prompt) else len(prompt)
         if not n:
             raise ApiError(400, "the prompt has no token", "empty_prompt", "prompt")
-        if n + (asked or 1) > context:
-            parts = f"{n:,} tokens of prompt and {asked or 1:,} new ones"
-            message = f"{parts} are {n + (asked or 1):,}; the model's context holds {context:,}"
+        if n + (max_tokens or 1) > context:
+            parts = f"{n:,} tokens of prompt and {max_tokens or 1:,} new ones"
+            message = f"{parts} are {n + (max_tokens or 1):,}; the model's context holds {context:,}"
             raise ApiError(400, message, "context_length_exceeded", "prompt")

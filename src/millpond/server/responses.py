@@ -15,8 +15,8 @@ from millpond.engine.request import Request
 from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
 from millpond.server.messages import (
-    MOST_NAME,
-    MOST_TOOLS,
+    MAX_NAME,
+    MAX_TOOLS,
     NAMES,
     Body,
     CalledFunction,
@@ -39,12 +39,16 @@ _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 422: "invalid_promp
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseJob:
+class ResponsesCall:
     """A response.
 
     Attributes:
-        name: its id. requests: the one request. echo: fields of the request that a response repeats. tools: that can be
-            called. held: answers are held to `tools.constraint`. logprobs: whether log probabilities are sent.
+        name: Its id.
+        requests: The one request.
+        echo: Fields of the request that a response repeats.
+        tools: Tools that can be called.
+        held: Whether answers are held to `tools.constraint`.
+        logprobs: Whether log probabilities are sent.
     """
 
     name: str
@@ -57,7 +61,7 @@ class ResponseJob:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, model: str, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The whole response."""
+        """Return the whole response."""
         (output,) = answers
         (completion,) = output.completions
         if self.tools is None:
@@ -81,11 +85,11 @@ class ResponseJob:
         return self.ended(model, output, items or [self.message() | {"content": [self.part("")]}])
 
     def events(self, model: str) -> ResponseEvents:
-        """What writes the response as events."""
+        """Return the writer of the response as events."""
         return ResponseEvents(self, model)
 
     def response(self, model: str, status: str) -> dict[str, Any]:
-        """The response without an answer."""
+        """Return the response without an answer."""
         return {
             "id": self.name,
             "object": "response",
@@ -99,7 +103,7 @@ class ResponseJob:
         } | self.echo
 
     def ended(self, model: str, output: RequestOutput, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The response with what the model wrote; an answer that is cut off cuts its last message."""
+        """Return the response with the model's items; an answer that is cut off cuts the last one."""
         (completion,) = output.completions
         status = _status(completion)
         for item in items:
@@ -112,7 +116,7 @@ class ResponseJob:
         return self.response(model, status) | {"output": items, "usage": _usage(output)} | more
 
     def message(self) -> dict[str, Any]:
-        """A message that begins."""
+        """Return a message that begins."""
         return {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -122,7 +126,7 @@ class ResponseJob:
         }
 
     def call(self, name: str) -> dict[str, Any]:
-        """A call that begins."""
+        """Return a call that begins."""
         assert self.tools is not None, "calls are read where there are tools"
         return {
             "id": f"fc_{uuid.uuid4().hex}",
@@ -134,41 +138,41 @@ class ResponseJob:
         }
 
     def part(self, text: str, completion: Completion | None = None) -> dict[str, Any]:
-        """A message's text, with the log probabilities of a completion."""
+        """Return a message's text, with the log probabilities of a completion."""
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs_of(completion)}
 
     def logprobs_of(self, completion: Completion | None, start: int = 0) -> list[dict[str, Any]]:
-        """Those of the tokens from `start` on; none where they are not wanted."""
+        """Return the log probabilities of tokens from `start` on; none where they are not wanted."""
         if completion is None or not self.logprobs:
             return []
-        found: list[dict[str, Any]] = for_chat((completion.logprobs or ())[start:])["content"]
-        return found
+        entries: list[dict[str, Any]] = for_chat((completion.logprobs or ())[start:])["content"]
+        return entries
 
 
 class ResponseEvents:
     """The events of one response, numbered."""
 
-    def __init__(self, job: ResponseJob, model: str) -> None:
-        self._job = job
+    def __init__(self, api_call: ResponsesCall, model: str) -> None:
+        self._api_call = api_call
         self._model = model
         self._sent = StreamCursor()
-        self._reader = None if job.tools is None else job.tools.reader(job.held)
+        self._reader = None if api_call.tools is None else api_call.tools.reader(api_call.held)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._open = False  # the last item is being written
         self._last: RequestOutput | None = None
 
     def more(self, place: int, output: RequestOutput) -> Iterator[str]:
-        """The beginning, once; then what is new."""
-        job, sent = self._job, self._sent
+        """Yield the beginning, once; then what is new."""
+        api_call, sent = self._api_call, self._sent
         (completion,) = output.completions
         self._last = output
         if not sent.begun:
-            yield self._event("response.created", response=job.response(self._model, "in_progress"))
-            yield self._event("response.in_progress", response=job.response(self._model, "in_progress"))
+            yield self._event("response.created", response=api_call.response(self._model, "in_progress"))
+            yield self._event("response.in_progress", response=api_call.response(self._model, "in_progress"))
             if self._reader is None:
-                yield from self._begin(job.message())
-        delta, logprobs = completion.text[sent.characters :], job.logprobs_of(completion, sent.tokens)
+                yield from self._begin(api_call.message())
+        delta, logprobs = completion.text[sent.characters :], api_call.logprobs_of(completion, sent.tokens)
         sent.update(completion)
         if self._reader is None:
             if delta or logprobs:
@@ -181,11 +185,11 @@ class ResponseEvents:
         match event:
             case Content(text):
                 if not self._open:
-                    yield from self._begin(self._job.message())
+                    yield from self._begin(self._api_call.message())
                 yield from self._more_text(text, [])
             case CallBegins(name):
                 yield from self._close("completed")
-                yield from self._begin(self._job.call(name))
+                yield from self._begin(self._api_call.call(name))
             case Arguments(text):
                 self._items[-1]["arguments"] += text
                 yield self._in_item("response.function_call_arguments.delta", delta=text)
@@ -199,8 +203,8 @@ class ResponseEvents:
         self._items.append(item)
         self._open = True
         if item["type"] == "message":
-            item["content"] = [self._job.part("")]
-            yield self._in_item("response.content_part.added", content_index=0, part=self._job.part(""))
+            item["content"] = [self._api_call.part("")]
+            yield self._in_item("response.content_part.added", content_index=0, part=self._api_call.part(""))
 
     def _more_text(self, delta: str, logprobs: list[dict[str, Any]]) -> Iterator[str]:
         (part,) = self._items[-1]["content"]
@@ -209,7 +213,7 @@ class ResponseEvents:
         yield self._in_item("response.output_text.delta", content_index=0, delta=delta, logprobs=logprobs)
 
     def _close(self, status: str) -> Iterator[str]:
-        """The last item is whole, if it is not yet."""
+        """Yield the end of the last item, if it is open."""
         if not self._open:
             return
         item = self._items[-1]
@@ -225,18 +229,20 @@ class ResponseEvents:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def end(self) -> Iterator[str]:
-        """The last item and the response, both whole."""
+        """Yield the last item and the response, both whole."""
         assert self._last is not None, "an answer came"
         if not self._items:
-            yield from self._begin(self._job.message())
+            yield from self._begin(self._api_call.message())
         yield from self._close(_status(self._last.completions[0]))
-        whole = self._job.ended(self._model, self._last, self._items)
+        whole = self._api_call.ended(self._model, self._last, self._items)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def fail(self, error: ApiError) -> Iterator[str]:
-        """The response failed."""
+        """Yield the failure of the response."""
         details = error.body()["error"] | {"code": _CODES.get(error.status, "server_error")}
-        yield self._event("response.failed", response=self._job.response(self._model, "failed") | {"error": details})
+        yield self._event(
+            "response.failed", response=self._api_call.response(self._model, "failed") | {"error": details}
+        )
 
     def _in_item(self, kind: str, /, **data: Any) -> str:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **data)
@@ -251,15 +257,15 @@ def _status(completion: Completion) -> str:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    """The numbers of a chat in the words of responses."""
-    found = usage([output])
+    """Return the numbers of a chat in the words of responses."""
+    figures = usage([output])
     return {
-        "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": found["prompt_tokens_details"] | {"cache_write_tokens": 0},
-        "output_tokens": found["completion_tokens"],
+        "input_tokens": figures["prompt_tokens"],
+        "input_tokens_details": figures["prompt_tokens_details"] | {"cache_write_tokens": 0},
+        "output_tokens": figures["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": found["total_tokens"],
-        "millpond": found["millpond"],
+        "total_tokens": figures["total_tokens"],
+        "millpond": figures["millpond"],
     }
 
 
@@ -294,7 +300,7 @@ class InputMessage(Body):
     phase: Label | None = None
 
     def as_chat(self) -> Message:
-        """The same as a message of a chat."""
+        """Return the same as a message of a chat."""
         content = self.content
         if not isinstance(content, str):
             return Message(role=self.role, content=[ChatPart(type="text", text=part.text) for part in content])
@@ -318,7 +324,7 @@ class FunctionCall(Body):
         return given
 
     def as_call(self) -> ToolCall:
-        """The same as a call of a chat."""
+        """Return the same as a call of a chat."""
         values = arguments_of(self.arguments)
         return ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=values))
 
@@ -335,13 +341,13 @@ class FunctionOutput(Body):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def as_chat(self) -> Message:
-        """The same as a message of a chat."""
+        """Return the same as a message of a chat."""
         said = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
         return Message(role="tool", tool_call_id=self.call_id, content=said)
 
 
 def _item(value: Any) -> str:
-    """The tag of an item of the input; "" for messages, which need not say that they are."""
+    """Return the tag of an item of the input; "" for messages, which need not have one."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return kind if kind in ("function_call", "function_call_output") else ""
 
@@ -355,7 +361,7 @@ InputItem = Annotated[
 
 
 def _function(given: Any) -> Any:
-    """A tool, unless it is one that this server would have to run.
+    """Return a tool, unless it is one that this server would have to run.
 
     Raises:
         ValueError: it is, by its name.
@@ -370,13 +376,13 @@ class FunctionTool(Body):
     """A tool that the client runs."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=NAMES, max_length=MOST_NAME)]
+    name: Annotated[str, Field(pattern=NAMES, max_length=MAX_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
     def as_chat(self) -> Tool:
-        """The same as a tool of a chat."""
+        """Return the same as a tool of a chat."""
         function = self.model_dump(exclude={"type"})
         return Tool(type="function", function=Function(**function))
 
@@ -421,7 +427,7 @@ class ResponseBody(TokenFields):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(_function)]], Field(max_length=MOST_TOOLS, fail_fast=True)
+            list[Annotated[FunctionTool, BeforeValidator(_function)]], Field(max_length=MAX_TOOLS, fail_fast=True)
         ]
         | None
     ) = None

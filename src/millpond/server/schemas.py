@@ -10,7 +10,7 @@ from millpond.engine.request import MOST_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
 from millpond.server.markdown import MOST_CHARACTERS
-from millpond.server.messages import MOST_NAME, MOST_TOOLS, Body, Message, Name, Tool
+from millpond.server.messages import MAX_NAME, MAX_TOOLS, Body, Message, Name, Tool
 from millpond.server.structured_outputs import GuidedFields, StructuralTag
 
 #: Of seeds, what 64 bits hold; of counts of tokens, more than any context holds.
@@ -20,9 +20,9 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MOST_BAD_WORD)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
-#: Names in `millpond.forget` at most, and one of them: a call's id has `MOST_NAME` characters at most.
-MOST_FORGETS = 256
-Forgettable = Annotated[str, Field(min_length=1, max_length=MOST_NAME + len("tool:"))]
+#: Names in `millpond.forget` at most, and one of them: a call's id has `MAX_NAME` characters at most.
+MAX_FORGETS = 256
+Forgettable = Annotated[str, Field(min_length=1, max_length=MAX_NAME + len("tool:"))]
 #: Of the budget.
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
 #: Of a text, in characters or tokens; whether it lies in the prompt is known later.
@@ -34,12 +34,12 @@ FairShareField = Annotated[
     Discriminator(lambda given: "spans" if isinstance(given, list) else "share"),
 ]
 #: Names and texts of settings: of a method and its options in one text at most.
-MOST_SETTING = 4_000
-Setting = Annotated[str, Field(max_length=MOST_SETTING)]
+MAX_SETTING = 4_000
+Setting = Annotated[str, Field(max_length=MAX_SETTING)]
 #: Other files of one request at most.
-MOST_FILES = 256
+MAX_FILES = 256
 #: Options of one method, and formats of as many layers, at most.
-MOST_SETTINGS, MOST_FORMATS = 64, 1_024
+MAX_SETTINGS, MAX_FORMATS = 64, 1_024
 OptionValue = StrictBool | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)] | Setting | None
 #: A name or a note of a client's own; OpenAI's have 512 characters at most.
 Label = Annotated[str, Field(max_length=512)]
@@ -69,10 +69,10 @@ class CacheFields(Body):
     method: Setting | None = None
     budget: StrictInt | StrictFloat | Setting | None = None
     codec: (
-        Setting | tuple[Setting, Setting] | Annotated[dict[Setting, Setting], Field(max_length=MOST_FORMATS)] | None
+        Setting | tuple[Setting, Setting] | Annotated[dict[Setting, Setting], Field(max_length=MAX_FORMATS)] | None
     ) = None
     max_kl: Annotated[StrictInt | StrictFloat, Field(gt=0, le=1e6)] | None = None
-    options: Annotated[dict[Setting, OptionValue], Field(max_length=MOST_SETTINGS)] = Field(default_factory=dict)
+    options: Annotated[dict[Setting, OptionValue], Field(max_length=MAX_SETTINGS)] = Field(default_factory=dict)
     priority: int = Field(default=0, ge=-1_000, le=1_000)
     deadline_s: float | None = Field(default=None, gt=0, le=1e9)
     watch: bool = False
@@ -80,7 +80,7 @@ class CacheFields(Body):
     forgotten: bool = False
     keep: Annotated[list[tuple[Place, Place]], Field(max_length=MAX_KEPT, fail_fast=True)] | None = None
     fair_shares: FairShareField | None = None
-    forget: Annotated[list[Forgettable], Field(max_length=MOST_FORGETS, fail_fast=True)] | None = None
+    forget: Annotated[list[Forgettable], Field(max_length=MAX_FORGETS, fail_fast=True)] | None = None
     breakpoints: Annotated[list[Place], Field(max_length=MAX_BREAKPOINTS, fail_fast=True)] | None = None
     on_pressure: OnPressure | None = None
     recompute: Literal["auto"] | Annotated[StrictInt | StrictFloat, Field(ge=0, le=1)] = "auto"
@@ -94,7 +94,7 @@ class StreamOptions(Body):
 
 
 class TokenFields(GuidedFields):
-    """How tokens are chosen and the cache is kept, in every kind of answer; null stands for the default."""
+    """Choice of tokens and of the cache, in every kind of answer; null stands for the default."""
 
     model: str | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -127,7 +127,7 @@ class TokenFields(GuidedFields):
 
 
 class SamplingFields(TokenFields):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     max_tokens: int | None = Field(default=None, ge=0)
     n: int | None = Field(default=None, ge=1, le=128)
@@ -166,7 +166,7 @@ class InfillBody(TokenFields):
 
     input_prefix: str = ""
     input_suffix: str = ""
-    input_extra: Annotated[list[ExtraFile], Field(max_length=MOST_FILES, fail_fast=True)] | None = None
+    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
     prompt: str = ""
     n_predict: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     n_indent: int = Field(default=0, ge=0, le=MOST_TOKENS)
@@ -208,14 +208,14 @@ class SchemaFormat(Body):
 
 
 class ChatFields(Body):
-    """What makes a prompt of messages.
+    """Fields that make a prompt of messages.
 
     Attributes:
-        add_generation_prompt: whether it ends with the head of an answer. continue_final_message: whether it ends
-            inside the last message, which the answer continues.
+        add_generation_prompt: Whether it ends with the head of an answer.
+        continue_final_message: Whether it ends inside the last message, which the answer continues.
     """
 
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

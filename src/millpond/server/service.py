@@ -17,10 +17,10 @@ from millpond.engine.request import Request
 from millpond.errors import MillpondError
 from millpond.option_files import listed_files
 from millpond.server.admission import AdmissionControl
-from millpond.server.answers import GenerationJob
+from millpond.server.answers import ApiCall
 from millpond.server.body_parsing import JsonBodies
+from millpond.server.client_pacing import ClientPacing
 from millpond.server.errors import ApiError
-from millpond.server.front_pace import FrontPace
 from millpond.server.identity import Client, ClientRegistry
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.metrics import Metrics
@@ -38,7 +38,10 @@ class ClientGone(Exception):
 
 
 async def merge_streams(llm: ServedLLM, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all requests as they come, each with its request's place; closing it cancels what still runs."""
+    """Yield the outputs of all requests as they come, each with its request's index.
+
+    Closing it cancels what still runs.
+    """
     if len(requests) == 1:
         async with aclosing(llm.stream(requests[0])) as outputs:
             async for output in outputs:
@@ -57,29 +60,29 @@ async def merge_streams(llm: ServedLLM, requests: Sequence[Request]) -> AsyncGen
         await queue.put((place, ended))
 
     tasks = [asyncio.create_task(follow(place, request)) for place, request in enumerate(requests)]
-    left = len(tasks)
+    unfinished = len(tasks)
     try:
-        while left:
-            place, found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                left -= 1
+        while unfinished:
+            place, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                unfinished -= 1
             else:
-                yield place, found
+                yield place, item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def while_connected(receive: Receive, wanted: Awaitable[T]) -> T:
-    """The result of `wanted`, unless the client goes away before: then it is cancelled.
+async def while_connected(receive: Receive, answer: Awaitable[T]) -> T:
+    """Return the result of `answer`, and cancel it if the client goes away before.
 
     Raises:
         ClientGone: it went.
     """
-    work = asyncio.ensure_future(wanted)
+    work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,10 +102,14 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. When they end, and when the client goes away, `events` and their `source` are closed.
+    """Server-sent events.
+
+    When they end, and when the client goes away, `events` and their `source` are closed.
 
     Args:
-        left: called when the client goes away.
+        events: The events.
+        source: Outputs that the events are made of.
+        left: Called when the client goes away.
     """
 
     media_type = "text/event-stream"
@@ -139,11 +146,19 @@ _CLIENT_GONE = 499
 
 
 class Service:
-    """The engine, and what stands in front of it.
+    """Engine with everything in front of it.
 
     Attributes:
-        llm, settings, tokens, clients, gate, pace, metrics, bodies, breakpoints: see their classes.
-        calls: how calls of tools are written; None: they are not read.
+        llm: See `ServedLLM`.
+        settings: See `ServerSettings`.
+        tokens: See `TokenizerWorker`.
+        clients: See `ClientRegistry`.
+        admission: See `AdmissionControl`.
+        pacing: See `ClientPacing`.
+        metrics: See `Metrics`.
+        bodies: See `JsonBodies`.
+        breakpoints: See `ChatBreakpoints`.
+        calls: Format of calls of tools; None: they are not read.
 
     Raises:
         OptionError: a file of the settings cannot be read, or there is no such parser.
@@ -155,44 +170,48 @@ class Service:
         self.tokens = TokenizerWorker(llm)
         self.calls = format_of(settings.tool_parser, self.tokens.shown)
         self.clients = ClientRegistry(settings, None if llm.sessions is None else llm.sessions.client_secret)
-        self.gate = AdmissionControl(llm, settings.max_queue, settings.step_limit_s)
-        self.pace = FrontPace(lambda: self.gate.clients)
-        self.metrics = Metrics(llm, self.gate)
+        self.admission = AdmissionControl(llm, settings.max_queue, settings.step_limit_s)
+        self.pacing = ClientPacing(lambda: self.admission.clients)
+        self.metrics = Metrics(llm, self.admission)
         self.bodies = JsonBodies(settings.max_body_items)
         self._files = listed_files(settings.option_files)
         self.breakpoints = ChatBreakpoints(llm, self._files)
 
     def check_model(self, name: str | None) -> None:
-        """Raises:
-        ApiError: 404, another model is served.
+        """Check the name of a model.
+
+        Raises:
+            ApiError: 404, another model is served.
         """
         if name is not None and name != self.llm.model_name:
             message = f"model {name[:200]!r} is not here; this server has {self.llm.model_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
     async def answer(
-        self, http: HttpRequest, job: GenerationJob, enough: Callable[[RequestOutput], bool] | None = None
+        self, http: HttpRequest, api_call: ApiCall, enough: Callable[[RequestOutput], bool] | None = None
     ) -> Response:
-        """The answer to a job. A client that goes away ends it, whether it is streamed or not.
+        """Answer a call; a client that goes away ends it, whether it is streamed or not.
 
         Args:
-            enough: whether a request, as far as it has come, may end with what it has.
+            http: The request of HTTP.
+            api_call: The call.
+            enough: Whether a request, as far as it has come, may end with what it has.
 
         Raises:
             ApiError, MillpondError: it is refused; nothing of it is left in the engine.
         """
         client = self.clients.of(http)
         ended: list[RequestOutput] = http.scope.get(FINISHED, [])
-        outputs = self._outputs(client, self.clients.asked(client, job.requests), ended, enough)
+        outputs = self._outputs(client, self.clients.with_client(client, api_call.requests), ended, enough)
         try:
-            if not job.stream:
+            if not api_call.stream:
                 async with aclosing(outputs):
-                    return JSONResponse(await while_connected(http.receive, self._whole(job, outputs)))
+                    return JSONResponse(await while_connected(http.receive, self._whole(api_call, outputs)))
             first = await while_connected(http.receive, anext(outputs))  # so that a refusal has a status of its own
         except ClientGone:
             self.metrics.left.inc()
             return Response(status_code=_CLIENT_GONE)
-        return EventStream(self._events(job, first, outputs), outputs, self.metrics.left.inc)
+        return EventStream(self._events(api_call, first, outputs), outputs, self.metrics.left.inc)
 
     async def _outputs(
         self,
@@ -201,9 +220,9 @@ class Service:
         ended: list[RequestOutput],
         enough: Callable[[RequestOutput], bool] | None,
     ) -> Outputs:
-        """What the engine says, from the gate in to the gate out; the last of each request goes to `ended` too."""
+        """Yield the engine's outputs, from admission on; the last of each go to `ended` too."""
         requests = [replace(one, cache=replace(one.cache, files=self._files)) for one in of_client]
-        with self.gate.admit([request.request_id for request in requests], client.name):
+        with self.admission.admit([request.request_id for request in requests], client.name):
             async with aclosing(merge_streams(self.llm, requests)) as outputs:
                 async for place, output in outputs:
                     if output.finished:
@@ -216,17 +235,17 @@ class Service:
                         await self.llm.cancel(output.request_id)
                     yield place, output
 
-    async def _whole(self, job: GenerationJob, outputs: Outputs) -> dict[str, Any]:
+    async def _whole(self, api_call: ApiCall, outputs: Outputs) -> dict[str, Any]:
         last = {place: output async for place, output in outputs}
-        answers = [last[place] for place in range(len(job.requests))]
+        answers = [last[place] for place in range(len(api_call.requests))]
         if sum(len(one.text) for output in answers for one in output.completions) > _LONG:
-            return await asyncio.to_thread(job.whole, self.llm.model_name, answers)
-        return job.whole(self.llm.model_name, answers)
+            return await asyncio.to_thread(api_call.whole, self.llm.model_name, answers)
+        return api_call.whole(self.llm.model_name, answers)
 
     async def _events(
-        self, job: GenerationJob, first: tuple[int, RequestOutput], rest: Outputs
+        self, api_call: ApiCall, first: tuple[int, RequestOutput], rest: Outputs
     ) -> AsyncGenerator[str, None]:
-        events = job.events(self.llm.model_name)
+        events = api_call.events(self.llm.model_name)
         try:
             for event in events.more(*first):
                 yield event
@@ -242,8 +261,10 @@ class Service:
 
 
 def _check_deadline(output: RequestOutput) -> None:
-    """Raises:
-    ApiError: time was up before there was anything to give.
+    """Check that an answer began before its deadline.
+
+    Raises:
+        ApiError: time was up before there was anything to give.
     """
     if all(c.finish_reason == "deadline" and not c.token_ids for c in output.completions):
         message = "the deadline came before the first token"

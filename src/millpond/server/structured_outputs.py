@@ -14,8 +14,8 @@ from millpond.server.errors import ApiError, of_validation
 from millpond.server.messages import Body
 
 #: Structures of one structural tag at most.
-MOST_STRUCTURES = 128
-_FEW = Field(min_length=1, max_length=MOST_STRUCTURES, fail_fast=True)
+MAX_STRUCTURES = 128
+_FEW = Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)
 #: A JSON schema as itself or as its text.
 Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MOST_BYTES)]
 Regex = Annotated[str, Field(max_length=MOST_CHARACTERS)]
@@ -41,7 +41,7 @@ class StructuralTag(Body):
     triggers: Annotated[list[str], _FEW] | None = None
 
     def constraint(self, field: str) -> dict[str, Any]:
-        """The format that an answer must follow.
+        """Return the format that an answer must follow.
 
         Raises:
             ApiError: neither a format nor structures with triggers, or both.
@@ -75,7 +75,7 @@ class StructuredOutputs(Body):
 
 
 class GuidedFields(Body):
-    """What the whole answer must follow: one of these at most."""
+    """Rules for the whole answer: one of these at most."""
 
     guided_json: Schema | None = None
     guided_regex: Regex | None = None
@@ -85,34 +85,34 @@ class GuidedFields(Body):
 
 
 def constraint(fields: GuidedFields) -> tuple[str, dict[str, Any]] | None:
-    """The field of a request that says what its answer must follow, and what that is in words of `SamplingParams`.
+    """Return the field that says what an answer must follow, with its `SamplingParams`.
 
     Raises:
         ApiError: 400, more than one, none inside `structured_outputs`, or no JSON.
     """
-    found = [
+    constraints = [
         (name, _words(name.removeprefix("guided_"), value, name))
         for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         if (value := getattr(fields, name)) is not None
     ]
     if fields.structured_outputs is not None:
         inside = fields.structured_outputs.model_dump(exclude_none=True, by_alias=True)
-        given = [
+        nested = [
             (f"structured_outputs.{name}", _words(name, value, f"structured_outputs.{name}"))
             for name, value in inside.items()
             if value is not False
         ]
-        if not given:
+        if not nested:
             message = "structured_outputs must hold one of json, json_object, regex, choice, grammar, structural_tag"
             raise ApiError(400, message, "invalid_value", "structured_outputs")
-        found += given
-    if len(found) > 1:
-        raise two_of(found[0][0], found[1][0])
-    return found[0] if found else None
+        constraints += nested
+    if len(constraints) > 1:
+        raise two_of(constraints[0][0], constraints[1][0])
+    return constraints[0] if constraints else None
 
 
 def two_of(one: str, other: str) -> ApiError:
-    """Of two fields that both say what the answer must follow."""
+    """Return an error about two fields that both say what the answer must follow."""
     message = f"{one} and {other}: an answer can follow one of them; leave the other out"
     return ApiError(400, message, "invalid_value", one)
 
@@ -129,7 +129,7 @@ def _words(name: str, value: Any, field: str) -> dict[str, Any]:
 
 
 def _tag(tag: dict[str, Any], field: str) -> dict[str, Any]:
-    """The format of a tag that is given alone, or inside of a whole structural tag."""
+    """Return the format of a tag that is given alone, or inside of a whole structural tag."""
     if tag.get("type") != "structural_tag" and "structures" not in tag:
         return tag
     try:
@@ -140,9 +140,9 @@ def _tag(tag: dict[str, Any], field: str) -> dict[str, Any]:
 
 def _value(given: Any, field: str) -> Any:
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        value = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{field} is no JSON: {error}", "invalid_value", field) from None
-    if not isinstance(found, dict | bool):
-        raise ApiError(400, f"{field} must be a JSON object, not {type(found).__name__}", "invalid_value", field)
-    return found
+    if not isinstance(value, dict | bool):
+        raise ApiError(400, f"{field} must be a JSON object, not {type(value).__name__}", "invalid_value", field)
+    return value

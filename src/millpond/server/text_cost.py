@@ -14,7 +14,7 @@ LONG_RUN = 2**10
 #: about with the square.
 STEP, SUPERLINEAR = 4, 10.0
 #: Seconds that all long runs of a text may take by that account.
-MOST_S = 2.0
+MAX_S = 2.0
 #: Seconds of a part from which on it tells how time grows, and times that it is then tried: the fastest counts, since
 #: others may have emptied the processor's caches.
 JUDGED_S, TRIES = 0.025, 3
@@ -24,13 +24,16 @@ Span = tuple[int, int]
 
 
 def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
-    """Refuse a text with runs of blanks, or of anything else, that would take seconds to tokenize.
+    """Refuse a text with runs that would take seconds to tokenize.
 
-    Tokenizers split a text before they look at its words. Where an expression that splits tries each place of a run
-    again, or where a run is one word that is gone through again and again, time grows with the square of its length.
+    The runs are of blanks, or of anything else. Tokenizers split a text before they look at its words. Where an
+    expression that splits tries each place of a run again, or where a run is one word that is gone through again and
+    again, time grows with the square of its length.
 
     Args:
-        encode: tokenizes a text. param: the field of the request that it comes from.
+        text: The text.
+        encode: Tokenizes a text.
+        param: Field of the request that it comes from.
 
     Raises:
         ApiError: 400, runs are that long, and this tokenizer is that slow.
@@ -47,20 +50,20 @@ def check_runs(text: str, encode: Callable[[str], object], param: str) -> None:
             kind = "blanks" if text[begin].isspace() else "characters without a blank"
             message = (
                 f"{end - begin:,} {kind} in a row, from character {begin:,} on: this model's tokenizer would take "
-                f"{expected:,.0f} s for such runs, and has {MOST_S:g} s; break them up, or leave them out"
+                f"{expected:,.0f} s for such runs, and has {MAX_S:g} s; break them up, or leave them out"
             )
             raise ApiError(400, message, "invalid_value", param)
 
 
 def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], squares: float) -> float | None:
-    """Seconds for runs whose lengths' squares add up to `squares`, where these are too many; None: they are not.
+    """Return the seconds of runs with a sum of squared lengths, if too many; else None.
 
     Longer and longer parts of the run are tried, so that little time is spent on a tokenizer that takes the square.
     """
     size = LONG_RUN // STEP
     while size <= len(run):
         seconds = _seconds(encode, run[:size] + behind, 1)
-        if seconds * squares / size**2 <= MOST_S:  # were it by the square from here on
+        if seconds * squares / size**2 <= MAX_S:  # were it by the square from here on
             return None
         if seconds > JUDGED_S:
             smaller, larger = (_seconds(encode, run[:part] + behind, TRIES) for part in (size // STEP, size))
@@ -73,7 +76,7 @@ def _seconds_by_square(run: str, behind: str, encode: Callable[[str], object], s
 
 
 def _blanks(text: str) -> list[Span]:
-    return [found.span() for found in _BLANKS.finditer(text) if _length(found.span()) >= LONG_RUN]
+    return [run.span() for run in _BLANKS.finditer(text) if _length(run.span()) >= LONG_RUN]
 
 
 def _words(text: str) -> list[Span]:
@@ -91,7 +94,10 @@ def _length(span: Span) -> int:
 
 
 def _seconds(encode: Callable[[str], object], text: str, tries: int) -> float:
-    """CPU time of the fastest of some tries, in this thread: what others do meanwhile does not count."""
+    """Return the CPU time of the fastest of some tries, in this thread.
+
+    What others do meanwhile does not count.
+    """
     times = []
     for _ in range(tries):
         began = time.thread_time()

@@ -1,5 +1,6 @@
-"""Tokenization and detokenization away from the event loop; long texts in a thread of their own, so that short ones
-wait for none of them.
+"""Tokenization and detokenization away from the event loop.
+
+Long texts have a thread of their own, so that short ones wait for none of them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from millpond.engine.token_bytes import TokenBytes
 from millpond.errors import OptionError
 from millpond.models.untrusted.whole_chat import write_whole
 from millpond.prompt_marks import PromptMarks, Span, TokenOffsets
+from millpond.server.client_pacing import in_thread
 from millpond.server.errors import ApiError
 from millpond.server.fill_in import fill_in_of
-from millpond.server.front_pace import in_thread
 from millpond.server.llm_protocol import ServedLLM
 from millpond.server.message_spans import EnclosedMessages, MarkedChunks
 from millpond.server.messages import Message, Tool
@@ -52,9 +53,10 @@ class TokenizerWorker:
     """The tokenizer of a model in a thread of its own, and a copy in another for long texts.
 
     Attributes:
-        exists: whether the model has a tokenizer. has_template: whether that has a chat template; else chats are
-            written plainly. shown: what the template does with tools. fill_in: tokens for text in the middle;
-            None: the model has no tokens for that.
+        exists: Whether the model has a tokenizer.
+        has_template: Whether that has a chat template; else chats are written plainly.
+        shown: Treatment of tools by the template.
+        fill_in: Tokens for text in the middle; None: the model has no tokens for that.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
@@ -74,15 +76,17 @@ class TokenizerWorker:
             thread.shutdown(wait=False, cancel_futures=True)
 
     def need(self, what: str, param: str | None = None) -> None:
-        """Raises:
-        ApiError: the model has no tokenizer, and `what` needs one.
+        """Check that there is a tokenizer.
+
+        Raises:
+            ApiError: the model has no tokenizer, and `what` needs one.
         """
         if self._tokenizer is None:
             message = f"{what} needs a tokenizer, and this model has none: send the prompt of a completion as token ids"
             raise ApiError(400, message, "no_tokenizer", param)
 
     async def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
-        """The ids of a text, with the special tokens that the tokenizer puts around it or without.
+        """Return the ids of a text, with the tokenizer's special tokens around it or without.
 
         Raises:
             ApiError: the text is no Unicode, far longer than the model's context, or there is no tokenizer.
@@ -94,7 +98,7 @@ class TokenizerWorker:
         return await self._run(lambda own: tuple(own.encode(text, add_special_tokens=special)), len(text))
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included.
+        """Return the text of ids, special tokens included.
 
         Raises:
             ApiError: an id that is no token, or there is no tokenizer.
@@ -104,14 +108,16 @@ class TokenizerWorker:
         return await self._run(lambda own: TokenBytes(own).text(ids, False), len(ids))
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of every id alone; `token_id:N` where there is no tokenizer."""
+        """Return the text of every id alone; `token_id:N` where there is no tokenizer."""
         if self._tokenizer is None:
             return [f"token_id:{i}" for i in ids]
         return await self._run(lambda own: [TokenBytes(own).of(i).decode("utf-8", "replace") for i in ids], len(ids))
 
     def check(self, ids: Sequence[int], param: str) -> None:
-        """Raises:
-        ApiError: an id that is no token of this model.
+        """Check token ids.
+
+        Raises:
+            ApiError: an id that is no token of this model.
         """
         worst = max(ids, default=0)
         if worst >= self._vocab_size or min(ids, default=0) < 0:
@@ -119,8 +125,10 @@ class TokenizerWorker:
             raise ApiError(400, f"token id {worst}: {rule}", "invalid_token", param)
 
     def check_fields(self, body: TokenFields) -> None:
-        """Raises:
-        ApiError: a field names an id that is no token of this model.
+        """Check the token ids in fields of a body.
+
+        Raises:
+            ApiError: a field names an id that is no token of this model.
         """
         self.check(list(body.logit_bias or ()), "logit_bias")
         self.check(body.stop_token_ids or (), "stop_token_ids")
@@ -132,26 +140,26 @@ class TokenizerWorker:
             check_text(word, "bad_words")
 
     async def chat(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool = True
+        self, messages: Sequence[Message], body: ChatFields, use_tools: bool = True
     ) -> tuple[str, tuple[int, ...]]:
-        """A chat as the model reads it: the text, and its ids.
+        """Return a chat as the model reads it: the text, and its ids.
 
         Raises:
             ApiError: the template refuses these messages, there are tools and no template that shows them, or there is
                 no tokenizer.
         """
-        text = await self._chat_text(said, body, use_tools)
+        text = await self._chat_text(messages, body, use_tools)
         return text, await self.encode(text, special=not self.has_template)
 
-    async def _chat_text(self, said: Sequence[Message], body: ChatFields, use_tools: bool) -> str:
-        """A chat as the model reads it; see `chat`."""
+    async def _chat_text(self, messages: Sequence[Message], body: ChatFields, use_tools: bool) -> str:
+        """Return a chat as the model reads it; see `chat`."""
         self.need("a chat", "messages")
         shown = (body.tools or []) if use_tools else []
-        size = sum(message.length for message in said) + sum(tool.function.length for tool in shown)
+        size = sum(message.length for message in messages) + sum(tool.function.length for tool in shown)
         self.check_length(size, "messages")
-        messages, tools = await self._run(lambda _: self._for_template(said, shown), size)
+        shaped, tools = await self._run(lambda _: self._for_template(messages, shown), size)
         extra = body.chat_template_kwargs or {}
-        if body.continue_final_message and (body.add_generation_prompt or said[-1].role != "assistant"):
+        if body.continue_final_message and (body.add_generation_prompt or messages[-1].role != "assistant"):
             rule = "it goes with add_generation_prompt=false and a last message of the assistant"
             raise ApiError(400, f"continue_final_message: {rule}", "invalid_value", "continue_final_message")
         if taken := sorted(_OWN & extra.keys()):
@@ -160,14 +168,14 @@ class TokenizerWorker:
             if extra:
                 message = "the tokenizer has no chat template, so there is nothing that could show chat_template_kwargs"
                 raise ApiError(400, message, "no_chat_template", "chat_template_kwargs")
-            return plain_chat(messages, body.add_generation_prompt)
+            return plain_chat(shaped, body.add_generation_prompt)
         how = extra | {"add_generation_prompt": body.add_generation_prompt}
         if body.continue_final_message:
             how |= {"continue_final_message": True}
-        return await self._run(lambda own: _render(own, messages, tools, how), size)
+        return await self._run(lambda own: _render(own, shaped, tools, how), size)
 
     async def chunked(self, prompt: Prompt) -> Prompt:
-        """The same prompt with token ids in place of texts.
+        """Return the same prompt with token ids in place of texts.
 
         Raises:
             ApiError: a text that is no Unicode or far longer than the model's context; or there is no tokenizer.
@@ -182,27 +190,28 @@ class TokenizerWorker:
         return await self._run(lambda own: with_ids(prompt, own), sum(map(len, texts)))
 
     async def read_chat(
-        self, said: Sequence[Message], body: ChatFields, use_tools: bool, requested: ChatMarks
+        self, messages: Sequence[Message], body: ChatFields, use_tools: bool, requested: ChatMarks
     ) -> tuple[tuple[int, ...] | Prompt, PromptMarks]:
-        """A chat as the model reads it, in token ids, and what is marked of them.
+        """Return a chat as the model reads it, in token ids, and its marks.
 
         Raises:
             ApiError: as `chat`; or the template changes messages, or the order of chunks; or the tokenizer tells no
-                characters of tokens. OptionError: see `ChatMarks.in_tokens`.
+                characters of tokens.
+            OptionError: see `ChatMarks.in_tokens`.
         """
         if requested.is_chunked:
-            return await self._chunked_chat(said, body, use_tools), PromptMarks()
-        text, ids = await self.chat(said, body, use_tools)
+            return await self._chunked_chat(messages, body, use_tools), PromptMarks()
+        text, ids = await self.chat(messages, body, use_tools)
 
         async def spans(enclosed: EnclosedMessages) -> list[Span]:
             return enclosed.spans(await self._chat_text(enclosed.messages, body, use_tools), text)
 
-        messages = await spans(EnclosedMessages(said)) if requested.of_each else []
+        message_spans = await spans(EnclosedMessages(messages)) if requested.of_each else []
         keep = [] if requested.keep is None else await spans(requested.keep)
         forget = [span for one in requested.forget for span in await spans(one)]
         if not requested.of_each and requested.breakpoints:
-            messages = await self._message_ends(spans, said)
-        if requested.field is None and not messages:
+            message_spans = await self._message_ends(spans, messages)
+        if requested.field is None and not message_spans:
             return ids, PromptMarks()
         try:
             offsets = await self._offsets(text, ids, not self.has_template, requested.field or FORGOTTEN)
@@ -210,35 +219,37 @@ class TokenizerWorker:
             if requested.field is not None:
                 raise
             return ids, PromptMarks()  # only breakpoints, which a chat can do without
-        return ids, requested.in_tokens(offsets, messages, keep, forget)
+        return ids, requested.in_tokens(offsets, message_spans, keep, forget)
 
     async def _message_ends(
-        self, spans: Callable[[EnclosedMessages], Awaitable[list[Span]]], said: Sequence[Message]
+        self, spans: Callable[[EnclosedMessages], Awaitable[list[Span]]], messages: Sequence[Message]
     ) -> list[Span]:
-        """Where messages end, whose beginnings a template may leave out; none: it is not known."""
+        """Return the ends of messages whose beginnings a template may omit; none: not known."""
         try:
-            return await spans(EnclosedMessages(said, ends=True))
+            return await spans(EnclosedMessages(messages, ends=True))
         except ApiError:
             return []
 
-    async def _chunked_chat(self, said: Sequence[Message], body: ChatFields, use_tools: bool) -> Prompt:
-        """A chat with chunks as the model reads it, in token ids.
+    async def _chunked_chat(self, messages: Sequence[Message], body: ChatFields, use_tools: bool) -> Prompt:
+        """Return a chat with chunks as the model reads it, in token ids.
 
         Raises:
             ApiError: as `chat`; or the template changes the order of chunks.
         """
-        self.check_length(sum(message.length for message in said), "messages")
-        marked = MarkedChunks(said)
+        self.check_length(sum(message.length for message in messages), "messages")
+        marked = MarkedChunks(messages)
         text = await self._chat_text(marked.messages, body, use_tools)
         parts = marked.split(text)
         # what a template writes has its special tokens already
         return await self.chunked(Prompt([(), *parts] if self.has_template else parts))
 
     async def in_text(self, text: str, ids: tuple[int, ...], requested: RequestedMarks) -> PromptMarks:
-        """What a completion marks of its text, in tokens.
+        """Return the marks of a completion's text, in tokens.
 
         Args:
-            ids: of the text.
+            text: The text.
+            ids: Ids of the text.
+            requested: Marks in characters.
 
         Raises:
             ApiError: the tokenizer tells no characters of tokens.
@@ -246,7 +257,7 @@ class TokenizerWorker:
         return requested.marks.in_tokens(await self._offsets(text, ids, True, requested.field))
 
     async def _offsets(self, text: str, ids: tuple[int, ...], special: bool, field: str) -> TokenOffsets:
-        """Where the characters of a text lie among its ids.
+        """Return the positions of a text's characters among its ids.
 
         field: of the body, which asks for it.
 
@@ -263,20 +274,20 @@ class TokenizerWorker:
         raise ApiError(400, message, "unsupported_parameter", field)
 
     def special(self, texts: Collection[str]) -> tuple[int, ...]:
-        """Ids of the special tokens that are written so."""
+        """Return the ids of the special tokens that are written so."""
         added: dict[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
         return tuple(token for token, about in added.items() if about.special and about.content in texts)
 
     def _for_template(
-        self, said: Sequence[Message], tools: Sequence[Tool]
+        self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Messages and tools as the template expects them, or in words where it knows no tools."""
-        messages = [_plain(message) for message in said]
+        """Return messages and tools as the template expects them, or in words if it has no tools."""
+        shaped = [_plain(message) for message in messages]
         shown = [_whole(tool) for tool in tools]
         if not self.shown.tools:
-            return in_words(messages, shown), []
+            return in_words(shaped, shown), []
         names: dict[str, str] = {}
-        for message in messages:
+        for message in shaped:
             for call in message.get("tool_calls", ()):
                 function = call["function"]
                 names[call.get("id", "")] = function["name"]
@@ -284,11 +295,13 @@ class TokenizerWorker:
                     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             if message["role"] == "tool" and message.get("tool_call_id") in names:
                 message.setdefault("name", names[message["tool_call_id"]])
-        return messages, shown
+        return shaped, shown
 
     def check_length(self, characters: int, param: str) -> None:
-        """Raises:
-        ApiError: far more characters than the model's context holds.
+        """Check the length of a text.
+
+        Raises:
+            ApiError: far more characters than the model's context holds.
         """
         if characters > self._most:
             message = (
@@ -298,8 +311,10 @@ class TokenizerWorker:
             raise ApiError(400, message, "context_length_exceeded", param)
 
     async def _check_runs(self, texts: Sequence[str], param: str) -> None:
-        """Raises:
-        ApiError: a text has runs that this tokenizer would take seconds for.
+        """Check the runs in texts.
+
+        Raises:
+            ApiError: a text has runs that this tokenizer would take seconds for.
         """
 
         def check(own: Any) -> None:
@@ -328,42 +343,44 @@ def _render(tokenizer: Any, messages: list[Any], tools: list[Any], how: dict[str
 
 
 def plain_chat(messages: Sequence[dict[str, Any]], generation_prompt: bool) -> str:
-    """A chat without a template: a line per message, with a name in front.
+    r"""Return a chat without a template: a line per message, with a name in front.
 
     Example:
         >>> plain_chat([{"role": "user", "content": "Hi"}], True)
-        'User: Hi\\nAssistant:'
+        'User: Hi\nAssistant:'
     """
     lines = [f"{PLAIN_NAMES[message['role']]}: {message.get('content') or ''}" for message in messages]
     return "\n".join([*lines, "Assistant:"] if generation_prompt else lines)
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: one text, and nothing that says nothing."""
-    found = message.model_dump(exclude_none=True, exclude={"annotations", "millpond"})
+    """Return a message as templates expect it: one text, and no empty fields."""
+    fields = message.model_dump(exclude_none=True, exclude={"annotations", "millpond"})
     if isinstance(message.content, list):
-        found["content"] = "".join(part.text for part in message.content)
-    found.setdefault("content", "")
-    for call in found.get("tool_calls", ()):
+        fields["content"] = "".join(part.text for part in message.content)
+    fields.setdefault("content", "")
+    for call in fields.get("tool_calls", ()):
         call.pop("index", None)
-    if not found.get("tool_calls", True):
-        del found["tool_calls"]
-    for part in found.values():
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    for part in fields.values():
         if isinstance(part, str):
             check_text(part, "messages")
-    return found
+    return fields
 
 
 def _whole(tool: Tool) -> dict[str, Any]:
-    """A tool with all that templates look for."""
-    found = tool.model_dump(exclude_none=True)
+    """Return a tool with all that templates look for."""
+    fields = tool.model_dump(exclude_none=True)
     empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
-    return found | {"function": empty | found["function"]}
+    return fields | {"function": empty | fields["function"]}
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises:
-    ApiError: half of a surrogate pair, which is no character.
+    """Check that a text can be encoded.
+
+    Raises:
+        ApiError: half of a surrogate pair, which is no character.
     """
     try:
         text.encode()

@@ -10,10 +10,10 @@ from millpond.engine.outputs import Completion, KVStats, RequestOutput, TokenLog
 
 
 def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str, Any]:
-    """The token counts of a whole answer; `new_tokens` off: none were requested."""
+    """Return the token counts of a whole answer; `new_tokens` off: none were requested."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     new = sum(len(c.token_ids) for output in outputs for c in output.completions) if new_tokens else 0
-    held = [c.kv for output in outputs for c in output.completions if c.kv is not None]
+    caches = [c.kv for output in outputs for c in output.completions if c.kv is not None]
     shared = sum(max((c.kv.shared_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     restored = sum(max((c.kv.restored_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
     reused = sum(max((c.kv.reused_tokens for c in o.completions if c.kv is not None), default=0) for o in outputs)
@@ -22,13 +22,13 @@ def usage(outputs: Sequence[RequestOutput], new_tokens: bool = True) -> dict[str
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": shared + restored + reused},
-        "millpond": sums(held) | times(outputs) | _forgotten(outputs[0].completions[0]),
+        "millpond": sums(caches) | times(outputs) | _forgotten(outputs[0].completions[0]),
     }
 
 
 def _forgotten(completion: Completion) -> dict[str, Any]:
-    """The share of each message of a chat that the cache of an answer has lost, if the request wants to know."""
-    found = [
+    """Return the share of each message of a chat that a cache has lost, if it is requested."""
+    shares = [
         {
             "message": number,
             "tokens": of.end - of.begin,
@@ -38,34 +38,34 @@ def _forgotten(completion: Completion) -> dict[str, Any]:
         }
         for number, of in enumerate(completion.forgotten)
     ]
-    return {"forgotten": found} if found else {}
+    return {"forgotten": shares} if shares else {}
 
 
-def sums(held: Sequence[KVStats]) -> dict[str, Any]:
-    """Of several caches together; `held` is the mean."""
+def sums(caches: Sequence[KVStats]) -> dict[str, Any]:
+    """Return the numbers of several caches together; `held` is the mean."""
     return {
-        "kv_bytes": sum(kv.kv_bytes for kv in held),
-        "unused_bytes": sum(kv.unused_bytes for kv in held),
-        "full_kv_bytes": sum(kv.full_kv_bytes for kv in held),
-        "state_bytes": sum(kv.state_bytes for kv in held),
-        "evicted": sum(kv.evicted for kv in held),
-        "restored_tokens": sum(kv.restored_tokens for kv in held),
-        "reused_tokens": sum(kv.reused_tokens for kv in held),
-        "recomputed_tokens": sum(kv.recomputed_tokens for kv in held),
-        "forgotten_tokens": sum(kv.forgotten_tokens for kv in held),
-        "exact": all(kv.exact for kv in held),
-        "seen": sum(kv.seen for kv in held),
-        "held": round(sum(kv.held for kv in held) / len(held), 2) if held else 0.0,
+        "kv_bytes": sum(kv.kv_bytes for kv in caches),
+        "unused_bytes": sum(kv.unused_bytes for kv in caches),
+        "full_kv_bytes": sum(kv.full_kv_bytes for kv in caches),
+        "state_bytes": sum(kv.state_bytes for kv in caches),
+        "evicted": sum(kv.evicted for kv in caches),
+        "restored_tokens": sum(kv.restored_tokens for kv in caches),
+        "reused_tokens": sum(kv.reused_tokens for kv in caches),
+        "recomputed_tokens": sum(kv.recomputed_tokens for kv in caches),
+        "forgotten_tokens": sum(kv.forgotten_tokens for kv in caches),
+        "exact": all(kv.exact for kv in caches),
+        "seen": sum(kv.seen for kv in caches),
+        "held": round(sum(kv.held for kv in caches) / len(caches), 2) if caches else 0.0,
     }
 
 
 def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
-    """Seconds from the first arrival to the first start, the first token and the last."""
+    """Return seconds from the first arrival to the first start, the first token and the last."""
     began = min(output.times.arrived for output in outputs)
 
     def since(moments: list[float | None], pick: Any) -> float | None:
-        known = [moment for moment in moments if moment is not None]
-        return round(pick(known) - began, 6) if known else None
+        reached = [moment for moment in moments if moment is not None]
+        return round(pick(reached) - began, 6) if reached else None
 
     return {
         "queue_s": since([output.times.started for output in outputs], min),
@@ -75,13 +75,16 @@ def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
 
 
 def choice_stats(completion: Completion) -> dict[str, Any]:
-    """What OpenAI's words do not say of one finished answer: the true reason of its end, and its cache."""
-    found: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-    return found | (sums([completion.kv]) if completion.kv is not None else {}) | _forgotten(completion)
+    """Return what OpenAI's words lack of a finished answer: its true reason, and its cache."""
+    stats: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    return stats | (sums([completion.kv]) if completion.kv is not None else {}) | _forgotten(completion)
 
 
 def openai_reason(completion: Completion) -> str | None:
-    """OpenAI has no word for an answer that was cut off by a deadline or a cancellation; "length" comes nearest."""
+    """Return OpenAI's reason of an end; "length" for a deadline or a cancellation.
+
+    OpenAI has no word for an answer that was cut off by these; "length" comes nearest.
+    """
     return {"cancelled": "length", "deadline": "length"}.get(completion.finish_reason or "", completion.finish_reason)
 
 
@@ -91,16 +94,19 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 def for_completions(
-    ids: Sequence[int], found: Sequence[TokenLogprob | None], texts: Sequence[str], offset: int, text: str
+    ids: Sequence[int], entries: Sequence[TokenLogprob | None], texts: Sequence[str], offset: int, text: str
 ) -> dict[str, Any]:
-    """Four parallel lists; None where a token has nothing before it.
+    """Return four parallel lists; None where a token has nothing before it.
 
     Where two tokens of one place read the same (pieces of a character, mostly), or one has no text, each is named by
     its id, so that a client that compares names compares tokens.
 
     Args:
-        texts: of tokens without log probabilities. offset: characters before the first token. text: that these tokens
-            begin; a tokenizer may leave out the blank of a text's first token.
+        ids: Ids of the tokens.
+        entries: Log probabilities of the tokens; None where there is none.
+        texts: Texts of tokens without log probabilities.
+        offset: Characters before the first token.
+        text: Text that these tokens begin; a tokenizer may leave out the blank of a text's first token.
     """
     tokens: list[str] = []
     offsets: list[int] = []
@@ -108,7 +114,7 @@ def for_completions(
     begun = _UTF8("replace")  # a character begins with the first of its tokens
     if texts and text and texts[0].startswith(" ") and not text.startswith(" "):
         offset -= 1
-    for token_id, entry, alone in zip(ids, found, texts, strict=True):
+    for token_id, entry, alone in zip(ids, entries, texts, strict=True):
         offsets.append(max(offset, 0))
         if entry is None:
             tokens.append(alone)
@@ -122,12 +128,15 @@ def for_completions(
         tokens.append(shown[token_id])
         top.append({shown[i]: logprob for i, (_, logprob) in candidates.items()})
         offset += len(begun.decode(entry.spelled))
-    logprobs = [None if entry is None else max(entry.logprob, _NEVER) for entry in found]
+    logprobs = [None if entry is None else max(entry.logprob, _NEVER) for entry in entries]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-def for_chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """One object per token, with the token's own bytes: of a character that is spread over several, its part."""
+def for_chat(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return one object per token, with the token's own bytes.
+
+    Of a character that is spread over several tokens these are its part.
+    """
     return {
         "content": [
             _item(entry.text, entry.logprob, entry.spelled)
@@ -137,7 +146,7 @@ def for_chat(found: Sequence[TokenLogprob]) -> dict[str, Any]:
                     for (_, logprob, text), spelled in zip(entry.top, entry.top_spelled, strict=True)
                 ]
             }
-            for entry in found
+            for entry in entries
         ],
         "refusal": None,
     }

@@ -20,33 +20,33 @@ from millpond.server.settings import ServerSettings
 #: Bytes that are read of a connection at a time, so that none takes long, however small its pieces are.
 _READ = 8 * 2**10
 #: Checks of all connections per time limit.
-_LOOKS = 4
+_CHECKS = 4
 
 
 class Connections:
     """All connections of a server.
 
     Attributes:
-        closed: how many were closed because they kept the server waiting, or because there were too many.
+        closed: Connections that were closed because they kept the server waiting, or because there were too many.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.closed = 0
         self._settings = settings
         self._open: dict[Connection, None] = {}  # the oldest first
-        self._look: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def protocol(self, **of_uvicorn: Any) -> Connection:
-        """What uvicorn makes for each connection."""
+        """Return the protocol that uvicorn uses for each connection."""
         return Connection(self, **of_uvicorn)
 
     def opened(self, connection: Connection) -> None:
-        """A connection was made; where there are too many, one has to go."""
+        """Add a connection; where there are too many, one has to go."""
         self._open[connection] = None
         if len(self._open) > self._settings.max_connections:
             waiting = [other for other in self._open if other.waited_since is not None]
             self._close(min(waiting, key=lambda other: cast(float, other.waited_since)))
-        if self._look is None:
+        if self._timer is None:
             self._plan()
 
     def lost(self, connection: Connection) -> None:
@@ -55,10 +55,10 @@ class Connections:
 
     def _plan(self) -> None:
         limits = (self._settings.header_timeout_s, self._settings.write_timeout_s)
-        self._look = asyncio.get_running_loop().call_later(min(limits) / _LOOKS, self._look_at_all)
+        self._timer = asyncio.get_running_loop().call_later(min(limits) / _CHECKS, self._check_all)
 
-    def _look_at_all(self) -> None:
-        self._look = None
+    def _check_all(self) -> None:
+        self._timer = None
         now = asyncio.get_running_loop().time()
         for connection in list(self._open):
             header, blocked = connection.header_since, connection.blocked_since
@@ -79,7 +79,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     """One connection.
 
     Attributes:
-        blocked_since: when its client stopped reading, on the loop's clock; None: it reads.
+        blocked_since: When its client stopped reading, on the loop's clock; None: it reads.
     """
 
     def __init__(self, owner: Connections, **of_uvicorn: Any) -> None:
@@ -102,18 +102,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self.blocked_since
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """What asyncio calls first."""
+        """Begin; asyncio calls this first."""
         super().connection_made(transport)
         self._idle_since = self.loop.time()
         self._owner.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """What asyncio calls last."""
+        """End; asyncio calls this last."""
         self._owner.lost(self)
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """Where the next bytes go."""
+        """Return the buffer of the next bytes."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -121,17 +121,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.data_received(bytes(self._buffer[:nbytes]))
 
     def on_response_complete(self) -> None:
-        """An answer is sent; the next header is awaited."""
+        """Await the next header after an answer was sent."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than it is written to."""
+        """Note that the client reads more slowly than it is written to."""
         self.blocked_since = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """Note that the client reads again."""
         self.blocked_since = None
         super().resume_writing()
 
@@ -142,12 +142,15 @@ _TURN_S = 2e-4
 
 
 class DrainingServer(uvicorn.Server):
-    """At the first signal new requests are refused; running ones finish or return what they have.
+    """Server that refuses new requests at the first signal and finishes the running ones.
 
-    It ends within `drain_s` + 5 seconds, whatever the engine does. The second Ctrl-C ends the process at once.
+    They finish or return what they have. It ends within `drain_s` + 5 seconds, whatever the engine does. The second
+    Ctrl-C ends the process at once.
 
     Args:
-        listens: called with its port once it takes connections.
+        config: Configuration of uvicorn.
+        service: The service.
+        listens: Called with its port once it takes connections.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, listens: Callable[[int], None] | None = None) -> None:
@@ -157,19 +160,19 @@ class DrainingServer(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What uvicorn calls at a signal."""
-        self._service.gate.draining = True
+        """Drain at a signal."""
+        self._service.admission.draining = True
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """Listen, and tell."""
+        """Listen, and report the port."""
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started and self._listens is not None:
             self._listens(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """End what runs while uvicorn waits for the connections."""
-        self._drain = asyncio.create_task(self._service.gate.drain(self._service.settings.drain_s))
+        self._drain = asyncio.create_task(self._service.admission.drain(self._service.settings.drain_s))
         await super().shutdown(sockets)  # type: ignore[arg-type]
         await self._drain
 
@@ -182,10 +185,14 @@ def run(
     port: int = 8000,
     listens: Callable[[int], None] | None = None,
 ) -> None:
-    """Serve until a signal comes. Python's threads take turns quickly from then on.
+    """Serve until a signal comes; Python's threads take turns quickly from then on.
 
     Args:
-        listens: called with the port once the server takes connections.
+        llm: The model.
+        settings: Settings of the server; None: the defaults.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        listens: Called with the port once the server takes connections.
     """
     sys.setswitchinterval(_TURN_S)
     server_of(llm, settings or ServerSettings(), host, port, listens).run()
@@ -194,7 +201,7 @@ def run(
 def server_of(
     llm: ServedLLM, settings: ServerSettings, host: str, port: int, listens: Callable[[int], None] | None = None
 ) -> DrainingServer:
-    """A server that is ready to run; `listens` as `run` has it."""
+    """Return a server that is ready to run; `listens` as `run` has it."""
     app = create_app(llm, settings)
     made: Any = Connections(settings).protocol  # uvicorn wants a class, and calls it
     graceful: Any = settings.drain_s + LEAVE_S  # a float serves, too

@@ -122,7 +122,7 @@ class Striker:
             return None
         gone = {pid for pid, _, _ in self.struck}
         for worker in dispatcher._pool.able(role):
-            here = dispatcher.at(worker.name)
+            here = dispatcher.requests_of(worker.name)
             if worker.pid not in gone and any(entry.begun or role == "prefill" for entry in here):
                 return worker.pid
         return None

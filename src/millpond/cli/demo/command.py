@@ -102,7 +102,7 @@ def _on_real_text(name: str, text: Path | None, length: int, budget: str, questi
 
 
 def _lesson(outcomes: list[DemoOutcome]) -> str:
-    """What the table shows, in one sentence."""
+    """Return the lesson of the table in one sentence."""
     small = [one for one in outcomes if one.share < 0.9]
     first = max(small or outcomes, key=lambda one: one.right)
     last = min(small or outcomes, key=lambda one: one.right)

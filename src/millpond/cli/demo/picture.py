@@ -23,7 +23,10 @@ ROW_INCHES, HEAD_INCHES = 0.15, 0.42
 
 
 def draw(outcomes: Sequence[DemoOutcome], pairs: Sequence[int], length: int, file: Path, heading: str) -> None:
-    """Write a PNG with one panel per method: a row per layer and KV head, x is the position in the text."""
+    """Write a PNG with one panel per method.
+
+    A panel has a row per layer and KV head, and x is the position in the text.
+    """
     rows = [len(outcome.kept) for outcome in outcomes]
     heights = [ROW_INCHES * n + HEAD_INCHES for n in rows]
     figure = Figure(figsize=(12, sum(heights) + 0.9), dpi=130, facecolor="white")
@@ -71,7 +74,7 @@ def _panel(axis: Axes, outcome: DemoOutcome, pairs: npt.NDArray[np.int64], lengt
 
 
 def _shares(kept: Sequence[Sequence[int]], length: int) -> npt.NDArray[np.float64]:
-    """(rows, cells): which share of each cell's positions is kept."""
+    """Return the share of each cell's positions that is kept, (rows, cells)."""
     edges = np.linspace(0, length, min(length, COLUMNS) + 1)
     widths = np.histogram(np.arange(length), edges)[0]
     counts = [np.histogram(row, edges)[0] for row in kept]

@@ -40,9 +40,14 @@ class DemoTask:
 
     @classmethod
     def draw(cls, length: int, questions: int, seed: int) -> DemoTask:
-        """A held-out task of `length` words; the first `questions` of its 32 pairs, in random order, are asked.
+        """Return a held-out task of `length` words, with some of its 32 pairs as questions.
 
         The text of 2,048 words and seed 0 comes with the model; another one is drawn by millpond-lab.
+
+        Args:
+            length: Words of the text.
+            questions: Questions, of the first pairs, in random order.
+            seed: Seed of the text.
 
         Raises:
             OptionError: a length that cannot hold the pairs, a number of questions out of range, or another text than
@@ -62,7 +67,10 @@ class DemoTask:
         )
 
     def beginning(self, length: int) -> DemoTask:
-        """The first `length` tokens and one question, which they need not answer: a short run of the same kind."""
+        """Return a short run of the same kind: the first `length` tokens and one question.
+
+        The tokens need not answer the question.
+        """
         return replace(
             self, context=self.context[:, :length], questions=self.questions[:1], answers=self.answers[:1], pairs=[]
         )
@@ -80,7 +88,7 @@ class DemoTask:
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """What one method remembered of the task, and what that took."""
+    """Memory of one method of the task, and its cost."""
 
     method: str
     right: int
@@ -107,15 +115,15 @@ def run_method(
     of that cache. (Were a question read together with the text, its one-word answer would come from the prompt's own
     pass, in which nothing has been evicted yet: every method would be right.)
     """
-    chosen = budget if METHODS.get(method)().takes_budget else None
-    with compress(model, method, chosen, codec, tokenizer=load_tokenizer("pond-recall"), **options) as cache:
+    used_budget = budget if METHODS.get(method)().takes_budget else None
+    with compress(model, method, used_budget, codec, tokenizer=load_tokenizer("pond-recall"), **options) as cache:
         model(task.context, **cache_argument(cache), logits_to_keep=1)
-        held = _held(cache)
+        sizes = _held(cache)
         cache.batch_repeat_interleave(len(task.questions))
         watch = Stopwatch()
         out = _generate(model, task.prompts, cache, watch)
         right = int((out[:, task.prompts.shape[1] + 1] == task.answers).sum())  # first the name, then the thing
-    return DemoOutcome(method, right, len(task.answers), tokens_per_s=_rate(watch, len(task.answers)), **held)
+    return DemoOutcome(method, right, len(task.answers), tokens_per_s=_rate(watch, len(task.answers)), **sizes)
 
 
 def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatch) -> Tensor:
@@ -132,7 +140,7 @@ def _generate(model: Any, prompts: Tensor, cache: MillpondCache, watch: Stopwatc
 
 
 def _held(cache: MillpondCache) -> dict[str, Any]:
-    """Bytes and positions of a cache with one sequence."""
+    """Return the bytes and positions of a cache with one sequence."""
     stats = cache.stats()
     kept = [cache.positions(layer) for layer in cache.entry_layers]
     return {
@@ -144,5 +152,8 @@ def _held(cache: MillpondCache) -> dict[str, Any]:
 
 
 def _rate(watch: Stopwatch, sequences: int) -> float:
-    """Tokens per second of the whole batch in its fastest step: what else the machine does slows only the others."""
+    """Return tokens per second of the whole batch in its fastest step.
+
+    Other work of the machine slows only the other steps.
+    """
     return sequences / min(watch.steps)

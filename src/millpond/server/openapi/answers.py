@@ -11,7 +11,7 @@ from millpond.server.schemas import ObjectFormat, TextFormat
 
 
 class Described(BaseModel):
-    """What is sent has these fields and no others; only those with a default may be missing."""
+    """Base of what is sent, with these fields and no others; only defaults may be missing."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,9 +36,11 @@ class ErrorAnswer(Described):
 
 
 class KeptFigures(Described):
-    """What caches held: bytes of pages, of slots in them without an entry, of a full cache, and of the states of a
-    hybrid; entries that left; tokens of the prompt that came from the chunk store, those that `forget` took, and
-    whether all are exact."""
+    """Bytes, entries and tokens of caches.
+
+    They are bytes of pages, of slots in them without an entry, of a full cache, and of the states of a hybrid; entries
+    that left; tokens of the prompt that came from the chunk store, those that `forget` took, and whether all are exact.
+    """
 
     kv_bytes: int
     unused_bytes: int
@@ -400,7 +402,7 @@ class OfItem(Numbered):
 
 
 class InPart(Numbered):
-    """What is about the text of the message."""
+    """Event about the text of the message."""
 
     item_id: str
     output_index: int

@@ -64,13 +64,17 @@ _WAITED = {408, 429, 503}
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What a route sends.
+    """Answers of a route.
 
     Attributes:
-        whole: its answer; None: a text. events: what each event of a stream may be, but an error. done: streams end
-            with "[DONE]". errors: statuses besides those of every route. error: what they send. empty: a status
-            without a body, and why. others: answers of other statuses that are no errors. named: each event of a
-            stream has a name.
+        whole: Its answer; None: a text.
+        events: Kinds of each event of a stream, but an error.
+        done: Whether streams end with "[DONE]".
+        errors: Statuses besides those of every route.
+        error: Body of errors.
+        empty: A status without a body, and why.
+        others: Answers of other statuses that are no errors.
+        named: Whether each event of a stream has a name.
     """
 
     whole: type[BaseModel] | None
@@ -114,7 +118,8 @@ def describe(app: FastAPI, keyed: bool) -> None:
     """Let `app.openapi` and /openapi.json say what `app` sends.
 
     Args:
-        keyed: the server has API keys.
+        app: The app.
+        keyed: Whether the server has API keys.
     """
     lock = Lock()
     made: list[dict[str, Any]] = []
@@ -137,10 +142,10 @@ def _completed(document: dict[str, Any], keyed: bool) -> dict[str, Any]:
     components = document["components"]
     for unsent in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(unsent, None)
-    there = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
-    kinds = list(dict.fromkeys(kind for sent in there for kind in _models(sent)))
-    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
-    for name, schema in made["$defs"].items():
+    answers = [_SENT[path, method] for path, operations in document["paths"].items() for method in operations]
+    kinds = list(dict.fromkeys(kind for sent in answers for kind in _models(sent)))
+    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    for name, schema in schemas["$defs"].items():
         had = components["schemas"].setdefault(name, schema)  # of a body, where a response repeats a format
         assert had["properties"].keys() == schema["properties"].keys(), f"two schemas are called {name}"
     if keyed:
@@ -165,23 +170,23 @@ def _responses(sent: _Sent, keyed: bool) -> dict[str, Any]:
     whole = {"text/plain": {"schema": {"type": "string"}}} if sent.whole is None else _json(_ref(sent.whole))
     if sent.events:
         whole["text/event-stream"] = {"itemSchema": _event(sent)}
-    found: dict[int, Any] = {200: {"description": "The answer.", "content": whole}}
+    answers: dict[int, Any] = {200: {"description": "The answer.", "content": whole}}
     if sent.empty is not None:
-        found[sent.empty[0]] = {"description": sent.empty[1]}
+        answers[sent.empty[0]] = {"description": sent.empty[1]}
     for status in {*_ALWAYS, *sent.errors, *([401] if keyed and sent.needs_key else [])}:
         schema = _ref(sent.error)
         if sent.others is not None and sent.others[0] == status:
             schema = {"anyOf": [_ref(sent.others[1]), schema]}
-        found[status] = {"description": _REASONS[status], "content": _json(schema)}
+        answers[status] = {"description": _REASONS[status], "content": _json(schema)}
         if status in _WAITED:
-            found[status]["headers"] = {"Retry-After": _header("Seconds to wait; not always sent.", "integer")}
+            answers[status]["headers"] = {"Retry-After": _header("Seconds to wait; not always sent.", "integer")}
         if status == 401:
-            found[status]["headers"] = {"WWW-Authenticate": _header("Bearer.", "string")}
-    return {str(status): found[status] for status in sorted(found)}
+            answers[status]["headers"] = {"WWW-Authenticate": _header("Bearer.", "string")}
+    return {str(status): answers[status] for status in sorted(answers)}
 
 
 def _event(sent: _Sent) -> dict[str, Any]:
-    """An event of a stream; an error may be the last one where the status was long sent."""
+    """Return an event of a stream; an error may be the last one if the status was long sent."""
     kinds = [_ref(kind) for kind in (*sent.events, *((sent.error,) if sent.done else ()))]
     data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
     if sent.done:

@@ -15,7 +15,7 @@ from millpond.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """The route that looks into a cache."""
+    """Return the route that looks into a cache."""
     router = APIRouter()
 
     @router.get("/v1/millpond/memory/{request_id}", response_model=None, responses={204: {"description": "It waits."}})
@@ -31,13 +31,13 @@ def routes(service: Service) -> APIRouter:
         without a body: it waits and holds nothing. Requests of other clients are not found.
         """
         client = service.clients.of(http).name
-        found = await service.llm.memory(request_id, layer, client)
-        if found is None and service.gate.under_way.get(request_id) == client:
+        snapshot = await service.llm.memory(request_id, layer, client)
+        if snapshot is None and service.admission.under_way.get(request_id) == client:
             return Response(status_code=204)
-        if found is None:
+        if snapshot is None:
             message = f"nothing is known of a request {request_id!r} of yours: it ended, or there was none"
             raise ApiError(404, message, "request_not_found", "request_id")
-        return await _shown(service, found, since)
+        return await _shown(service, snapshot, since)
 
     return router
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import Request
-from millpond.server.answers import ChatVoice, ChoicesJob
+from millpond.server.answers import ChatFormat, ChoicesCall
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.prompt_marks import chat_marks
@@ -28,41 +28,43 @@ from millpond.server.schemas import ChatBody
 from millpond.server.service import Service
 from millpond.server.structured_outputs import StructuralTag, two_of
 from millpond.server.tokenizer_worker import PLAIN_STOP
-from millpond.server.tools.response_format import CallVoice
+from millpond.server.tools.response_format import ToolCallFormat
 from millpond.server.tools.tool_choice import Tools, tools_of
 
 
 def routes(service: Service) -> APIRouter:
-    """The route that answers chats."""
+    """Return the route that answers chats."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         """The next message of a chat."""
-        return await service.answer(http, await job_of(service, body))
+        return await service.answer(http, await call_of(service, body))
 
     return router
 
 
-async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
-    """What a body asks for, checked.
+async def call_of(service: Service, body: ChatBody) -> ChoicesCall:
+    """Return the call that a body asks for, checked.
 
     Raises:
         ApiError, OptionError: it cannot be.
     """
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    asked = await asked_of(service, body, name)
+    chat = await chat_request_of(service, body, name)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     scores = bool(body.logprobs)
-    voice = ChatVoice(scores) if asked.tools is None else CallVoice(asked.tools, asked.held, scores)
-    return ChoicesJob(name, asked.requests, voice, bool(body.stream), include_usage)
+    response_format = ChatFormat(scores) if chat.tools is None else ToolCallFormat(chat.tools, chat.held, scores)
+    return ChoicesCall(name, chat.requests, response_format, bool(body.stream), include_usage)
 
 
-class AskedChat(NamedTuple):
+class ChatRequest(NamedTuple):
     """A chat as the engine gets it.
 
     Attributes:
-        requests: the one request. tools: that can be called. held: the answer follows `tools.constraint`.
+        requests: The one request.
+        tools: Tools that can be called.
+        held: Whether the answer follows `tools.constraint`.
     """
 
     requests: list[Request]
@@ -70,11 +72,14 @@ class AskedChat(NamedTuple):
     held: bool
 
 
-async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound: bool = False) -> AskedChat:
-    """The engine's request of a chat, checked.
+async def chat_request_of(service: Service, body: ChatBody, name: str, *, most_is_bound: bool = False) -> ChatRequest:
+    """Return the engine's request of a chat, checked.
 
     Args:
-        name: its id. most_is_bound: fewer new tokens than `max_tokens` are no error where the context holds no more.
+        service: The service.
+        body: Body of the request.
+        name: Its id.
+        most_is_bound: Fewer new tokens than `max_tokens` are no error where the context holds no more.
 
     Raises:
         ApiError, OptionError: it cannot be.
@@ -86,10 +91,10 @@ async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: give one"
         raise ApiError(400, message, "invalid_value", "max_tokens")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if asked == 0:
+    requested_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if requested_tokens == 0:
         raise ApiError(400, "max_tokens=0: must be at least 1", "invalid_value", "max_tokens")
-    most = most_tokens(asked, service.settings.max_tokens)
+    max_tokens = most_tokens(requested_tokens, service.settings.max_tokens)
     tools = tools_of(body, service.calls, service.tokens.shown)
     schema = schema_of(body.response_format)
     tag = None if tools is None else tools.constraint(schema)
@@ -100,20 +105,20 @@ async def asked_of(service: Service, body: ChatBody, name: str, *, most_is_bound
     needed = service.breakpoints.needed(cache_options(body.millpond))
     requested = chat_marks(body.messages, body.millpond, needed)
     prompt, marks = await service.tokens.read_chat(body.messages, body, body.tool_choice != "none", requested)
-    if most_is_bound and most is not None:
+    if most_is_bound and max_tokens is not None:
         n = prompt.n_tokens if isinstance(prompt, Prompt) else len(prompt)
-        most = asked = max(1, min(most, service.llm.text_limit - n))
-    check_room([prompt], asked, service.llm.text_limit)
+        max_tokens = requested_tokens = max(1, min(max_tokens, service.llm.text_limit - n))
+    check_room([prompt], requested_tokens, service.llm.text_limit)
     params = sampling(
         body,
-        max_tokens=most,
+        max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=schema if tag is None else None,
         structural_tag=tag,
         kept_special_tokens=() if tools is None else service.tokens.special(tools.format.marks),
         stop=() if service.tokens.has_template else (PLAIN_STOP,),
     )
-    made = requests(
+    engine_requests = requests(
         name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks, wants_progress(body)
     )
-    return AskedChat(made, tools, held=tag is not None)
+    return ChatRequest(engine_requests, tools, held=tag is not None)

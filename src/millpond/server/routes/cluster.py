@@ -31,7 +31,7 @@ NUMBERS = ("running", "waiting", "swapped", "kv_bytes", "kv_reserved", "kv_limit
 
 
 def routes(service: Service, cluster: ServedCluster) -> APIRouter:
-    """The routes that tell of workers, and drain them."""
+    """Return the routes that tell of workers, and drain them."""
     router = APIRouter()
     draining: set[str] = set()
     operator = OperatorKey(service.settings.operator_key, keyed=bool(service.settings.api_keys))
@@ -71,7 +71,7 @@ def routes(service: Service, cluster: ServedCluster) -> APIRouter:
 
 
 def counters_of(figures: MoveCounters) -> dict[str, float]:
-    """The counters by name."""
+    """Return the counters by name."""
     return {name: getattr(figures, name) for name in COUNTERS}
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from millpond.engine.chunks.prompt import Prompt
 from millpond.prompt_marks import PromptMarks
-from millpond.server.answers import ChoicesJob, CompletionVoice
+from millpond.server.answers import ChoicesCall, CompletionFormat
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.fill_in import FillIn, needed
@@ -26,19 +26,19 @@ _MAX_TOKENS = 16
 
 
 def routes(service: Service) -> APIRouter:
-    """The route that continues texts."""
+    """Return the route that continues texts."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue texts or token ids; with `echo` and `logprobs`, score them."""
-        return await service.answer(http, await job_of(service, body))
+        return await service.answer(http, await call_of(service, body))
 
     return router
 
 
-async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
-    """What a body asks for, checked.
+async def call_of(service: Service, body: CompletionBody) -> ChoicesCall:
+    """Return the call that a body asks for, checked.
 
     Raises:
         ApiError, OptionError: it cannot be.
@@ -51,7 +51,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         raise ApiError(400, message, "unsupported_parameter", "best_of")
     limit = service.settings.max_tokens
     default = _MAX_TOKENS if limit is None else min(_MAX_TOKENS, limit)
-    asked = most_tokens(default if body.max_tokens is None else body.max_tokens, limit)
+    max_tokens = most_tokens(default if body.max_tokens is None else body.max_tokens, limit)
     prompts, texts = await _prompts(service, body.prompt)
     read: Sequence[tuple[int, ...] | Prompt] = prompts
     if body.millpond.chunks:
@@ -61,19 +61,19 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         fill, read = await _filled(service, body, prompts, texts, body.suffix)
         more = {"stop": fill.stops, "stop_token_ids": (*(body.stop_token_ids or ()), *fill.stop_ids)}
     marks = await _marks(service, body, prompts, texts)
-    check_room(read, asked, service.llm.text_limit)
+    check_room(read, max_tokens, service.llm.text_limit)
     # nothing new is wanted with max_tokens=0: the engine writes one token, which stays here
     params = sampling(
         body,
-        max_tokens=max(asked or 0, 1),
+        max_tokens=max(max_tokens or 0, 1),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         **more,
     )
-    voice = CompletionVoice(
+    response_format = CompletionFormat(
         params.n,
         body.logprobs is not None,
-        bool(asked),
+        bool(max_tokens),
         await _echo(service, prompts, texts) if body.echo else (),
         token_ids=not service.tokens.exists,
     )
@@ -89,13 +89,13 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         tell_read=wants_progress(body),
     )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+    return ChoicesCall(name, made, response_format, bool(body.stream), include_usage)
 
 
 async def _filled(
     service: Service, body: CompletionBody, prompts: list[tuple[int, ...]], texts: list[str | None], suffix: str
 ) -> tuple[FillIn, list[tuple[int, ...]]]:
-    """What ends texts before `suffix`, and prompts that ask for them.
+    """Return the tokens of texts before `suffix`, and prompts that ask for them.
 
     Raises:
         ApiError: the model has no tokens for it; or an echo, or spans of the prompt, which is another one then.
@@ -115,7 +115,7 @@ async def _filled(
 async def _marks(
     service: Service, body: CompletionBody, prompts: list[tuple[int, ...]], texts: list[str | None]
 ) -> PromptMarks:
-    """What a body marks of its only prompt, in tokens.
+    """Return the marks of a body's only prompt, in tokens.
 
     Raises:
         ApiError, OptionError: see `completion_marks`.
@@ -134,7 +134,7 @@ async def _chunked(
     texts: list[str | None],
     spans: list[tuple[int, int]],
 ) -> Prompt:
-    """The only prompt of a body, with its chunks.
+    """Return the only prompt of a body, with its chunks.
 
     Raises:
         ApiError: several prompts, or one that is repeated in the answer; or bad spans.
@@ -148,12 +148,12 @@ async def _chunked(
 async def _prompts(
     service: Service, prompt: str | list[int] | list[str] | list[list[int]]
 ) -> tuple[list[tuple[int, ...]], list[str | None]]:
-    """Ids of every prompt, and its text where it came as one."""
+    """Return the ids of every prompt, and its text where it came as one."""
     if isinstance(prompt, str):
         return [await service.tokens.encode(prompt)], [prompt]
     if all(isinstance(part, int) for part in prompt):  # an empty list too: one prompt without a token
         prompt = [[part for part in prompt if isinstance(part, int)]]
-    service.gate.check_number(len(prompt))
+    service.admission.check_number(len(prompt))
     prompts: list[tuple[int, ...]] = []
     texts: list[str | None] = []
     for part in prompt:

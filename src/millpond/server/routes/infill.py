@@ -12,7 +12,7 @@ from starlette.responses import Response
 from millpond.engine.outputs import RequestOutput
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.fill_in import BETWEEN, PROJECT, FillIn, Ids, needed
-from millpond.server.infill_format import InfillJob
+from millpond.server.infill_format import InfillCall
 from millpond.server.prompt_marks import IN_INFILL, refuse_marks
 from millpond.server.request_mapping import check_room, most_tokens, requests, sampling
 from millpond.server.schemas import InfillBody
@@ -20,27 +20,27 @@ from millpond.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """The route that fills in."""
+    """Return the route that fills in."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/infill", response_model=None)
     async def infill(body: InfillBody, http: HttpRequest) -> Response:
         """The text between two others."""
-        job = await job_of(service, body)
+        api_call = await call_of(service, body)
         limit = body.t_max_predict_ms
 
         def enough(output: RequestOutput) -> bool:
             first = output.times.first_token
             late = bool(limit) and first is not None and 1e3 * (time.monotonic() - first) > (limit or 0)
-            return late or job.enough(output)
+            return late or api_call.enough(output)
 
-        return await service.answer(http, job, enough)
+        return await service.answer(http, api_call, enough)
 
     return router
 
 
-async def job_of(service: Service, body: InfillBody) -> InfillJob:
-    """What a body asks for, checked.
+async def call_of(service: Service, body: InfillBody) -> InfillCall:
+    """Return the call that a body asks for, checked.
 
     Raises:
         ApiError, OptionError: it cannot be.
@@ -50,10 +50,10 @@ async def job_of(service: Service, body: InfillBody) -> InfillJob:
     service.tokens.check_fields(body)
     refuse_marks(body.millpond, IN_INFILL)
     fill = needed(service.tokens.fill_in, "/infill")
-    asked = None if body.n_predict in (None, -1) else body.n_predict
-    most = most_tokens(asked, service.settings.max_tokens, "n_predict")
+    max_tokens = None if body.n_predict in (None, -1) else body.n_predict
+    most = most_tokens(max_tokens, service.settings.max_tokens, "n_predict")
     prompt = await _prompt(service, body, fill)
-    check_room([prompt], asked, service.llm.text_limit)
+    check_room([prompt], max_tokens, service.llm.text_limit)
     given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     params = sampling(
         body,
@@ -63,11 +63,11 @@ async def job_of(service: Service, body: InfillBody) -> InfillJob:
     )
     name = f"infill-{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s)
-    return InfillJob(made, body.n_indent, asked != 0, tuple(body.response_fields or ()), given, bool(body.stream))
+    return InfillCall(made, body.n_indent, max_tokens != 0, tuple(body.response_fields or ()), given, bool(body.stream))
 
 
 async def _prompt(service: Service, body: InfillBody, fill: FillIn) -> Ids:
-    """The two texts behind others, as the model expects them."""
+    """Return the two texts after others, as the model expects them."""
 
     async def ids(text: str) -> Ids:
         return await service.tokens.encode(text, special=False) if text else ()

@@ -24,7 +24,7 @@ from millpond.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes that tell of the server and its tokenizer."""
+    """Return the routes that tell of the server and its tokenizer."""
     router = APIRouter(route_class=ParsedRoute)
     began = int(time.time())
 
@@ -49,9 +49,9 @@ def routes(service: Service) -> APIRouter:
         """
         llm = service.llm
         roles = {"roles": dict(llm.live())} if isinstance(llm, ServedCluster) else {}
-        if service.gate.draining:
+        if service.admission.draining:
             return JSONResponse({"status": "shutting down"}, 503)
-        if (trouble := service.gate.trouble) is not None:
+        if (trouble := service.admission.trouble) is not None:
             return JSONResponse({"status": "stalled", "reason": trouble, **roles}, 503)
         return JSONResponse({"status": "ok", **roles})
 
@@ -94,16 +94,16 @@ def _template(service: Service) -> str | None:
 
 @cache
 def _without_budget() -> list[str]:
-    """Methods that keep everything, and take no budget."""
-    found = []
+    """Return methods that keep everything, and take no budget."""
+    names = []
     for name in METHODS.names():
         try:
             policy = METHODS.get(name)()
         except (OptionError, TypeError):  # it needs an option, and so has something to choose by
             continue
         if not policy.takes_budget:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _model(service: Service, created: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from millpond.server.errors import ApiError
 from millpond.server.messages import Message, Tool
 from millpond.server.prompt_marks import IN_RESPONSE, ChatMarks, refuse_marks
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
-from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponseJob
+from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponsesCall
 from millpond.server.schemas import ChatBody, ChatFields, NamedFunction, NamedTool, ObjectFormat
 from millpond.server.service import Service
 from millpond.server.tokenizer_worker import PLAIN_STOP
@@ -23,19 +23,19 @@ from millpond.server.tools.tool_choice import tools_of
 
 
 def routes(service: Service) -> APIRouter:
-    """The route that answers in responses."""
+    """Return the route that answers in responses."""
     router = APIRouter(route_class=ParsedRoute)
 
     @router.post("/v1/responses", response_model=None)
     async def respond(body: ResponseBody, http: HttpRequest) -> Response:
         """The next message, to a text or a conversation; nothing of it is stored."""
-        return await service.answer(http, await job_of(service, body))
+        return await service.answer(http, await call_of(service, body))
 
     return router
 
 
-async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
-    """What a body asks for, checked.
+async def call_of(service: Service, body: ResponseBody) -> ResponsesCall:
+    """Return the call that a body asks for, checked.
 
     Raises:
         ApiError, OptionError: it cannot be.
@@ -54,9 +54,9 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
         message = "log probabilities go with text alone: leave out tools, or include and top_logprobs"
         raise ApiError(400, message, "invalid_value", "top_logprobs")
     tag = None if tools is None else tools.constraint(schema)
-    said, shows = _messages(body), body.tool_choice != "none"
-    requested = ChatMarks(said, breakpoints=service.breakpoints.needed(cache_options(body.millpond)))
-    prompt, marks = await service.tokens.read_chat(said, fields, shows, requested)
+    messages, shows = _messages(body), body.tool_choice != "none"
+    requested = ChatMarks(messages, breakpoints=service.breakpoints.needed(cache_options(body.millpond)))
+    prompt, marks = await service.tokens.read_chat(messages, fields, shows, requested)
     check_room([prompt], body.max_output_tokens, service.llm.text_limit)
     params = sampling(
         body,
@@ -69,11 +69,11 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     )
     name = f"resp_{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks)
-    return ResponseJob(name, made, _echo(body, params), tools, tag is not None, bool(body.stream), logprobs)
+    return ResponsesCall(name, made, _echo(body, params), tools, tag is not None, bool(body.stream), logprobs)
 
 
 def _choice(body: ResponseBody, offered: list[Tool], schema: dict[str, Any] | None) -> ChatBody:
-    """What a body says of its tools, as a chat says it."""
+    """Return the tools of a body in the fields of a chat."""
     choice = body.tool_choice
     if isinstance(choice, ChosenFunction):
         named = NamedTool(type="function", function=NamedFunction(name=choice.name))
@@ -86,22 +86,24 @@ def _choice(body: ResponseBody, offered: list[Tool], schema: dict[str, Any] | No
 
 
 def _messages(body: ResponseBody) -> list[Message]:
-    """The conversation as a chat."""
-    said = [Message(role="system", content=body.instructions)] if body.instructions is not None else []
+    """Return the conversation as a chat."""
+    messages = [Message(role="system", content=body.instructions)] if body.instructions is not None else []
     if isinstance(body.input, str):
-        return [*said, Message(role="user", content=body.input)]
+        return [*messages, Message(role="user", content=body.input)]
     for item in body.input:
         if not isinstance(item, FunctionCall):
-            said.append(item.as_chat())
-        elif said and said[-1].role == "assistant":
-            said[-1] = said[-1].model_copy(update={"tool_calls": [*(said[-1].tool_calls or ()), item.as_call()]})
+            messages.append(item.as_chat())
+        elif messages and messages[-1].role == "assistant":
+            messages[-1] = messages[-1].model_copy(
+                update={"tool_calls": [*(messages[-1].tool_calls or ()), item.as_call()]}
+            )
         else:
-            said.append(Message(role="assistant", tool_calls=[item.as_call()]))
-    return said
+            messages.append(Message(role="assistant", tool_calls=[item.as_call()]))
+    return messages
 
 
 def _echo(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
-    """Fields of the request that a response repeats."""
+    """Return the fields of the request that a response repeats."""
     wanted = None if body.text is None else body.text.format
     shown = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
     return {

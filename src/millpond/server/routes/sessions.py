@@ -20,14 +20,14 @@ SessionId = Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes about stored turns."""
+    """Return the routes about stored turns."""
     router = APIRouter()
 
     @router.get("/v1/millpond/sessions")
     async def sessions(http: HttpRequest, salt: Salt = None) -> dict[str, Any]:
         """The stored turns of the client's key and salt, the last used first."""
         store = _store(service)
-        found = await asyncio.to_thread(store.sessions, _salt(service, http, salt))
+        turns = await asyncio.to_thread(store.sessions, _salt(service, http, salt))
         data = [
             {
                 "id": one.session_id,
@@ -36,7 +36,7 @@ def routes(service: Service) -> APIRouter:
                 "bytes": one.nbytes,
                 "last_used": round(one.last_used, 3),
             }
-            for one in found
+            for one in turns
         ]
         return {"object": "list", "data": data}
 
@@ -66,7 +66,8 @@ def _salt(service: Service, http: HttpRequest, salt: str | None) -> str | None:
 
 
 def _store(service: Service) -> SessionStore:
-    """
+    """Return the store of turns.
+
     Raises:
         ApiError: 404, the server stores none.
     """

@@ -32,10 +32,10 @@ _POLICY = (
 
 
 def routes(needs_key: bool) -> APIRouter:
-    """The routes of the page.
+    """Return the routes of the page.
 
     Args:
-        needs_key: the server asks for an API key; the page then asks for it before anything else.
+        needs_key: The server asks for an API key; the page then asks for it before anything else.
     """
     router = APIRouter(include_in_schema=False, route_class=ParsedRoute)
     thread = ThreadPoolExecutor(1, "markdown")  # one for all: it is work for a processor

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from millpond.server.messages import MOST_CALLS, MOST_NAME, Function
+from millpond.server.messages import MAX_CALLS, MAX_NAME, Function
 from millpond.server.tools.reader import Broken, Reader, Reading
 
 #: A format of xgrammar's structural tags.
@@ -19,10 +19,11 @@ Tag = dict[str, Any]
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls.
+    """Way of a family of models to write calls.
 
     Attributes:
-        name: of it. marks: what may be a special token, and must stay in the text.
+        name: Its name.
+        marks: Texts that may be special tokens, and must stay in the text.
     """
 
     @property
@@ -32,28 +33,30 @@ class CallFormat(Protocol):
     def marks(self) -> tuple[str, ...]: ...
 
     def reader(self, names: Collection[str], most: int, held: bool = False) -> Reader:
-        """What takes calls of tools of these names out of one answer.
+        """Return a reader that takes calls of tools out of one answer.
 
         Args:
-            held: the answer follows `calls` or `text_and_calls`, so that nothing written otherwise is a call.
+            names: Names of the tools.
+            most: Most calls of one answer.
+            held: The answer follows `calls` or `text_and_calls`, so that nothing written otherwise is a call.
         """
         ...
 
     def calls(self, tools: Sequence[Function], many: bool) -> Tag:
-        """An answer that is one call, or one and more."""
+        """Return the format of an answer that is one call, or one and more."""
         ...
 
     def text_and_calls(self, tools: Sequence[Function], many: bool) -> Tag:
-        """An answer of text, with calls in it or without."""
+        """Return the format of an answer of text, with calls in it or without."""
         ...
 
     def new_id(self) -> str:
-        """The id of a call."""
+        """Return the id of a call."""
         ...
 
 
 def schema_of(tool: Function) -> Tag:
-    """The format of what a tool is called with: an object, an empty one where nothing is said.
+    """Return the format of a tool's arguments: an object, an empty one if nothing is said.
 
     Raises:
         ValueError: the schema is of something else.
@@ -65,7 +68,7 @@ def schema_of(tool: Function) -> Tag:
 
 
 def call_tags(tools: Sequence[Function], before: str, key: str, after: str) -> list[Tag]:
-    """One tag per tool: its call as an object with a name, between two texts."""
+    """Return one tag per tool: its call as an object with a name, between two texts."""
     return [
         {
             "type": "tag",
@@ -78,7 +81,7 @@ def call_tags(tools: Sequence[Function], before: str, key: str, after: str) -> l
 
 
 def one_or_more(tags: list[Tag], separator: str, many: bool) -> Tag:
-    """One of these tags; where there may be many, more after it."""
+    """Return a tag for one of these tags; where there may be many, for more after it."""
     return {
         "type": "tags_with_separator",
         "tags": tags,
@@ -89,7 +92,7 @@ def one_or_more(tags: list[Tag], separator: str, many: bool) -> Tag:
 
 
 def triggered(tags: list[Tag], mark: str, many: bool) -> Tag:
-    """Text in which each `mark` begins one of these tags."""
+    """Return a tag for text in which each `mark` begins one of these tags."""
     return {
         "type": "triggered_tags",
         "triggers": [mark],
@@ -104,13 +107,15 @@ _FENCE, _LANGUAGE = "```", "json"
 
 
 class HermesReader(Reader):
-    """An object after each mark; where calls may lack it, those with which an answer begins too.
+    """Reader of an object after each mark, or without one at the beginning of an answer.
 
     Args:
-        names, most: see `Reader`. unmarked: whether calls without a mark are read.
+        names: See `Reader`.
+        most: See `Reader`.
+        unmarked: Whether calls without a mark, with which an answer begins, are read.
     """
 
-    def __init__(self, names: Collection[str], most: int = MOST_CALLS, unmarked: bool = True) -> None:
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS, unmarked: bool = True) -> None:
         self._unmarked = unmarked
         super().__init__(names, most)
 
@@ -129,7 +134,10 @@ class HermesReader(Reader):
                 yield from self._skip(END)
 
     def _alone(self) -> Reading[None]:
-        """Calls without a mark, as objects or arrays of them, up to what is none: text before them is no call's."""
+        """Read calls without a mark, as objects or arrays of them, up to what is none.
+
+        Text before them belongs to no call.
+        """
         fenced = called = False
         try:
             while True:
@@ -147,7 +155,7 @@ class HermesReader(Reader):
             self._give_back()
 
     def _fence(self, closes: bool) -> Reading[None]:
-        """A fence whose first character was read."""
+        """Read a fence whose first character was read."""
         yield from self._expect(_FENCE[1:])
         if closes:
             self._held.clear()
@@ -179,7 +187,7 @@ class Hermes:
         return triggered(self._tags(tools), BEGIN, many)
 
     def new_id(self) -> str:
-        """As OpenAI's look."""
+        """Return an id like OpenAI's."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     @staticmethod
@@ -244,7 +252,7 @@ class Llama3:
         return {"type": "or", "elements": [self.calls(tools, many), text]}
 
     def new_id(self) -> str:
-        """As OpenAI's look."""
+        """Return an id like OpenAI's."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -268,9 +276,9 @@ class MistralReader(Reader):
                 self._give_back()
 
     def _named(self, sign: str) -> Reading[None]:
-        """A call of which the first character was read."""
+        """Read a call of which the first character was read."""
         name = ""
-        while _OF_NAMES.match(sign) and len(name) < MOST_NAME:
+        while _OF_NAMES.match(sign) and len(name) < MAX_NAME:
             name += sign
             sign = yield from self._next()
         if sign == ARGS[0]:
@@ -287,7 +295,7 @@ class Mistral:
     """See `CallFormat`.
 
     Attributes:
-        named: whether answers are held to the newer way; both are read.
+        named: Whether answers are held to the newer way; both are read.
     """
 
     named: bool = False
@@ -311,7 +319,7 @@ class Mistral:
         return triggered(tags, TOOL_CALLS, many)
 
     def new_id(self) -> str:
-        """Nine letters and digits: templates of these models take no other."""
+        """Return nine letters and digits: templates of these models take no other."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     @staticmethod

@@ -9,7 +9,7 @@ from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from millpond.server.messages import MOST_CALLS, arguments_of
+from millpond.server.messages import MAX_CALLS, arguments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,20 @@ class Found:
 
 
 def found_in(events: Iterable[Event]) -> Found:
-    """What all events of an answer say together; a call that broke off is content."""
-    found = Found()
+    """Return what all events of an answer say together; a call that broke off is content."""
+    answer = Found()
     name, parts = "", list[str]()
     for event in events:
         match event:
             case Content(text) | CallBreaks(text):
-                found.content += text
+                answer.content += text
             case CallBegins(name):
                 parts = []
             case Arguments(text):
                 parts.append(text)
             case CallEnds():
-                found.calls.append((name, "".join(parts)))
-    return found
+                answer.calls.append((name, "".join(parts)))
+    return answer
 
 
 R = TypeVar("R")
@@ -80,7 +80,7 @@ Reading = Generator[None, str, R]
 _BLANK = " \t\r\n"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 #: Values inside each other in arguments, and characters of a number, at most.
-_MOST_DEPTH, _MOST_DIGITS = 64, 400
+_MAX_DEPTH, _MAX_DIGITS = 64, 400
 #: Keys that a call may have besides its arguments.
 _ABOUT = frozenset({"name", "type", "id"})
 
@@ -93,14 +93,14 @@ class Reader(ABC):
     """Reads one answer.
 
     Args:
-        names: of the tools; what calls others is content.
-        most: calls that are taken; what follows the last of them is left out.
+        names: Names of the tools; what calls others is content.
+        most: Calls that are taken; what follows the last of them is left out.
     """
 
     #: What the format calls the arguments of a call.
     keys: tuple[str, ...] = ("arguments", "parameters")
 
-    def __init__(self, names: Collection[str], most: int = MOST_CALLS) -> None:
+    def __init__(self, names: Collection[str], most: int = MAX_CALLS) -> None:
         self._names = names
         self._left = most
         self._out: list[Event] = []
@@ -114,12 +114,12 @@ class Reader(ABC):
         next(self._parser)
 
     def add(self, text: str) -> list[Event]:
-        """What more text makes certain."""
+        """Return the events that more text makes certain."""
         place = 0
         while place < len(text) and self._left:
             if self._sought and not self._held:
-                found = text.find(self._sought, place)
-                until = len(text) if found < 0 else found
+                begin = text.find(self._sought, place)
+                until = len(text) if begin < 0 else begin
                 self._pass_on(text[place:until])
                 place = until
             if place < len(text):
@@ -131,7 +131,7 @@ class Reader(ABC):
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """The rest, as no more text comes."""
+        """Return the remaining events, as no more text comes."""
         if self._begun:
             self._break("".join(self._held))
         elif not self._after:
@@ -142,7 +142,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self) -> Reading[None]:
-        """The parser of the format; it never ends."""
+        """Read the format; the parser never ends."""
 
     def _taken(self) -> list[Event]:
         self._close()
@@ -150,14 +150,14 @@ class Reader(ABC):
         return out
 
     def _put(self, kind: type[Content | Arguments], text: str) -> None:
-        """More text, as part of the last event where that is of its kind."""
+        """Add text, as part of the last event where that is of its kind."""
         if text and (self._kind is not kind or not self._text):
             self._close()
             self._kind = kind
         self._text.append(text)
 
     def _close(self) -> None:
-        """No more text for the last event."""
+        """Close the last event: no more text follows."""
         if text := "".join(self._text):
             self._out.append(self._kind(text))
         self._text = []
@@ -177,19 +177,19 @@ class Reader(ABC):
             self._said, self._after = True, False
 
     def _blank_before(self) -> str:
-        """White space that more content makes content."""
+        """Return white space that more content turns into content."""
         blank, self._blank = "".join(self._blank), []
         return blank if self._said or not self._called else ""
 
     def _break(self, text: str) -> None:
-        """The call that has begun is none."""
+        """Turn the call that has begun into content."""
         self._tell(CallBreaks(self._blank_before() + text))
         self._begun, self._said = False, True
 
     # what parsers are made of
 
     def _next(self) -> Reading[str]:
-        """The next character, or once more the one that was put back."""
+        """Return the next character, or once more the one that was put back."""
         if self._again:
             self._again = False
             return self._held[-1]
@@ -199,7 +199,7 @@ class Reader(ABC):
         return character
 
     def _next_sign(self) -> Reading[str]:
-        """The next character that is not white space."""
+        """Return the next character that is not white space."""
         while (sign := (yield from self._next())) in _BLANK:
             pass
         return sign
@@ -220,7 +220,7 @@ class Reader(ABC):
                 raise Broken
 
     def _give_back(self) -> None:
-        """All but the last character that was read is no call; that one is read again."""
+        """Give back all but the last character that was read; that one is read again."""
         if self._passing:
             self._text.pop()
         text = "".join(self._held[:-1])
@@ -237,7 +237,7 @@ class Reader(ABC):
         self._tell(CallBegins(name))
 
     def _end(self) -> None:
-        """A call is complete."""
+        """Complete a call."""
         self._tell(CallEnds())
         self._held.clear()
         self._begun, self._called, self._after = False, True, True
@@ -256,7 +256,7 @@ class Reader(ABC):
         return True
 
     def _call(self) -> Reading[None]:
-        """A call as an object whose first character was read."""
+        """Read a call as an object whose first character was read."""
         said: dict[str, str] = {}
         sign = yield from self._next_sign()
         while sign == '"':
@@ -291,7 +291,7 @@ class Reader(ABC):
         self._end()
 
     def _list(self) -> Reading[None]:
-        """An array of calls, whose first bracket was read."""
+        """Read an array of calls, whose first bracket was read."""
         while True:
             if (yield from self._next_sign()) != "{":
                 raise Broken
@@ -305,7 +305,7 @@ class Reader(ABC):
                 raise Broken
 
     def _arguments(self, name: str) -> Reading[None]:
-        """Arguments whose first brace was read, passed on as they come."""
+        """Read arguments whose first brace was read, and pass them on as they arrive."""
         self._begin(name)
         self._put(Arguments, "{")
         self._passing = True
@@ -315,8 +315,8 @@ class Reader(ABC):
     # JSON
 
     def _value(self, sign: str, depth: int) -> Reading[None]:
-        """A value that begins with a sign."""
-        if depth > _MOST_DEPTH:
+        """Read a value that begins with a sign."""
+        if depth > _MAX_DEPTH:
             raise Broken
         if sign == '"':
             yield from self._string()
@@ -332,7 +332,7 @@ class Reader(ABC):
             raise Broken
 
     def _parts(self, end: str, depth: int) -> Reading[None]:
-        """The members of an object (`end` is "}") or the items of an array ("]")."""
+        """Read the members of an object (`end` is "}") or the items of an array ("]")."""
         sign = yield from self._next_sign()
         if sign == end:
             return
@@ -356,7 +356,7 @@ class Reader(ABC):
             raise Broken
 
     def _string(self) -> Reading[str]:
-        """A text whose first quote was read."""
+        """Read a text whose first quote was read."""
         begin = len(self._held) - 1
         while (sign := (yield from self._next())) != '"':
             if sign < " ":
@@ -373,11 +373,11 @@ class Reader(ABC):
         return str(json.loads("".join(self._held[begin:])))
 
     def _number(self, sign: str) -> Reading[None]:
-        """A number; the character after it is read again."""
+        """Read a number; the character after it is read again."""
         digits = ""
         while sign in "-+.eE0123456789":
             digits += sign
-            if len(digits) > _MOST_DIGITS:
+            if len(digits) > _MAX_DIGITS:
                 raise Broken
             sign = yield from self._next()
         if not _NUMBER.fullmatch(digits):
@@ -386,7 +386,7 @@ class Reader(ABC):
 
 
 def _as_object(text: str) -> str:
-    """JSON of arguments that came before the name, or as a text with JSON in it.
+    """Return the JSON of arguments that came before the name, or as a text with JSON in it.
 
     Raises:
         Broken: no object.

@@ -14,7 +14,7 @@ from millpond.server.usage import for_chat
 
 @dataclass(slots=True)
 class _Reading:
-    """Where a streamed answer stands: calls that were begun, and those of them that are complete."""
+    """State of a streamed answer: calls that were begun, and those of them that are complete."""
 
     reader: Reader
     begun: int = 0
@@ -22,13 +22,18 @@ class _Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class CallVoice:
+class ToolCallFormat:
     """POST /v1/chat/completions where tools can be called.
 
     A call that breaks off is content in a whole answer; in a stream, where its beginning was sent, it stays unfinished.
 
     Attributes:
-        tools: that can be called. held: answers are held to `tools.constraint`. logprobs: whether they are sent.
+        tools: Tools that can be called.
+        held: Whether answers are held to `tools.constraint`.
+        logprobs: Whether log probabilities are sent.
+        new_tokens: Whether any were requested: always.
+        kind: The `object` of an answer.
+        chunk_kind: The `object` of a piece of it.
     """
 
     tools: Tools
@@ -39,23 +44,23 @@ class CallVoice:
     chunk_kind: str = "chat.completion.chunk"
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a whole answer."""
         reader = self.tools.reader(self.held)
-        found = found_in([*reader.add(completion.text), *reader.finish()])
-        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
-        if found.calls:
-            message["content"] = found.content or None
-            message["tool_calls"] = [self._call(name, arguments) for name, arguments in found.calls]
+        answer = found_in([*reader.add(completion.text), *reader.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.calls:
+            message["content"] = answer.content or None
+            message["tool_calls"] = [self._call(name, arguments) for name, arguments in answer.calls]
         return {
             "index": completion.index,
             "message": message,
             "logprobs": for_chat(completion.logprobs or ()) if self.logprobs else None,
-        } | _end(completion, len(found.calls))
+        } | _end(completion, len(answer.calls))
 
     def pieces(
         self, place: int, output: RequestOutput, completion: Completion, sent: StreamCursor
     ) -> list[dict[str, Any]]:
-        """What is new since `sent`: the role first, the reason of the end last."""
+        """Return what is new since `sent`: the role first, the reason of the end last."""
         if sent.reading is None:
             sent.reading = _Reading(self.tools.reader(self.held))
         reading: _Reading = sent.reading
@@ -63,12 +68,12 @@ class CallVoice:
         if completion.finish_reason is not None:
             events += reading.reader.finish()
         deltas = [delta for event in events if (delta := self._delta(event, reading)) is not None]
-        told = for_chat((completion.logprobs or ())[sent.tokens :]) if self.logprobs else None
-        if told is not None and told["content"] and not deltas:
+        logprobs = for_chat((completion.logprobs or ())[sent.tokens :]) if self.logprobs else None
+        if logprobs is not None and logprobs["content"] and not deltas:
             deltas.append({})
         pieces = [_piece(completion, delta) for delta in deltas]
         if pieces:
-            pieces[0]["logprobs"] = told
+            pieces[0]["logprobs"] = logprobs
         if not sent.begun:
             pieces.insert(0, _piece(completion, {"role": "assistant", "content": None}))
         if completion.finish_reason is not None:

@@ -25,12 +25,13 @@ _USER = {"role": "user", "content": "Where is it?"}
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a template shows.
+    """Treatment of tools by a template.
 
     Attributes:
-        tools: whether it shows tools; if not, the server writes them and their calls into messages.
-        as_text: whether it wants arguments as JSON, not as values. many: whether one message may have several calls.
-        call: how it writes one; empty where it writes none.
+        tools: Whether it shows tools; if not, the server writes them and their calls into messages.
+        as_text: Whether it wants arguments as JSON, not as values.
+        many: Whether one message may have several calls.
+        call: How it writes one; empty where it writes none.
     """
 
     tools: bool = False
@@ -39,7 +40,7 @@ class Shown:
     call: str = ""
 
     def format(self) -> CallFormat | None:
-        """The format of its calls; None: none that is known."""
+        """Return the format of its calls; None: none that is known."""
         if not self.tools:
             return Hermes()  # in which the server writes them
         call = "".join(self.call.split())
@@ -51,7 +52,7 @@ class Shown:
 
 
 def ask_template(tokenizer: Any) -> Shown:
-    """What the chat template of a tokenizer does, if it has one."""
+    """Return what the chat template of a tokenizer does, if it has one."""
     if not getattr(tokenizer, "chat_template", None):
         return Shown()
     if _NAME not in _said(tokenizer, [_USER]):
@@ -72,7 +73,7 @@ def _calling(count: int, as_text: bool) -> dict[str, Any]:
 
 
 def _said(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """What the template makes of it; nothing where it refuses."""
+    """Return the template's text of messages; nothing where it refuses."""
     try:
         return write_chat(tokenizer, messages, tools=[_TOOL])
     except Exception:  # a template is a program of the model's
@@ -84,33 +85,35 @@ def _plain_json(text: str) -> bool:
 
 
 def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without calls and results of tools, which say the same; tools are shown before the first of the user's.
+    r"""Return messages in which text replaces calls and results of tools.
+
+    Tools are shown before the first message of the user.
 
     Example:
         >>> in_words([{"role": "tool", "content": "7"}], [])
-        [{'role': 'user', 'content': '<tool_response>\\n7\\n</tool_response>'}]
+        [{'role': 'user', 'content': '<tool_response>\n7\n</tool_response>'}]
     """
-    made: list[dict[str, Any]] = []
+    result_messages: list[dict[str, Any]] = []
     results = False
     for message in messages:
-        said = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        fields = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
         calls = [_call(call["function"]) for call in message.get("tool_calls", ())]
         if calls:
-            said["content"] = "\n".join([said["content"], *calls] if said["content"] else calls)
-        result = said["role"] == "tool"
+            fields["content"] = "\n".join([fields["content"], *calls] if fields["content"] else calls)
+        result = fields["role"] == "tool"
         if result:
-            said = {"role": "user", "content": f"<tool_response>\n{said['content']}\n</tool_response>"}
+            fields = {"role": "user", "content": f"<tool_response>\n{fields['content']}\n</tool_response>"}
         if result and results:  # roles alternate in many templates
-            made[-1]["content"] += f"\n{said['content']}"
+            result_messages[-1]["content"] += f"\n{fields['content']}"
         else:
-            made.append(said)
+            result_messages.append(fields)
         results = result
-    return _with_tools(made, tools) if tools else made
+    return _with_tools(result_messages, tools) if tools else result_messages
 
 
 def _call(function: dict[str, Any]) -> str:
-    told = {"name": function["name"], "arguments": function["arguments"]}
-    return f"{BEGIN}\n{json.dumps(told, ensure_ascii=False)}\n{END}"
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{BEGIN}\n{json.dumps(call, ensure_ascii=False)}\n{END}"
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

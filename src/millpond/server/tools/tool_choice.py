@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millpond.server.errors import ApiError
-from millpond.server.messages import MOST_CALLS, MOST_JSON, Function
+from millpond.server.messages import MAX_CALLS, MAX_JSON, Function
 from millpond.server.schemas import ChatBody, NamedTool
 from millpond.server.tools.formats import CallFormat, Hermes, Llama3, Mistral, Tag
 from millpond.server.tools.reader import Reader
@@ -15,10 +15,13 @@ from millpond.server.tools.template import Shown
 
 
 def format_of(parser: str, shown: Shown) -> CallFormat | None:
-    """The format of calls by its name, see `ServerSettings.tool_parser`; None: calls are not read."""
-    found = shown.format()
-    if parser == "auto" or (found is not None and found.name == parser):
-        return found
+    """Return the format of calls by its name; None: calls are not read.
+
+    See `ServerSettings.tool_parser`.
+    """
+    form = shown.format()
+    if parser == "auto" or (form is not None and form.name == parser):
+        return form
     formats: dict[str, CallFormat] = {"hermes": Hermes(), "llama3": Llama3(), "mistral": Mistral()}
     return formats.get(parser)
 
@@ -28,7 +31,10 @@ class Tools:
     """The tools of one chat that can be called.
 
     Attributes:
-        format: of calls. functions: that may be called. most: calls in one answer. must: whether there must be one.
+        format: Format of calls.
+        functions: Functions that may be called.
+        most: Most calls in one answer.
+        must: Whether there must be one.
     """
 
     format: CallFormat
@@ -37,14 +43,18 @@ class Tools:
     must: bool
 
     def reader(self, held: bool) -> Reader:
-        """What takes calls out of one answer; held: to a `constraint`."""
+        """Return a reader that takes calls out of one answer.
+
+        Args:
+            held: Whether the answer is held to a `constraint`.
+        """
         return self.format.reader({function.name for function in self.functions}, self.most, held)
 
     def constraint(self, schema: Mapping[str, Any] | None) -> Tag | None:
-        """What an answer must follow, so that its calls are what they must be; None: nothing but `schema`.
+        """Return what an answer must follow for its calls; None: nothing but `schema`.
 
         Args:
-            schema: of the answer where it is no call.
+            schema: Schema of the answer where it is no call.
 
         Raises:
             ApiError: parameters of a tool are no object, or all are too long.
@@ -53,8 +63,8 @@ class Tools:
         if not (self.must or strict or schema is not None):
             return None
         length = sum(function.length for function in self.functions)
-        if length > MOST_JSON:
-            message = f"tools to which answers are held have {length:,} characters and may have {MOST_JSON:,} together"
+        if length > MAX_JSON:
+            message = f"tools to which answers are held have {length:,} characters and may have {MAX_JSON:,} together"
             raise ApiError(400, message, "invalid_value", "tools")
         try:
             if self.must:
@@ -70,7 +80,7 @@ class Tools:
 
 
 def tools_of(body: ChatBody, form: CallFormat | None, shown: Shown) -> Tools | None:
-    """What a chat says of its tools; None: none can be called.
+    """Return the tools of a chat; None: none can be called.
 
     Raises:
         ApiError: a tool must be called, and there is none, none of that name, or no format to call it in.
@@ -95,4 +105,4 @@ def tools_of(body: ChatBody, form: CallFormat | None, shown: Shown) -> Tools | N
         message = "tool_choice asks for a call and response_format for something else: leave one of them out"
         raise ApiError(400, message, "invalid_value", "response_format")
     one = body.parallel_tool_calls is False or isinstance(choice, NamedTool) or not shown.many
-    return Tools(form, tuple(functions), 1 if one else MOST_CALLS, must)
+    return Tools(form, tuple(functions), 1 if one else MAX_CALLS, must)

@@ -1,9 +1,9 @@
-"""Pace of the work in front of the engine: reading, checking and answering requests takes a bounded share of the time
-while answers of other clients are in flight.
+"""Pacing of clients: a bounded share of time for work in front of the engine.
 
-All of it runs in the interpreter that steps the engine, so what one client's bodies take is missing in the tokens of
-all others. So every request is measured, in CPU seconds of its task and of the threads that work for it, and what it
-took is waited for several times over before the next one continues: that of the client who has had least.
+Requests are read, checked and answered in the interpreter that steps the engine, so what one client's bodies take is
+missing in the tokens of all others. So every request is measured, in CPU seconds of its task and of the threads that
+work for it, and what it took is waited for several times over before the next one continues, while answers of other
+clients are in flight: that of the client with the least service.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ RECENT_S = 0.25
 #: Seconds that the server takes to receive a byte of a body, about; and bytes after which a body waits for its turn.
 _BYTE_S, _SLICE = 2e-8, 2**18
 #: Seconds between two checks of the queue.
-_LOOK_S = 1e-3
+_CHECK_S = 1e-3
 #: Seconds that may be owed at most, so that one request that took long does not shut the door.
-_MOST_OWED_S = 2.0
+_MAX_OWED_S = 2.0
 
 
-class FrontPace:
-    """Who may continue in front of the engine, and when.
+class ClientPacing:
+    """Choice of the request that may continue in front of the engine, and when.
 
     Args:
-        answered: the clients whose answers are in flight.
+        answered: Returns the clients whose answers are in flight.
     """
 
     def __init__(self, answered: Callable[[], set[str]]) -> None:
@@ -48,14 +48,14 @@ class FrontPace:
         self._recent: dict[str, float] = {}  # when clients were last seen to be answered
         self._waiting: list[tuple[ClientService, asyncio.Future[None]]] = []
         self._free_at = 0.0
-        self._look: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, name: str) -> Visit:
-        """A request comes; `Visit.leave` when it is answered."""
-        return Visit(self, name, self._clients.enter(name))
+    def enter(self, name: str) -> PacedRequest:
+        """Add a request; `PacedRequest.leave` removes it when it is answered."""
+        return PacedRequest(self, name, self._clients.enter(name))
 
     def leave(self, client: ClientService) -> None:
-        """A request is answered."""
+        """Remove an answered request."""
         self._clients.leave(client)
 
     def charge(self, name: str, client: ClientService, seconds: float) -> None:
@@ -63,15 +63,15 @@ class FrontPace:
         client.served += round(1e6 * seconds)
         if self._others(name):
             now = time.monotonic()
-            self._free_at = min(max(now, self._free_at) + PAID_BACK * seconds, now + _MOST_OWED_S)
+            self._free_at = min(max(now, self._free_at) + PAID_BACK * seconds, now + _MAX_OWED_S)
 
-    async def turn(self, name: str, client: ClientService) -> None:
+    async def wait_turn(self, name: str, client: ClientService) -> None:
         """Wait until a request may continue; the least served client goes first."""
         if not self._others(name) or (time.monotonic() >= self._free_at and not self._waiting):
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((client, turn))
-        if self._look is None:
+        if self._timer is None:
             self._plan()
         await turn
 
@@ -83,12 +83,12 @@ class FrontPace:
         return any(one != name for one in self._recent)
 
     def _plan(self) -> None:
-        wait = max(_LOOK_S, self._free_at - time.monotonic())
-        self._look = asyncio.get_running_loop().call_later(wait, self._let_one_go)
+        wait = max(_CHECK_S, self._free_at - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(wait, self._admit_next)
 
-    def _let_one_go(self) -> None:
+    def _admit_next(self) -> None:
         """Admit the next waiting request; one at a time, since its cost is not known beforehand."""
-        self._look = None
+        self._timer = None
         self._waiting = [one for one in self._waiting if not one[1].done()]
         if self._waiting and time.monotonic() >= self._free_at:
             first = min(self._waiting, key=lambda one: one[0].rank)
@@ -98,34 +98,37 @@ class FrontPace:
             self._plan()
 
 
-class Visit:
+class PacedRequest:
     """One request in front of the engine."""
 
-    def __init__(self, pace: FrontPace, name: str, client: ClientService) -> None:
-        self._pace = pace
+    def __init__(self, pacing: ClientPacing, name: str, client: ClientService) -> None:
+        self._pacing = pacing
         self._name = name
         self._client = client
 
     def charge(self, seconds: float) -> None:
         """Charge the request's client with CPU seconds."""
-        self._pace.charge(self._name, self._client, seconds)
+        self._pacing.charge(self._name, self._client, seconds)
 
-    async def turn(self) -> None:
+    async def wait_turn(self) -> None:
         """Wait until it may continue."""
-        await self._pace.turn(self._name, self._client)
+        await self._pacing.wait_turn(self._name, self._client)
 
     def leave(self) -> None:
-        """It is answered."""
-        self._pace.leave(self._client)
+        """Remove the request, which is answered."""
+        self._pacing.leave(self._client)
 
 
-_VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+_PACED: ContextVar[PacedRequest | None] = ContextVar("paced_request", default=None)
 
 
 async def in_thread(executor: Executor, work: Callable[..., T], *args: Any) -> T:
-    """What `work` returns, run in a thread for the request of this task when its turn has come, which pays for it."""
-    visit = _VISIT.get()
-    if visit is None:
+    """Return the result of `work`, run in a thread when this task's request has its turn.
+
+    The request pays for the time that it takes.
+    """
+    paced = _PACED.get()
+    if paced is None:
         return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
     took = 0.0
 
@@ -137,23 +140,26 @@ async def in_thread(executor: Executor, work: Callable[..., T], *args: Any) -> T
         finally:
             took = time.thread_time() - began
 
-    await visit.turn()
+    await paced.wait_turn()
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, timed)
     finally:
-        visit.charge(took)
+        paced.charge(took)
 
 
-class FrontPaceMiddleware:
+class ClientPacingMiddleware:
     """Lets requests in, and their bodies, as their client's turn comes.
 
     Args:
-        open_paths: answered at once.
+        app: The app.
+        pacing: Order of the requests.
+        clients: Clients of the server.
+        open_paths: Paths that are answered at once.
     """
 
-    def __init__(self, app: ASGIApp, pace: FrontPace, clients: ClientRegistry, open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, pacing: ClientPacing, clients: ClientRegistry, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._pace = pace
+        self._pacing = pacing
         self._clients = clients
         self._open = open_paths
 
@@ -161,27 +167,27 @@ class FrontPaceMiddleware:
         if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
-        visit = self._pace.enter(self._clients.of(HTTPConnection(scope)).name)
-        before = _VISIT.set(visit)
+        paced = self._pacing.enter(self._clients.of(HTTPConnection(scope)).name)
+        before = _PACED.set(paced)
 
-        came = 0
+        n_bytes = 0
 
-        async def paced() -> Message:
-            nonlocal came
+        async def receive_paced() -> Message:
+            nonlocal n_bytes
             message = await receive()
-            came += len(message.get("body", b""))
-            if came >= _SLICE:
-                visit.charge(_BYTE_S * came)
-                came = 0
-                await visit.turn()
+            n_bytes += len(message.get("body", b""))
+            if n_bytes >= _SLICE:
+                paced.charge(_BYTE_S * n_bytes)
+                n_bytes = 0
+                await paced.wait_turn()
             return message
 
         try:
-            await visit.turn()
-            await _Timed(self._app(scope, paced, send), visit.charge)
+            await paced.wait_turn()
+            await _Timed(self._app(scope, receive_paced, send), paced.charge)
         finally:
-            _VISIT.reset(before)
-            visit.leave()
+            _PACED.reset(before)
+            paced.leave()
 
 
 class _Timed:
@@ -200,13 +206,13 @@ class _Timed:
         while True:
             began = time.thread_time()
             try:
-                found = work.send(value) if error is None else work.throw(error)
+                awaited = work.send(value) if error is None else work.throw(error)
             except StopIteration:
                 return
             finally:
                 self._charge(time.thread_time() - began)
             error = None
             try:
-                value = yield found
+                value = yield awaited
             except BaseException as thrown:
                 error = thrown

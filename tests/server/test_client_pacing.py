@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from millpond.server import front_pace
-from millpond.server.front_pace import PAID_BACK, FrontPace, FrontPaceMiddleware, in_thread
+from millpond.server import client_pacing
+from millpond.server.client_pacing import PAID_BACK, ClientPacing, ClientPacingMiddleware, in_thread
 from millpond.server.identity import ClientRegistry
 from millpond.server.settings import ServerSettings
 
@@ -30,9 +30,9 @@ async def nothing(message: Any = None) -> Any:
     return {"type": "http.request", "body": b"x" * 2**18, "more_body": True}
 
 
-def middleware(app: Callable[..., Awaitable[None]], answered: set[str]) -> FrontPaceMiddleware:
-    return FrontPaceMiddleware(
-        app, FrontPace(lambda: answered), ClientRegistry(ServerSettings()), frozenset({"/health"})
+def middleware(app: Callable[..., Awaitable[None]], answered: set[str]) -> ClientPacingMiddleware:
+    return ClientPacingMiddleware(
+        app, ClientPacing(lambda: answered), ClientRegistry(ServerSettings()), frozenset({"/health"})
     )
 
 
@@ -77,7 +77,7 @@ async def reads(receive: Any) -> None:
 def test_others_requests_take_a_bounded_share_while_somebody_is_answered(
     work: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_pace, "PAID_BACK", 50.0)  # a share that a machine with other work passes, too
+    monkeypatch.setattr(client_pacing, "PAID_BACK", 50.0)  # a share that a machine with other work passes, too
     done, _ = asyncio.run(count({"10.0.0.9"}, "/v1/completions", 1.0, work))
     assert 2 <= done <= 1.0 / (0.005 * 50) + 8
 
@@ -95,15 +95,15 @@ def test_nobody_waits_where_nobody_else_is_answered_or_for_health(answered: set[
 
 def test_whoever_has_had_least_goes_first() -> None:
     async def run() -> list[str]:
-        pace, order = FrontPace(lambda: {"good", "other"}), []
-        visits = {name: pace.enter(name) for name in ("greedy", "good")}
-        visits["greedy"].charge(0.02)
+        pacing, order = ClientPacing(lambda: {"good", "other"}), []
+        paced = {name: pacing.enter(name) for name in ("greedy", "good")}
+        paced["greedy"].charge(0.02)
 
-        async def turn(name: str) -> None:
-            await visits[name].turn()
+        async def wait_turn(name: str) -> None:
+            await paced[name].wait_turn()
             order.append(name)
 
-        await asyncio.gather(turn("greedy"), turn("good"))
+        await asyncio.gather(wait_turn("greedy"), wait_turn("good"))
         return order
 
     assert asyncio.run(run()) == ["good", "greedy"]
@@ -111,12 +111,12 @@ def test_whoever_has_had_least_goes_first() -> None:
 
 def test_who_goes_away_while_waiting_leaves_no_gap() -> None:
     async def run() -> None:
-        pace = FrontPace(lambda: {"good"})
-        first, second = pace.enter("a"), pace.enter("b")
+        pacing = ClientPacing(lambda: {"good"})
+        first, second = pacing.enter("a"), pacing.enter("b")
         first.charge(0.02)
-        gone = asyncio.create_task(first.turn())
+        gone = asyncio.create_task(first.wait_turn())
         await asyncio.sleep(0)
-        waits = asyncio.create_task(second.turn())
+        waits = asyncio.create_task(second.wait_turn())
         gone.cancel()
         await asyncio.wait_for(waits, 5)
 

@@ -1,4 +1,4 @@
-"""Moves of requests from one worker to another with their caches, and workers that give away all of theirs."""
+"""Migration of requests between workers with their caches, and draining of workers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.settings import Role
 from millpond.cluster.worker import HandoffGoneError
 from millpond.cluster.worker_pool import WorkerPool
@@ -26,102 +26,112 @@ RETRY_S = 0.02
 class RequestBook(Protocol):
     """The requests of a cluster, as far as those who move them need to know."""
 
-    def current(self, name: str, entry: LedgerEntry) -> bool:
+    def is_current(self, name: str, entry: ClusterRequest) -> bool:
         """Whether a request is still in flight under this name."""
         ...
 
     def choose_to_continue(self, roles: frozenset[Role], n_bytes: int, without: frozenset[str]) -> str | None:
-        """A worker of one of these roles for a request of `n_bytes` bytes; None: there is none."""
+        """Return a worker of one of these roles with room for a request; None: there is none."""
         ...
 
-    def may_move(self, entry: LedgerEntry) -> bool:
-        """Whether a request may go to another worker now; see `LastTries`."""
+    def may_move(self, entry: ClusterRequest) -> bool:
+        """Whether a request may go to another worker now; see `RetryQueue`."""
         ...
 
-    def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
-        """Begin a request on another worker, with the tokens that were sent; lost: count it towards `max_replays`."""
-        ...
+    def restart(self, entry: ClusterRequest, *, lost: bool = True) -> None:
+        """Begin a request on another worker, with the tokens that were sent.
 
-    def missed(self, entry: LedgerEntry) -> None:
-        """Begin a request again that no worker took in time; no worker was lost, and `max_replays` counts it not.
-
-        After as many misses in a row as that allows losses it decodes where it is read.
+        Args:
+            entry: The request.
+            lost: Count it towards `max_replays`.
         """
         ...
 
-    def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
+    def transfer_timed_out(self, entry: ClusterRequest) -> None:
+        """Restart a request that no worker took in time.
+
+        No worker was lost, so `max_replays` does not count it. After as many misses in a row as that allows losses it
+        decodes where it is read.
+        """
+        ...
+
+    def end(self, entry: ClusterRequest, error: MillpondError | None = None) -> None:
         """End a request, wherever it is."""
         ...
 
-    def withdraw(self, handle: WorkerHandle, name: str) -> None:
-        """Let a worker end a request that has begun again elsewhere."""
+    def cancel_on(self, handle: WorkerHandle, name: str) -> None:
+        """Let a worker end a request that was restarted elsewhere."""
         ...
 
-    def at(self, worker: str) -> list[LedgerEntry]:
-        """Requests that a worker has."""
+    def requests_of(self, worker: str) -> list[ClusterRequest]:
+        """Return the requests that a worker has."""
         ...
 
 
-class Mover:
-    """Moves requests of one cluster.
+class Migrator:
+    """Moves requests of one cluster from worker to worker.
 
     Args:
-        lease_s: seconds in which the worker that was chosen has to have a request.
+        book: Requests of the cluster.
+        pool: Its workers.
+        tasks: Tasks in the background.
+        figures: Counters.
+        lease_s: Seconds in which the worker that was chosen has to have a request.
     """
 
     def __init__(
         self, book: RequestBook, pool: WorkerPool, tasks: BackgroundTasks, figures: ClusterFigures, lease_s: float
     ) -> None:
         self._book, self._pool, self._tasks, self._figures, self._lease_s = book, pool, tasks, figures, lease_s
-        self._silent: set[str] = set()  # workers that did not fetch in time and have not been heard of since
+        self._unresponsive: set[str] = set()  # workers that did not fetch in time and have not been heard of since
 
-    def heard(self, worker: str) -> None:
-        """A worker reports, so it can fetch."""
-        self._silent.discard(worker)
+    def mark_responsive(self, worker: str) -> None:
+        """Record that a worker reports, so it can fetch."""
+        self._unresponsive.discard(worker)
 
-    async def move(self, entry: LedgerEntry, source: WorkerHandle, n_bytes: int) -> None:
-        """Let another worker continue a request that waits in `source`; it waits there until one has room."""
+    async def move(self, entry: ClusterRequest, source: WorkerHandle, n_bytes: int) -> None:
+        """Let another worker continue a request that waits in `source` until one has room."""
         name, began = entry.name, time.monotonic()
         roles = REPLICAS if source.role == "replica" else DECODES
         entry.place = "offered"
-        while self._book.current(name, entry):
-            chosen = None
+        while self._book.is_current(name, entry):
+            worker = None
             if self._book.may_move(entry):
-                chosen = self._book.choose_to_continue(roles, n_bytes, frozenset(self._silent | {source.name}))
-            if chosen is None:
+                worker = self._book.choose_to_continue(roles, n_bytes, frozenset(self._unresponsive | {source.name}))
+            if worker is None:
                 await asyncio.sleep(RETRY_S)
                 continue
             entry.place = "moving"
-            entry.targets.add(chosen)
-            target = self._pool.serving[chosen]
+            entry.targets.add(worker)
+            target = self._pool.serving[worker]
             try:
                 await self.within_lease(target.take(name, source.offered(name)), target, name)
             except (PoolFullError, WorkerLostError) as error:
-                if self._book.current(name, entry):  # else it has begun again, and is in another place
+                if self._book.is_current(name, entry):  # else it was restarted elsewhere
                     entry.place = "offered"
                     if isinstance(error, PoolFullError):  # the loss of a worker is counted when it is noticed
-                        entry.targets.discard(chosen)
+                        entry.targets.discard(worker)
                 await asyncio.sleep(RETRY_S)
                 continue
             except (HandoffGoneError, TimeoutError):
-                if self._book.current(name, entry):
-                    self._book.missed(entry)
+                if self._book.is_current(name, entry):
+                    self._book.transfer_timed_out(entry)
             except MillpondError as error:
-                if self._book.current(name, entry):
+                if self._book.is_current(name, entry):
                     self._book.end(entry, error)
             else:
                 self._count(entry, n_bytes, time.monotonic() - began)
-                if self._book.current(name, entry):
-                    self._arrived(entry, chosen)
-                else:  # it was cancelled or begun again on its way, or has ended there
+                if self._book.is_current(name, entry):
+                    self._arrived(entry, worker)
+                else:  # it was cancelled or restarted on its way, or has ended there
                     await quietly(target.cancel(name))
             break
         await quietly(source.release(name))
 
     @property
-    def silent(self) -> frozenset[str]:
+    def unresponsive(self) -> frozenset[str]:
         """Workers that did not take a request in time, and have not been heard of since."""
-        return frozenset(self._silent)
+        return frozenset(self._unresponsive)
 
     async def within_lease(self, call: Coroutine[Any, Any, None], target: WorkerHandle, name: str) -> None:
         """Wait for a call by which a worker takes a request.
@@ -137,7 +147,7 @@ class Mover:
             task.cancel()
             raise
         if not done:
-            self._silent.add(target.name)
+            self._unresponsive.add(target.name)
             self._tasks.run(_undo(task, target, name))
             raise TimeoutError
         try:
@@ -145,27 +155,27 @@ class Mover:
         finally:  # an error refers to this frame: with the task in it, what it was given would stay in Ray's store
             del task, done
 
-    def _count(self, entry: LedgerEntry, n_bytes: int, seconds: float) -> None:
+    def _count(self, entry: ClusterRequest, n_bytes: int, seconds: float) -> None:
         self._figures.moved += 1
         self._figures.moved_bytes += n_bytes
         self._figures.full_bytes += entry.full_bytes
         self._figures.move_s += seconds
 
-    def _arrived(self, entry: LedgerEntry, worker: str) -> None:
+    def _arrived(self, entry: ClusterRequest, worker: str) -> None:
         entry.worker, entry.place = worker, "running"
         entry.targets.clear()
         entry.misses = 0
         if worker not in self._pool.serving:  # lost between its answer and now
-            self._book.begin_again(entry)
+            self._book.restart(entry)
 
 
 async def _undo(task: asyncio.Task[Any], target: WorkerHandle, name: str) -> None:
-    """A worker took a request too late: it has gone on elsewhere."""
+    """Cancel a request at a worker that took it too late: it has continued elsewhere."""
     await quietly(task)  # type: ignore[arg-type]
     await quietly(target.cancel(name))
 
 
-#: Seconds in which requests move; what is left then is begun again elsewhere.
+#: Seconds in which requests move; the remaining ones are restarted elsewhere.
 DRAIN_S = 1.5
 
 
@@ -173,55 +183,64 @@ class Drain:
     """One drain of a worker that gets no new requests any more.
 
     Args:
-        within_s: seconds in which requests move with their caches; what is left then is begun again elsewhere.
+        handle: The worker.
+        book: Requests of the cluster.
+        migrator: Moves its requests.
+        tasks: Tasks in the background.
+        within_s: Seconds in which requests move with their caches; the remaining ones are restarted elsewhere.
     """
 
     def __init__(
-        self, handle: WorkerHandle, book: RequestBook, mover: Mover, tasks: BackgroundTasks, within_s: float = DRAIN_S
+        self,
+        handle: WorkerHandle,
+        book: RequestBook,
+        migrator: Migrator,
+        tasks: BackgroundTasks,
+        within_s: float = DRAIN_S,
     ) -> None:
-        self._handle, self._book, self._mover, self._tasks = handle, book, mover, tasks
+        self._handle, self._book, self._migrator, self._tasks = handle, book, migrator, tasks
         self._until = time.monotonic() + within_s
-        self._seen: dict[LedgerEntry, int] = {}  # with the epoch in which it was here
+        self._seen: dict[ClusterRequest, int] = {}  # with the epoch in which it was here
         self._replayed = 0
 
     async def run(self) -> tuple[int, int]:
-        """Wait until the worker has no request; returns how many were moved, and how many begun again."""
-        while (here := self._book.at(self._handle.name)) and time.monotonic() < self._until:
-            for entry in here:
+        """Wait until the worker has no request; return how many were moved, how many restarted."""
+        while (entries := self._book.requests_of(self._handle.name)) and time.monotonic() < self._until:
+            for entry in entries:
                 self._seen.setdefault(entry, entry.epoch)
                 if entry.place == "running":
                     entry.place = "leaving"
                     self._tasks.run(self._give(entry))
             await asyncio.sleep(RETRY_S / 4)
-        for entry in self._book.at(self._handle.name):
+        for entry in self._book.requests_of(self._handle.name):
             self._again(entry)
         moved = sum(one.epoch == epoch and one.worker != self._handle.name for one, epoch in self._seen.items())
         return moved, self._replayed
 
-    async def _give(self, entry: LedgerEntry) -> None:
-        """Let a request move to another worker; one without an answer is begun again there, and read there."""
+    async def _give(self, entry: ClusterRequest) -> None:
+        """Let a request move to another worker; one without an answer is restarted there."""
         name = entry.name
         if not entry.begun:
             self._again(entry)
             return
-        while self._book.current(name, entry) and entry.place == "leaving":
+        while self._book.is_current(name, entry) and entry.place == "leaving":
             try:
                 n_bytes = await self._handle.offer(name)
             except HandoffGoneError:
-                if self._book.current(name, entry):
+                if self._book.is_current(name, entry):
                     self._again(entry)
                 return
-            except MillpondError:  # it is lost, or the request cannot be packed: it is begun again
+            except MillpondError:  # it is lost, or the request cannot be packed: it is restarted
                 return
             if n_bytes is None:
                 await asyncio.sleep(RETRY_S)
-            elif self._book.current(name, entry):
-                await self._mover.move(entry, self._handle, n_bytes)
+            elif self._book.is_current(name, entry):
+                await self._migrator.move(entry, self._handle, n_bytes)
             else:
                 await quietly(self._handle.release(name))
 
-    def _again(self, entry: LedgerEntry) -> None:
+    def _again(self, entry: ClusterRequest) -> None:
         self._replayed += 1
         name = entry.name
-        self._book.begin_again(entry, lost=False)
-        self._book.withdraw(self._handle, name)
+        self._book.restart(entry, lost=False)
+        self._book.cancel_on(self._handle, name)

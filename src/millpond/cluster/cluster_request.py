@@ -1,4 +1,4 @@
-"""LedgerEntry: what a client wants and what it has been sent, from which a lost request is begun again."""
+"""Request of a cluster: what a client wants and was sent, from which a lost request is restarted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from millpond.cluster.messages import AnswerUpdate, RequestUpdate
+from millpond.cluster.messages import CompletionDelta, RequestDelta
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
@@ -16,11 +16,11 @@ from millpond.errors import DataError, MillpondError, OptionError
 
 #: Where a request is: with no worker; with none until others have had their last try; at one; at one that is being
 #: drained; offered by one; on its way to another.
-Place = Literal["nowhere", "held", "running", "leaving", "offered", "moving"]
+Place = Literal["unplaced", "held", "running", "leaving", "offered", "moving"]
 
 
 @dataclass(slots=True)
-class AnswerRecord:
+class SentCompletion:
     """One answer as it was sent."""
 
     tokens: list[int] = field(default_factory=list)
@@ -30,41 +30,45 @@ class AnswerRecord:
     stop_reason: str | int | None = None
     kv: KVStats | None = None
 
-    def add(self, update: AnswerUpdate) -> bool:
-        """Take in what is new of an update; returns whether anything is. What is known already changes nothing.
+    def add(self, update: CompletionDelta) -> bool:
+        """Append what is new of an update; return whether anything is.
 
         Raises:
             DataError: tokens between what is known and the update are missing.
         """
-        known, shown = len(self.tokens), len(self.text)
-        if update.first > known or update.begin > shown:
-            raise DataError(f"an update begins at token {update.first}, and {known} are known: report this")
-        new = update.tokens[known - update.first :]
-        text = update.text[shown - update.begin :]
+        n_tokens, n_characters = len(self.tokens), len(self.text)
+        if update.first > n_tokens or update.begin > n_characters:
+            raise DataError(f"an update begins at token {update.first}, and {n_tokens} are known: report this")
+        new = update.tokens[n_tokens - update.first :]
+        text = update.text[n_characters - update.begin :]
         if not new and not text and update.finish_reason is None:
             return False
         self.tokens += new
         self.text += text
         if update.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *update.logprobs[known - update.first :]]
+            self.logprobs = [*(self.logprobs or []), *update.logprobs[n_tokens - update.first :]]
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self.kv = update.kv or self.kv
         return True
 
 
 @dataclass(eq=False)
-class LedgerEntry:
+class ClusterRequest:
     """One request, from its arrival to its end.
 
     Args:
-        request: as the client sent it. deliver: called with each new output.
+        request: Request as the client sent it.
+        deliver: Called with each new output.
 
     Attributes:
-        epoch: how often it was begun; updates of earlier ones change nothing. replays: how often in a row it was begun
-            again without a new token since. worker: name of the one that has it. place: see `Place`.
-        misses: how often in a row no worker took it in time from the one that offered it.
-        targets: names of workers that fetched it from that one, or tried to, since it was begun.
-        keys: of its prompt's blocks, see `PrefixLedger`. spared: tokens that its worker is thought to hold already.
+        epoch: How often it was begun; updates of earlier epochs change nothing.
+        replays: How often in a row it was restarted without a new token since.
+        misses: How often in a row no worker took it in time from the one that offered it.
+        worker: Name of the worker that has it; None: none.
+        place: See `Place`.
+        keys: Keys of its prompt's blocks, see `PrefixLedger`.
+        spared: Tokens that its worker is thought to hold already.
+        targets: Names of workers that fetched it from that one, or tried to, since it was begun.
     """
 
     request: Request
@@ -73,7 +77,7 @@ class LedgerEntry:
     replays: int = 0
     misses: int = 0
     worker: str | None = None
-    place: Place = "nowhere"
+    place: Place = "unplaced"
     keys: tuple[bytes, ...] = ()
     spared: int = 0
     targets: set[str] = field(default_factory=set)
@@ -84,7 +88,7 @@ class LedgerEntry:
             self.request = replace(self.request, params=replace(params, seed=secrets.randbits(63)))
         self._arrived = time.monotonic()
         self._times = Times(self._arrived)
-        self._answers = [AnswerRecord() for _ in range(params.n)]
+        self._answers = [SentCompletion() for _ in range(params.n)]
         self._prompt_ids: tuple[int, ...] = ()
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._read = self._cached = 0
@@ -100,8 +104,8 @@ class LedgerEntry:
         if self.begun:
             return 0
         prompt = self.request.prompt
-        given = len(prompt) // 4 + 1 if isinstance(prompt, str) else len(_ids(prompt))
-        return max((len(self._prompt_ids) or given) - self.spared, 1)
+        n_prompt = len(prompt) // 4 + 1 if isinstance(prompt, str) else len(_ids(prompt))
+        return max((len(self._prompt_ids) or n_prompt) - self.spared, 1)
 
     @property
     def begun(self) -> bool:
@@ -124,9 +128,9 @@ class LedgerEntry:
         return sum(answer.kv.kv_bytes for answer in self._answers if answer.kv is not None)
 
     def again(self) -> Request:
-        """The request for another worker, with the tokens that the client has; and what is left of its time.
+        """Return the request for another worker, with the client's tokens and the remaining time.
 
-        The prompt is read and planned as a prompt, and the tokens of the answers are fed behind it.
+        The prompt is read and planned as a prompt, and the tokens of the answers are fed after it.
         """
         request, tokens = self.request, tuple(tuple(answer.tokens) for answer in self._answers)
         deadline = request.deadline
@@ -135,13 +139,13 @@ class LedgerEntry:
         known = tokens if any(tokens) else request.known
         return replace(request, request_id=self.name, known=known, deadline=deadline)
 
-    def add(self, update: RequestUpdate, now: float) -> bool:
+    def add(self, update: RequestDelta, now: float) -> bool:
         """Take in an update of the current epoch; returns whether the client has to hear of it."""
         self._prompt_ids = update.prompt_ids or self._prompt_ids
         self._prompt_logprobs = update.prompt_logprobs or self._prompt_logprobs
         pairs = zip(self._answers, update.answers, strict=False)
-        grown = [answer.add(new) for answer, new in pairs if answer.finish_reason is None]
-        if any(grown):
+        changes = [answer.add(new) for answer, new in pairs if answer.finish_reason is None]
+        if any(changes):
             self.replays = 0
         started, first = (None if age is None else now - age for age in (update.started_s, update.first_token_s))
         times = self._times
@@ -153,15 +157,15 @@ class LedgerEntry:
         further = update.read > self._read
         if further:
             self._read, self._cached = update.read, update.cached
-        return any(grown) or update.finished or (further and self.request.tell_read)
+        return any(changes) or update.finished or (further and self.request.tell_read)
 
     def end(self, reason: FinishReason) -> None:
-        """All answers that grow end as they are."""
+        """End all unfinished answers as they are."""
         for answer in self._answers:
             answer.finish_reason = answer.finish_reason or reason
 
     def output(self, *, finished: bool = False, error: MillpondError | None = None) -> RequestOutput:
-        """As far as it has come."""
+        """Return the output so far."""
         prompt = self.request.prompt
         return RequestOutput(
             self.request.request_id,
@@ -189,14 +193,15 @@ class LedgerEntry:
 
 
 def check_movable(request: Request) -> None:
-    """
+    """Check that a request can move between engines.
+
     Raises:
-        OptionError: a prompt with chunks, which lie in the store of one engine.
+        OptionError: a prompt with chunks, which are in the store of one engine.
     """
     if isinstance(request.prompt, Prompt):
         raise OptionError("prompts with chunks need the chunk store of one engine: give texts, or use millpond.LLM")
 
 
 def _ids(prompt: str | tuple[int, ...] | Prompt) -> tuple[int, ...]:
-    """The token ids of a prompt that was given as such; none of another."""
+    """Return the token ids of a prompt that was given as such; none of another."""
     return prompt if isinstance(prompt, tuple) else ()
