@@ -19,13 +19,13 @@ SHAPE = AttentionShape(0.5)
 
 
 def make(policy: Policy, pool: PagePool) -> BatchCache:
-    timeline = PositionTracker()
+    tracker = PositionTracker()
     return BatchCache(
         [
-            LayerCache(i, policy, lambda *_: BUDGET, lambda *_: pool, timeline, between_chunks=False)
+            LayerCache(i, policy, lambda *_: BUDGET, lambda *_: pool, tracker, between_chunks=False)
             for i in range(LAYERS)
         ],
-        timeline,
+        tracker,
     )
 
 

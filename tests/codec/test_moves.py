@@ -34,7 +34,7 @@ class Moves(RuleBasedStateMachine):
         start = self.pair[0].columns
         qkv = tuple(t[:, :, start : start + n].expand(self.sequences, -1, -1, -1) for t in TEXT)
         for cache in self.pair:
-            cache.timeline.begin_pass()
+            cache.tracker.begin_pass()
             cache.attend(*qkv, None, SHAPE)
 
     @rule(n=st.integers(2, 60))
@@ -52,20 +52,20 @@ class Moves(RuleBasedStateMachine):
         chosen = [o % self.sequences for o in order]
         for cache in self.pair:
             cache.select(chosen)
-            cache.timeline.select(chosen)
+            cache.tracker.select(chosen)
         self.sequences = len(chosen)
 
     @precondition(lambda self: not self.states)
     @rule()
     def fork(self) -> None:
-        self.states = [[cache.fork(), cache.columns, cache.timeline.seen.copy()] for cache in self.pair]
+        self.states = [[cache.fork(), cache.columns, cache.tracker.seen.copy()] for cache in self.pair]
 
     @precondition(lambda self: self.states)
     @rule()
     def restore(self) -> None:
         for cache, (state, columns, seen) in zip(self.pair, self.states, strict=True):
             cache.restore(state)
-            cache.timeline.rewind(columns, seen)
+            cache.tracker.rewind(columns, seen)
         self.states = []
 
     def drop_states(self) -> None:
@@ -118,7 +118,7 @@ def test_crop_of_a_full_cache(codec: str, n: int) -> None:
     decode(cache, qkv, 200, 230)
     before = cache.read(0)
     tokens_ = np.array([n])
-    cache.timeline.rewind(230 - n, cache.timeline.seen - n)
+    cache.tracker.rewind(230 - n, cache.tracker.seen - n)
     cache.truncate(n, tokens_)
     assert positions(cache) == [list(range(230 - n))] * 2
     assert torch.equal(cache.read(0).keys[:, : 230 - n], before.keys[:, : 230 - n])
@@ -138,11 +138,11 @@ def test_drafts_are_taken_back_exactly(codec: str, accepted: int) -> None:
     feed(plain, qkv, 0, 195)
     decode(plain, qkv, 195, 196 + accepted)
     feed(drafted, qkv, 0, 195)
-    journal = DraftRollback(drafted.timeline, recording=True)
+    journal = DraftRollback(drafted.tracker, recording=True)
     wrong = tuple(t.flip(2) for t in tokens(8, seed=8))
     right = tuple(t[:, :, 195 : 196 + accepted] for t in qkv)
     own = tuple(torch.cat([t, w[:, :, accepted:7]], 2) for t, w in zip(right, wrong, strict=True))
-    drafted.timeline.begin_pass()
+    drafted.tracker.begin_pass()
     journal.attend(drafted, *own, None, SHAPE)
     journal.crop([drafted], 7 - accepted)
     assert positions(plain) == positions(drafted)
@@ -159,7 +159,7 @@ def test_reordered_beams_go_on_as_their_own(codec: str) -> None:
     feed(cache, qkv, 0, 180)
     decode(cache, qkv, 180, 200)
     cache.select([1, 1, 0])
-    cache.timeline.select([1, 1, 0])
+    cache.tracker.select([1, 1, 0])
     turned = tuple(t[[1, 1, 0]] for t in qkv)
     out = torch.cat(decode(cache, turned, 200, 300), 2)
     own = tuple(t[1:] for t in qkv)

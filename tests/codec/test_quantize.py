@@ -42,7 +42,7 @@ def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch:
     cache, qkv = make(codec, "h2o", 180, sinks=1, recent=0.1), tokens(290)
     feed(cache, qkv, 0, 200)
     for t in range(200, 200 + steps):
-        quantize.quantize_due(parts(cache)[0], cache.timeline.seen > 0)
+        quantize.quantize_due(parts(cache)[0], cache.tracker.seen > 0)
         expected = attention(cache, *(x[:, :, t : t + 1] for x in qkv))
         out = feed(cache, qkv, t, t + 1)
         assert (out[0] - expected).abs().max() < bound, t
@@ -151,7 +151,7 @@ def test_no_page_falls_due_in_quiet_steps(codec: str, method: str) -> None:
         feed(cache, qkv, t, t + 1)
         if t == 200:
             cache.select([2, 0, 1])
-            cache.timeline.select([2, 0, 1])
+            cache.tracker.select([2, 0, 1])
     assert 250 < quiet < 300
     check(cache)
 

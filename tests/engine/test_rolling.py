@@ -101,7 +101,7 @@ def test_thousands_of_tokens_stay_within_the_budget(method: str) -> None:
         for output in engine.step():
             kv = output.completions[0].kv
             found = engine.cache_of("long")
-            assert found is None or int(found[0].timeline.seen.max(initial=0)) <= CONTEXT
+            assert found is None or int(found[0].tracker.seen.max(initial=0)) <= CONTEXT
             if kv is not None and kv.seen > 1000:
                 held.add((kv.held, kv.kv_bytes))
                 assert kv.evicted == (kv.seen - BUDGET) * 4
@@ -151,7 +151,7 @@ def test_codes_stay_when_positions_change(method: str, codec: str) -> None:
     done = finish(first, 120)
     found = first.cache_of("bb")
     assert found is not None
-    assert found[0].timeline.closed[found[1]] > 0
+    assert found[0].tracker.closed[found[1]] > 0
     table = found[0].layers[1].table
     assert table is not None
     assert table.sealed is not None
@@ -174,13 +174,13 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     rotation = stack._rotations[1]
     assert rotation is not None
     before = core.read(sequence)
-    seen = int(stack.timeline.seen[sequence])
+    seen = int(stack.tracker.seen[sequence])
     stack.close_gaps(sequence)
     after = core.read(sequence)
     n = int((before.positions[0] >= 0).sum())
     assert after.positions[0, :n].tolist() == list(range(n))
-    assert stack.timeline.seen[sequence] == n < seen
-    assert stack.timeline.closed[sequence] == seen - n
+    assert stack.tracker.seen[sequence] == n < seen
+    assert stack.tracker.closed[sequence] == seen - n
     here, there = before.positions[:1, :n].long(), after.positions[:1, :n].long()
     turned = rotation.rotate(rotation.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
     torch.testing.assert_close(after.keys[:, :n], turned, rtol=0.02, atol=0.02)

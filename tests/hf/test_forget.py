@@ -273,7 +273,7 @@ def test_a_document_remembers_what_was_forgotten(tmp_path: Path) -> None:
         expected = model()(ids(5, 1), past_key_values=cache).logits
     restored, _ = mp.restore_document(model(), tmp_path / "text.safetensors")
     with restored:
-        assert restored.timeline.marks.dropped.of(0) == ((4, 9),)
+        assert restored.tracker.marks.dropped.of(0) == ((4, 9),)
         assert torch.equal(model()(ids(5, 1), past_key_values=restored).logits, expected)
         with pytest.raises(CacheMismatchError, match="cannot take back"):
             restored.crop(-2)

@@ -231,7 +231,7 @@ def test_what_was_broken_off_between_two_parts_can_go_on() -> None:
     expected = run("h2o", ids, mask, budget=60)
 
     def stop(*_: Any) -> None:
-        if cache.timeline.columns == 110:
+        if cache.tracker.columns == 110:
             raise KeyboardInterrupt
 
     with torch.no_grad(), mp.compress(model, "h2o", 60) as cache:

@@ -181,7 +181,7 @@ def test_a_prompt_in_chunks_holds_them_while_it_is_read() -> None:
         cache.protect(SPANS)
         for part in ids.split(16, 1):
             model(part, cache=cache)
-            seen = int(cache.timeline.seen[0])
+            seen = int(cache.tracker.seen[0])
             for layer in range(2):
                 for row in cache.positions(layer):
                     assert set(row) >= {position for position in KEPT if position < seen}

@@ -263,11 +263,11 @@ def test_what_it_has_read_is_shared_until_one_goes_on() -> None:
     before = cache.companions.contexts[0]
     state = cache.fork()
     other = text(60, seed=5)
-    seen = cache.timeline.seen.copy()
+    seen = cache.tracker.seen.copy()
     read(cache, other, 31, 32)
     assert cache.companions.contexts[0].buffer is before.buffer
     cache.restore(state)
-    cache.timeline.rewind(31, seen)
+    cache.tracker.rewind(31, seen)
     read(cache, parts, 31, 32)
     assert cache.companions.contexts[0].buffer is not before.buffer
     whole = layer_cache(policy_of(gates, window=60), ALL)

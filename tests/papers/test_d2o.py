@@ -177,7 +177,7 @@ def test_the_threshold_is_of_each_sequence_and_forgotten_with_it() -> None:
     cache = run(layer({}), 12, k, q, v, prompt=20)
     assert set(cache.companions.memories) == {0}
     cache.reset()
-    cache.timeline.reset()
+    cache.tracker.reset()
     assert not cache.companions.memories
     again = run(layer({}), 12, q, k, v, prompt=20)
     assert torch.equal(again.read(0).values, fresh.read(0).values)

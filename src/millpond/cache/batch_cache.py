@@ -33,7 +33,7 @@ class BatchCache:
     """A batch of sequences that read or decode in step. Holds pages until it is cleared.
 
     Args:
-        layers: one per layer with attention, new ones. timeline: theirs. before_plan: called when the prompt is about
+        layers: one per layer with attention, new ones. tracker: theirs. before_plan: called when the prompt is about
             to be planned. states: of the layers that hold some, in a hybrid. tier: of the layers whose pages lie on a
             disk between passes; None: all stay. rotations: how each layer's keys turn, None for one whose keys have no
             rotary position; empty where gaps never close.
@@ -45,7 +45,7 @@ class BatchCache:
     def __init__(
         self,
         cores: Sequence[LayerCache],
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         before_plan: Callable[[], None] = lambda: None,
         states: RecurrentStates | None = None,
         tier: DiskTier | None = None,
@@ -54,7 +54,7 @@ class BatchCache:
         self._rotations = rotations
         self.layers = list(cores)
         self.tier = tier
-        self.timeline = timeline
+        self.tracker = tracker
         self.states = states
         self._before_plan = before_plan
         self._swapped: list[list[SwappedPages]] | None = None
@@ -64,7 +64,7 @@ class BatchCache:
     @property
     def n_seq(self) -> int:
         """Sequences held."""
-        return self.timeline.n_seq
+        return self.tracker.n_seq
 
     @property
     def reading(self) -> bool:
@@ -100,9 +100,9 @@ class BatchCache:
     def mark(self, marks: PromptMarks) -> None:
         """Let every head of every layer keep what is to stay of the one text that is read, or begins next."""
         if self.n_seq:
-            self.timeline.marks.add(marks, 0)
+            self.tracker.marks.add(marks, 0)
         else:
-            self.timeline.marks.expect(marks)
+            self.tracker.marks.expect(marks)
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
         """Let the entries in spans of the text of a sequence leave every head of every layer; later ones stay.
@@ -113,7 +113,7 @@ class BatchCache:
         for core in self.layers if spans else ():
             with self.here(core):
                 core.drop_spans(sequence, spans)
-        self.timeline.marks.dropped.add(spans, sequence)
+        self.tracker.marks.dropped.add(spans, sequence)
 
     def begin_with(
         self, tables: Sequence[PageTable], ids: Tensor | None = None, sums: Sequence[LayerSums] | None = None
@@ -127,10 +127,10 @@ class BatchCache:
         each: Sequence[LayerSums | None] = sums or [None] * len(tables)
         for core, table, own in zip(self.layers, tables, each, strict=True):
             core.begin_with(table, columns, own)
-        if self.timeline.tokens is not None and ids is not None:
-            self.timeline.adopt(ids[None, :columns])
+        if self.tracker.tokens is not None and ids is not None:
+            self.tracker.adopt(ids[None, :columns])
         else:
-            self.timeline.begin_with(columns)
+            self.tracker.begin_with(columns)
 
     def sums(self, begin: int) -> list[LayerSums]:
         """What the policy has summed over the queries of the only sequence so far, see `LayerCache.sums`."""
@@ -140,7 +140,7 @@ class BatchCache:
 
     def begin(self, ids: Tensor) -> None:
         """A pass with these tokens (n_seq, columns) begins."""
-        self.timeline.begin_pass(ids)
+        self.tracker.begin_pass(ids)
 
     def join(self, other: BatchCache) -> None:
         """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
@@ -148,8 +148,8 @@ class BatchCache:
             core.join(joining)
         if self.states is not None and other.states is not None:
             self.states.join(other.states)
-        self.timeline.join(other.timeline)
-        other.timeline.reset()
+        self.tracker.join(other.tracker)
+        other.tracker.reset()
 
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences, in this order; of none, hold nothing."""
@@ -162,7 +162,7 @@ class BatchCache:
             core.select(sequences)
         if self.states is not None:
             self.states.select(sequences)
-        self.timeline.select(sequences)
+        self.tracker.select(sequences)
 
     def part(self, sequences: list[int], into: BatchCache) -> None:
         """Move some sequences to `into`, an empty stack of the same kind."""
@@ -178,7 +178,7 @@ class BatchCache:
             core.lend(sequences, other)
         if self.states is not None and into.states is not None:
             self.states.part(sequences, into.states)
-        into.timeline.join(self.timeline.copy(sequences))
+        into.tracker.join(self.tracker.copy(sequences))
 
     def clear(self) -> None:
         """Give every page back and forget every sequence."""
@@ -186,7 +186,7 @@ class BatchCache:
             core.reset()
         if self.states is not None:
             self.states.reset()
-        self.timeline.reset()
+        self.tracker.reset()
         self._forget_swapped()
 
     # ------------------------------------------------------------------ positions
@@ -202,7 +202,7 @@ class BatchCache:
         end = max(core.least_end(sequence) for core in self.layers)
         for core, rotation in zip(self.layers, self._rotations, strict=True):
             core.close_gaps(sequence, end, rotation)
-        self.timeline.close(sequence, end)
+        self.tracker.close(sequence, end)
 
     # ------------------------------------------------------------------ room
 

@@ -30,7 +30,7 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     """
     if not 0 <= layer < len(stack.layers):
         raise OptionError(f"layer {layer}: the model has layers 0 to {len(stack.layers) - 1}")
-    seen = int(stack.timeline.seen[sequence] + stack.timeline.closed[sequence])
+    seen = int(stack.tracker.seen[sequence] + stack.tracker.closed[sequence])
     core = stack.layers[layer]
     table = core.table
     n_heads = 0 if table is None else table.n_kv_heads
@@ -77,7 +77,7 @@ def _marks(core: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]]:
     if (sealed := table.sealed) is not None:
         rows = sealed.rows(sequence)
         found.append((sealed.positions(rows).cpu(), sealed.scores(rows).cpu()))
-    if core.timeline.closed[sequence]:
+    if core.tracker.closed[sequence]:
         found = [(core.text_positions(sequence, at), scores) for at, scores in found]
     return found
 

@@ -74,16 +74,16 @@ class MillpondCache(Cache):
         self.text = TextRead()
         self.filled_inside = False  # whether what it holds was read by `generate` inside its `with` block
         self._used = self._closed = False
-        self.timeline = PositionTracker()
+        self.tracker = PositionTracker()
         self._image_ids = profile.image_ids
         needs = policy.needs
         if needs.token_ids or self._image_ids:
-            self.timeline.tokens = TokenIds(required=needs.token_ids)
+            self.tracker.tokens = TokenIds(required=needs.token_ids)
         repeat = needs.prompt_repeat
         self.rebuilder = None if repeat is None else PromptReconstruction(profile, model.device, repeat)
         self._between_chunks = between_chunks
         self._croppable = croppable
-        self.journal = DraftRollback(self.timeline, truncatable=croppable)
+        self.journal = DraftRollback(self.tracker, truncatable=croppable)
         self._pools = pools
         self.kin: weakref.WeakSet[MillpondCache] = weakref.WeakSet([self])  # that share the pools
         self.make_another: Callable[[PreTrainedModel], MillpondCache] | None = None  # of this kind, in these pools
@@ -100,9 +100,9 @@ class MillpondCache(Cache):
             make(
                 index,
                 policy,
-                partial(_entries, budgets, policy, self.timeline, index),
+                partial(_entries, budgets, policy, self.tracker, index),
                 of.plain,
-                self.timeline,
+                self.tracker,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
                 rotation=rotation,
                 sealed=of.sealing,
@@ -164,8 +164,8 @@ class MillpondCache(Cache):
             some = self.states.layers or self.shared_layers
             also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if some else ""
             raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
-        if not 0 <= sequence < max(self.timeline.n_seq, 1):
-            raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")
+        if not 0 <= sequence < max(self.tracker.n_seq, 1):
+            raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.tracker.n_seq}")
         rows = core.read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
@@ -202,7 +202,7 @@ class MillpondCache(Cache):
                 raises `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
-        protect_spans(self.timeline, self.policy, self._pools.codecs, spans, share, sequence)
+        protect_spans(self.tracker, self.policy, self._pools.codecs, spans, share, sequence)
 
     @no_autograd
     def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:
@@ -223,10 +223,10 @@ class MillpondCache(Cache):
             PoolFullError: no room for copies of pages that forks hold; call it again when there is.
         """
         self.passes.check_free()
-        if self.states.in_pass or self._first_out_of_step(self.timeline.columns) is not None:
+        if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
-        chosen = list(range(self.timeline.n_seq)) if sequence is None else [sequence]
-        found = spans_in(chosen, self.timeline.seen, spans)
+        chosen = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
+        found = spans_in(chosen, self.tracker.seen, spans)
         check_forgets(self)
         check_not_kept(self, chosen, found)
         self.journal.settle()
@@ -235,7 +235,7 @@ class MillpondCache(Cache):
             for number in chosen:
                 core.drop_spans(number, found)
         for number in chosen:
-            self.timeline.marks.dropped.add(found, number)
+            self.tracker.marks.dropped.add(found, number)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
@@ -254,7 +254,7 @@ class MillpondCache(Cache):
         if model is None or self.make_another is None or self._closed:
             raise CacheMismatchError("this cache is closed, or its model is gone: fork it before")
         self.passes.check_free()
-        if self.states.in_pass or self._first_out_of_step(self.timeline.columns) is not None:
+        if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
         other = self.make_another(model)
         other._used = True
@@ -280,11 +280,11 @@ class MillpondCache(Cache):
         """Count the text of these ids (1, n) as read; the layers hold the kept entries."""
         self._used = True
         self.text.add(ids, 0)
-        self.timeline.adopt(ids)
+        self.tracker.adopt(ids)
         for core in self.layer_caches:
             core.columns = ids.shape[1]
         if self.rebuilder is not None:
-            self.rebuilder.adopt(self.timeline.seen)
+            self.rebuilder.adopt(self.tracker.seen)
 
     def watch(self, observer: Observer | None) -> None:
         """Show `observer` what each layer attends with, pass by pass, before it is stored; None: no longer."""
@@ -304,7 +304,7 @@ class MillpondCache(Cache):
         self.journal.truncatable = self._croppable
         super().reset()  # type: ignore[no-untyped-call]
         self.states.reset()
-        self.timeline.reset()
+        self.tracker.reset()
         self.text.reset()
         self.filled_inside = False
         if self.rebuilder is not None:
@@ -364,7 +364,7 @@ class MillpondCache(Cache):
         self._select([int(i) for i in beam_idx.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select([s for s in range(self.timeline.n_seq) for _ in range(repeats)])
+        self._select([s for s in range(self.tracker.n_seq) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
@@ -394,7 +394,7 @@ class MillpondCache(Cache):
 
     @no_autograd
     def _select(self, sequences: list[int]) -> None:
-        if sequences == list(range(self.timeline.n_seq)):
+        if sequences == list(range(self.tracker.n_seq)):
             return
         self.journal.settle()
         self.text.select(sequences)
@@ -403,7 +403,7 @@ class MillpondCache(Cache):
         for core in self.layer_caches:
             core.select(sequences)
         self.states.select(sequences)
-        self.timeline.select(sequences)
+        self.tracker.select(sequences)
         if self.rebuilder is not None:
             self.rebuilder.select(sequences)
 
@@ -416,25 +416,25 @@ class MillpondCache(Cache):
             CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
             UnsupportedModelError: the states begin at zero in a pass of several tokens, and this is a later one.
         """
-        behind = self._first_out_of_step(self.timeline.columns)
+        behind = self._first_out_of_step(self.tracker.columns)
         if behind is not None:
             raise CacheMismatchError(
                 f"layer {behind[0]} has seen {behind[1].columns} tokens where the cache has seen "
-                f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
+                f"{self.tracker.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
         for other in self.kin:  # pages and their counts are shared
             other.passes.check_free()
         if self.entropies is not None:
             self.entropies.check_running()
-        if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.timeline.columns):
+        if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.tracker.columns):
             self._rebuild()
-        self.states.begin_pass(self.timeline.columns, length)
+        self.states.begin_pass(self.tracker.columns, length)
         self._clear_shared()
         self._used = True
-        self.text.add(ids, self.timeline.columns)
-        self.timeline.begin_pass(ids)
+        self.text.add(ids, self.tracker.columns)
+        self.tracker.begin_pass(ids)
         self.journal.draft = draft
-        self._before_pass = self.timeline.columns
+        self._before_pass = self.tracker.columns
 
     def end_pass(self) -> None:
         """A forward pass came to its end.
@@ -442,7 +442,7 @@ class MillpondCache(Cache):
         Raises:
             UnsupportedModelError: a layer of the model did not use the cache.
         """
-        behind = self._first_out_of_step(max(self.timeline.columns, self._before_pass + 1))
+        behind = self._first_out_of_step(max(self.tracker.columns, self._before_pass + 1))
         if behind is not None:
             raise UnsupportedModelError(
                 f"layer {behind[0]} was given no keys and values in this pass, so the model does not use its cache "
@@ -450,7 +450,7 @@ class MillpondCache(Cache):
             )
         self.states.end_pass()
         self._clear_shared()
-        if self.parts.waits(self.timeline.columns):
+        if self.parts.waits(self.tracker.columns):
             give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
             return
         in_parts = self.parts.end()
@@ -487,11 +487,11 @@ class MillpondCache(Cache):
 def _entries(
     budgets: LayerBudgets,
     policy: Policy,
-    timeline: PositionTracker,
+    tracker: PositionTracker,
     layer: int,
     table: PageTable,
     sequence: int,
     seen: int,
 ) -> int:
     """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
-    return budgets.entries(layer, table, sequence, seen, timeline.marks.kept.count(sequence, policy.protect.sinks))
+    return budgets.entries(layer, table, sequence, seen, tracker.marks.kept.count(sequence, policy.protect.sinks))

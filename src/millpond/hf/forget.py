@@ -53,7 +53,7 @@ def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence
         OptionError: a span holds tokens that `protect` keeps.
     """
     for sequence in sequences:
-        check_apart(spans, cache.timeline.marks.kept.of(sequence), "protect() keeps")
+        check_apart(spans, cache.tracker.marks.kept.of(sequence), "protect() keeps")
 
 
 def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tuple[Span, ...]:

@@ -39,8 +39,8 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
     other.journal.truncatable = cache.journal.truncatable
     if cache.entropies is not None:
         cache.entropies.tell()
-    other.timeline.become(cache.timeline)
-    sequences = list(range(cache.timeline.n_seq))
+    other.tracker.become(cache.tracker)
+    sequences = list(range(cache.tracker.n_seq))
     for core, new in zip(cache.layer_caches, other.layer_caches, strict=True):
         if core.table is not None:
             core.lend(sequences, new)

@@ -62,7 +62,7 @@ class MillpondLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Sequences held, -1 before the first token."""
-        return self.core.timeline.n_seq or -1
+        return self.core.tracker.n_seq or -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages are taken when the first entries arrive."""

@@ -194,7 +194,7 @@ def save_filters(cache: MillpondCache, path: str | Path) -> None:
     found = []
     for core in cache.layer_caches:
         total = core.moments(0)
-        for sequence in range(1, cache.timeline.n_seq):
+        for sequence in range(1, cache.tracker.n_seq):
             total = total + core.moments(sequence)
         found.append(query_directions(total, core.stored.shape[1]).float().cpu())
     save_file({"q_filters": torch.stack(found)}, path)

@@ -71,8 +71,8 @@ class PromptParts:
         """Tokens that a sequence of `seen` tokens will have at the prompt's end, as far as it is known."""
         if not self._end:
             return seen
-        timeline = self._cores[0].timeline
-        pads = timeline.columns - int(timeline.seen[sequence])
+        tracker = self._cores[0].tracker
+        pads = tracker.columns - int(tracker.seen[sequence])
         return max(seen, self._end - pads)
 
     def end(self) -> bool:

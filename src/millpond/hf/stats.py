@@ -62,7 +62,7 @@ class CacheStats:
 def measure(cache: LayerCaches) -> CacheStats:
     """Counts and bytes as they are now; pages that it shares with others that were forked count in each."""
     stored = [core.stored for core in cache.layer_caches]
-    seen = cache.timeline.seen
+    seen = cache.tracker.seen
     entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
     tables = [core.table for core in cache.layer_caches if core.table is not None]
     full = numbers = 0

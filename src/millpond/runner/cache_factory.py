@@ -149,10 +149,10 @@ class CacheFactory(CacheLayout):
 
     def stack(self, prompt: int = 0) -> BatchCache:
         """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""
-        timeline = PositionTracker()
+        tracker = PositionTracker()
         if self.policy.needs.token_ids:
-            timeline.tokens = TokenIds()
-        cores = self._cores(timeline, prompt)
+            tracker.tokens = TokenIds()
+        cores = self._cores(tracker, prompt)
         for core, pattern in zip(cores, self._pattern, strict=True):
             core.attention.rope, core.attention.outputs = pattern.attention.rope, pattern.attention.outputs
             core.attention.shares_runs = not self._model.deterministic
@@ -161,7 +161,7 @@ class CacheFactory(CacheLayout):
             self._budgets.cores = cores
 
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
-        stack = BatchCache(cores, timeline, before_plan, states, self.tier, self._rotations)
+        stack = BatchCache(cores, tracker, before_plan, states, self.tier, self._rotations)
         stack.reading = prompt > 0
         return stack
 
@@ -169,9 +169,9 @@ class CacheFactory(CacheLayout):
     def state_bytes(self) -> int:
         return 0 if self._model.states is None else self._model.states.nbytes
 
-    def _cores(self, timeline: PositionTracker, prompt: int) -> list[LayerCache]:
+    def _cores(self, tracker: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
-            kept = timeline.marks.kept.count(sequence, self.policy.protect.sinks)
+            kept = tracker.marks.kept.count(sequence, self.policy.protect.sinks)
             return self._budgets.entries(layer, table, sequence, self.within_reach(max(seen, prompt)), kept)
 
         cores = [
@@ -180,7 +180,7 @@ class CacheFactory(CacheLayout):
                 self.policy,
                 partial(entries, index),
                 of.plain,
-                timeline,
+                tracker,
                 between_chunks=False,
                 rotation=self._rotation,
                 sealed=of.sealing,

@@ -62,7 +62,7 @@ def feed(
     cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, last: int, *, mask: Tensor | None = None
 ) -> Tensor:
     """Take in the tokens from `first` to `last` in one pass."""
-    cache.timeline.begin_pass()
+    cache.tracker.begin_pass()
     return cache.attend(*(t[:, :, first:last] for t in qkv), mask, SHAPE)
 
 

@@ -169,12 +169,12 @@ class DecodeStep:
         self,
         index: int,
         policy: Policy,
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         attention: PagedAttention,
         planner: Planner,
         companions: SequenceState,
     ) -> None:
-        self._index, self._policy, self._timeline = index, policy, timeline
+        self._index, self._policy, self._tracker = index, policy, tracker
         self._attention, self._planner, self._companions = attention, planner, companions
         self._rule: DecodeRule = policy.decode_rule(index)
         self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
@@ -294,7 +294,7 @@ class DecodeStep:
         rule, always = self._rule, self._rule.evict is Evict.NEVER
         if q_pos is None:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
-        table.kept = self._timeline.marks.kept.tensor(device)
+        table.kept = self._tracker.marks.kept.tensor(device)
         table.least = self._planner.least(table, positions, device)
         quantize.quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
@@ -322,11 +322,11 @@ class DecodeStep:
         if lse is not None and (not always or leaves or headwise is not None or self._policy.plans_each_step):
             self._finite.check(lse, columns)
         if headwise is not None:
-            assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"
-            headwise.apply(table, self._timeline.tokens, positions, shape.window, self._timeline.marks.kept)
+            assert self._tracker.tokens is not None, "token ids are kept for a policy that looks at them"
+            headwise.apply(table, self._tracker.tokens, positions, shape.window, self._tracker.marks.kept)
         if rivals is not None:
-            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._timeline.marks.kept)
+            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._tracker.marks.kept)
         if leaves:
             evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
         if self._demotes.evict is not Evict.NEVER:
-            quantize.demote_due(table, self._demotes, positions, self._timeline.marks.kept)
+            quantize.demote_due(table, self._demotes, positions, self._tracker.marks.kept)

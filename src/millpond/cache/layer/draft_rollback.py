@@ -54,7 +54,7 @@ class DraftRollback:
         truncatable: nothing ever leaves any layer, so that the newest entries can be cut off without a recording.
     """
 
-    timeline: PositionTracker
+    tracker: PositionTracker
     truncatable: bool = False
     recording: bool = False
     draft: int | None = None
@@ -75,7 +75,7 @@ class DraftRollback:
         q_now, k_now, v_now = (t[:, :, :certain] for t in (q, k, v))
         out = core.attend(q_now, k_now, v_now, _until(mask, draft), shape)
         self._columns = core.columns
-        self._seen = self.timeline.span_after(core.columns)
+        self._seen = self.tracker.span_after(core.columns)
         q, k, v = (t[:, :, certain:] for t in (q, k, v))
         self._drafts[core.index] = _Draft(core.fork(), q, k, v, mask, shape)
         return torch.cat([out, *self._drafts[core.index].replay(core, draft)], 2)
@@ -91,8 +91,8 @@ class DraftRollback:
             if self._drafts:
                 self._take_back(cores, n)
             else:
-                tokens = self.timeline.tokens_in_last(n)
-                self.timeline.rewind(self.timeline.columns - n, self.timeline.seen - tokens)
+                tokens = self.tracker.tokens_in_last(n)
+                self.tracker.rewind(self.tracker.columns - n, self.tracker.seen - tokens)
                 for core in cores:
                     core.truncate(n, tokens)
         self.settle()
@@ -110,15 +110,15 @@ class DraftRollback:
         self.recording = False
 
     def _take_back(self, cores: list[LayerCache], n: int) -> None:
-        self.timeline.rewind(self._columns, self._seen)
+        self.tracker.rewind(self._columns, self._seen)
         for core in cores:
             draft = self._drafts[core.index]
             core.restore(draft.state)
             draft.replay(core, draft.length - n)
 
     def _check(self, cores: list[LayerCache], n: int) -> None:
-        if n > self.timeline.columns:
-            raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.timeline.columns}")
+        if n > self.tracker.columns:
+            raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.tracker.columns}")
         for core in cores:
             draft = self._drafts.get(core.index)
             covered = core.truncatable if not self._drafts else draft is not None and n <= draft.length

@@ -224,7 +224,7 @@ class LatentCache(LayerCache):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """As `LayerCache.attend`; k and v are latents, the output has the model's own value size."""
         if self.attention.expansion is not None:
-            span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
+            span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
             self.attention.expansion.place(span)
         return super().attend(q, k, v, mask, shape)
 

@@ -42,7 +42,7 @@ class LayerCache(LayerStorage):
         policy: what is kept.
         entries: `entries(table, sequence, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
         pool: where pages of a shape lie. reading: where those of a prompt lie until its plan; None: in the same pool.
-        timeline: shared by all layers.
+        tracker: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
         rotation: how keys are rotated by position, for policies with cache-relative positions.
         sealed: `sealed(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None: they
@@ -66,22 +66,22 @@ class LayerCache(LayerStorage):
         policy: Policy,
         entries: Callable[[PageTable, int, int], int],
         pool: FindPool,
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         *,
         between_chunks: bool = True,
         rotation: RotaryEmbedding | None = None,
         sealed: Callable[[int, int, int, int, int, torch.device], PackedPart] | None = None,
         reading: FindPool | None = None,
     ) -> None:
-        super().__init__(index, policy, timeline, SequenceState.of(policy, index, rotation))
+        super().__init__(index, policy, tracker, SequenceState.of(policy, index, rotation))
         self.peek: ReconstructionProbe | None = None
         self.rebuilt: ReconstructionProbe | None = None
         self.reading = False
         self.scores_answers = True
         self.shared: SharedEntries | None = None
         self.attention = self._attention_type(index, self.companions)
-        self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
-        self._stepper = DecodeStep(index, policy, timeline, self.attention, self.planner, self.companions)
+        self.planner = Planner(policy, entries, tracker, self.attention, self.companions)
+        self._stepper = DecodeStep(index, policy, tracker, self.attention, self.planner, self.companions)
         self._passes = PromptPass(policy, self.attention, self.planner, self.companions, self._stepper)
         self._pool = pool
         self._sealed = sealed
@@ -134,7 +134,7 @@ class LayerCache(LayerStorage):
         Raises:
             PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
         """
-        span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
+        span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
         self.attention.shape = shape
         scores = self._entry_scores(q, k, v, span)
@@ -169,7 +169,7 @@ class LayerCache(LayerStorage):
         Raises:
             PoolFullError: see `attend`.
         """
-        span = self.timeline.span(self.columns, part.length, 1, None, q.device)
+        span = self.tracker.span(self.columns, part.length, 1, None, q.device)
         k, v = part.complete(self.index, k, v)
         table = self._table if self._table is not None and self._opened else self.allocate(k[None], v[None], shape)
         self.attention.shape = shape
@@ -190,7 +190,7 @@ class LayerCache(LayerStorage):
         Returns:
             (S, Hq, value_dim).
         """
-        span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
+        span = self.tracker.span(self.columns, 1, q.shape[0], None, q.device)
         plain = self._table is not None and self._opened and self._table.basis is None
         if self._table is None or not plain or self.shared is not None or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
@@ -315,7 +315,7 @@ class LayerCache(LayerStorage):
 
     def _newest_span(self, table: PageTable, n_seq: int) -> ForwardSpan:
         """One more token of every sequence."""
-        return self.timeline.span(self.columns, 1, n_seq, None, table.pool.arrays.device)
+        return self.tracker.span(self.columns, 1, n_seq, None, table.pool.arrays.device)
 
     # ------------------------------------------------------------------ prompts
 
@@ -340,7 +340,7 @@ class LayerCache(LayerStorage):
             return 0
         if policy.prefill == "chunks":  # a chunk at most is held beyond the budget
             held = int(table.lengths().min(initial=0))
-            budget = self.planner.budget(table, 0, int(self.timeline.seen[0]) + n_tokens)
+            budget = self.planner.budget(table, 0, int(self.tracker.seen[0]) + n_tokens)
             n_tokens = min(n_tokens, policy.chunk + max(budget - held, 0))
         return table.pages_for(n_tokens, policy.observes_all or policy.prefill != "once")
 
@@ -367,7 +367,7 @@ class LayerCache(LayerStorage):
     def truncatable(self) -> bool:
         """Whether the newest entries can simply be cut off: nothing ever left."""
         follows = self.companions.focus is None or self.companions.focus.truncatable
-        return self.policy.keeps_all and not self.attention.shape.window and follows and not self.timeline.marks.dropped
+        return self.policy.keeps_all and not self.attention.shape.window and follows and not self.tracker.marks.dropped
 
     def reset(self) -> None:
         super().reset()

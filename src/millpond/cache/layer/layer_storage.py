@@ -87,10 +87,10 @@ class LayerStorage:
             these until the sequence ends.
     """
 
-    def __init__(self, index: int, policy: Policy, timeline: PositionTracker, companions: SequenceState) -> None:
+    def __init__(self, index: int, policy: Policy, tracker: PositionTracker, companions: SequenceState) -> None:
         self.index = index
         self.policy = policy
-        self.timeline = timeline
+        self.tracker = tracker
         self.columns = 0
         self.companions = companions
         self.lost: dict[int, DataError] = {}
@@ -169,7 +169,7 @@ class LayerStorage:
     def join(self, other: Self) -> None:
         """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.
 
-        Pages move, none is copied. Both timelines must be joined as well.
+        Pages move, none is copied. Both trackers must be joined as well.
         """
         table = other._require_table()
         if self._table is None:
@@ -200,7 +200,7 @@ class LayerStorage:
     def text_positions(self, sequence: int, at: Tensor) -> Tensor:
         """(H, n) int64: positions in the text of entries at `at` (H, n), -1 for none; gaps may have closed between."""
         at = at.long()
-        closed = int(self.timeline.closed[sequence])
+        closed = int(self.tracker.closed[sequence])
         if not closed:
             return at
         origins = self.companions.origins[sequence].to(at.device).long()
@@ -215,7 +215,7 @@ class LayerStorage:
     def close_gaps(self, sequence: int, end: int, rotation: RotaryEmbedding | None) -> None:
         """Move the entries of a sequence to consecutive positions that end before `end`, with keys turned to them.
 
-        Sinks stay where they are. The timeline follows when all layers have moved.
+        Sinks stay where they are. The tracker follows when all layers have moved.
 
         Args:
             rotation: of the layer's keys; None: they have no rotary position.
@@ -237,7 +237,7 @@ class LayerStorage:
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
         """Evict the entries of a sequence in spans of its text from every head; the others stay as they are.
 
-        The timeline follows when all layers have dropped them.
+        The tracker follows when all layers have dropped them.
 
         Raises:
             PoolFullError: no room for copies of pages that others hold; nothing was changed.
@@ -260,7 +260,7 @@ class LayerStorage:
             for sequence, lens in enumerate(self._table.lengths()):
                 gone = tokens[sequence].astype(np.int32)
                 if self._table.sealed is not None:
-                    gone = gone - quantize.truncate(self._table.sealed, sequence, int(self.timeline.seen[sequence]))
+                    gone = gone - quantize.truncate(self._table.sealed, sequence, int(self.tracker.seen[sequence]))
                 self._table.set_lengths(sequence, lens - gone)
             self.columns -= columns
 

@@ -88,7 +88,7 @@ class Planner:
     """The plans of one layer's sequences: what they need is gathered, what they leave is kept for the next.
 
     Args:
-        entries, timeline: see `LayerCache`.
+        entries, tracker: see `LayerCache`.
 
     Attributes:
         views: what the policy sees.
@@ -98,16 +98,16 @@ class Planner:
         self,
         policy: Policy,
         entries: Callable[[PageTable, int, int], int],
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         attention: PagedAttention,
         companions: SequenceState,
     ) -> None:
-        self.views = ViewBuilder(policy, timeline, attention, companions)
+        self.views = ViewBuilder(policy, tracker, attention, companions)
         self._policy = policy
         self._entries = entries
         self._attention = attention
         self._companions = companions
-        self._timeline = timeline
+        self._tracker = tracker
         slots = slot_plan(policy, attention.index)
         self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, companions)
 
@@ -131,9 +131,9 @@ class Planner:
     def _n_kept(self, sequence: int) -> int:
         """Positions of kept spans, those that no query of a sliding window will see, and sinks, left out."""
         window, first = self._attention.shape.window, self._policy.protect.sinks
-        if window and sequence < self._timeline.n_seq:
-            first = max(first, int(self._timeline.seen[sequence]) - window + 1)
-        return self._timeline.marks.kept.count(sequence, first)
+        if window and sequence < self._tracker.n_seq:
+            first = max(first, int(self._tracker.seen[sequence]) - window + 1)
+        return self._tracker.marks.kept.count(sequence, first)
 
     def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
         """Whether all is kept, or the budget holds all that a sliding window shows."""
@@ -142,7 +142,7 @@ class Planner:
 
     def least(self, table: PageTable, positions: np.ndarray, device: torch.device) -> Tensor | None:
         """Entries of spans that a decoding step at positions (S,) keeps, see `FairShares.least`."""
-        fair, window = self._timeline.marks.shares, self._attention.shape.window
+        fair, window = self._tracker.marks.shares, self._attention.shape.window
         if not fair:
             return None
         caps, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
@@ -150,9 +150,7 @@ class Planner:
         # heads of which each has a protection of its own: the least that one of them leaves
         free = (caps - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
         sinks = self._policy.protect.sinks
-        aside = self._timeline.marks.kept.counts(
-            np.maximum(self._timeline.seen - window + 1, sinks) if window else sinks
-        )
+        aside = self._tracker.marks.kept.counts(np.maximum(self._tracker.seen - window + 1, sinks) if window else sinks)
         return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
 
     # ------------------------------------------------------------------ what comes before a plan
@@ -250,7 +248,7 @@ class Planner:
         caps = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:
-            marks = self._timeline.marks
+            marks = self._tracker.marks
             apart = due & (marks.kept.marked(table.n_seq) | marks.shares.marked(table.n_seq))
             if (due & ~apart).any():
                 merger.merge(table, q_pos, due & ~apart)
@@ -287,7 +285,7 @@ class Planner:
         plan: EvictionPlan | None = None
         known = budget is not None and self._policy.needs_all_layers  # only the first plan asks what the prompt decided
         visible = min(seen, window) if window else seen
-        visible -= self._timeline.marks.dropped.count(sequence, seen - visible)
+        visible -= self._tracker.marks.dropped.count(sequence, seen - visible)
         once, bounded = self._policy.once, self._policy.bounded
         most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
         counts = alive.sum(1)
@@ -326,10 +324,10 @@ class Planner:
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, found, positions, order, seen)
-        if self._timeline.marks.shares:
+        if self._tracker.marks.shares:
             window = self._attention.shape.window
             visible = min(seen, window) if window else seen
-            fair = self._timeline.marks.shares.view(sequence, seen, visible, budget, aside, found.positions)
+            fair = self._tracker.marks.shares.view(sequence, seen, visible, budget, aside, found.positions)
             view = replace(view, fair=fair)
         plan = self._policy.plan(view, budget - n_kept, between=between)
         if plan.standing is not None:
@@ -352,7 +350,7 @@ class Planner:
             BudgetError: they leave less of the budget than the policy protects.
         """
         n_kept = self._n_kept(sequence)
-        aside = self._timeline.marks.kept.mask(sequence, positions, self._policy.protect.sinks) if n_kept else None
+        aside = self._tracker.marks.kept.mask(sequence, positions, self._policy.protect.sinks) if n_kept else None
         if aside is None:
             return None, 0
         least = self._policy.protect.minimum()

@@ -23,10 +23,10 @@ class ViewBuilder:
     """The views of one layer: they read what the policy asks for when it asks."""
 
     def __init__(
-        self, policy: Policy, timeline: PositionTracker, attention: PagedAttention, companions: SequenceState
+        self, policy: Policy, tracker: PositionTracker, attention: PagedAttention, companions: SequenceState
     ) -> None:
         self._policy = policy
-        self._timeline = timeline
+        self._tracker = tracker
         self._attention = attention
         self._companions = companions
 
@@ -41,7 +41,7 @@ class ViewBuilder:
             columns_of(found.scores, order),
             seen,
             self._attention.index,
-            int(self._timeline.origin[sequence]),
+            int(self._tracker.origin[sequence]),
             seen - begin if begin else 0,
             read_entries=lambda part: columns_of(self._attention.contents(table, found, part), order),
             outputs=self._attention.outputs,
@@ -86,7 +86,7 @@ class ViewBuilder:
 
     def _with_tokens(self, view: View, headwise: HeadRuleState, sequence: int, found: Entries, order: Tensor) -> View:
         """The view, with token ids and the attention by query head of candidates in the given order."""
-        tokens, attention = self._timeline.tokens, self._attention
+        tokens, attention = self._tracker.tokens, self._attention
         assert tokens is not None, "token ids are kept for a policy that looks at them"
 
         def look(begin: int, end: int) -> Tensor:

@@ -117,7 +117,7 @@ def cache_tensors(stack: BatchCache, *, later_prompts: bool = False) -> dict[str
         for core in stack.layers
         for name, t in _dense(to_tensors(core, later_prompts=later_prompts)).items()
     }
-    found["closed"] = torch.tensor(int(stack.timeline.closed[0]))
+    found["closed"] = torch.tensor(int(stack.tracker.closed[0]))
     return found | (state_tensors(stack.states) if isinstance(stack.states, States) else {})
 
 
@@ -181,8 +181,8 @@ def fill_cache(
     states: Any = stack.states
     if isinstance(states, States):
         restore_states(states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
-    stack.timeline.adopt(ids[None])
-    stack.timeline.closed[0] = len(text) - len(ids)
+    stack.tracker.adopt(ids[None])
+    stack.tracker.closed[0] = len(text) - len(ids)
     for core in stack.layers:
         core.columns = len(ids)
 

@@ -247,7 +247,7 @@ class RequestTransfer:
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
             fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)
-            one.timeline.marks.dropped.add(live.marks.forget, 0)
+            one.tracker.marks.dropped.add(live.marks.forget, 0)
             stack.join(one)
         except BaseException:
             one.clear()

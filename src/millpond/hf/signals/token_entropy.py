@@ -169,7 +169,7 @@ class TokenEntropyHook:
             return None
         ids = kwargs.get("input_ids", args[0] if args else None)
         self._ids = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
-        self._start = cache.timeline.columns
+        self._start = cache.tracker.columns
         self._asked = kwargs.get("logits_to_keep", 0)
         return args, {**kwargs, "logits_to_keep": 0} if "logits_to_keep" in kwargs else kwargs
 
@@ -196,24 +196,24 @@ class TokenEntropyHook:
     @no_autograd
     def _learn(self, cache: LayerCaches, start: int, logits: Tensor) -> None:
         """Take in the logits (S, Q, vocabulary) of the pass that began after `start` columns."""
-        timeline, ids = cache.timeline, self._ids
+        tracker, ids = cache.tracker, self._ids
         assert ids is not None, "a pass without ids was refused when it began"
-        span = timeline.span(start, timeline.columns - start, timeline.n_seq, None, logits.device)
+        span = tracker.span(start, tracker.columns - start, tracker.n_seq, None, logits.device)
         entropies = self._predictions.entropies(logits.detach(), ids.to(logits.device), span)
         decoding = span.decoding
         if span.length == 1 and decoding.all():
             self._decoded = decoding
             self._wait(cache, span, entropies)
             return
-        if len(self._decoded) != timeline.n_seq:
-            self._decoded = np.zeros(timeline.n_seq, dtype=bool)
+        if len(self._decoded) != tracker.n_seq:
+            self._decoded = np.zeros(tracker.n_seq, dtype=bool)
         began = (span.after > span.before) & ~decoding
         another_round = began & self._decoded
         self._decoded = (self._decoded & ~began) | decoding
         self.tell()
         factors = np.where(another_round, self._decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
-        for core in cache.layer_caches if self._settles and not cache.parts.waits(timeline.columns) else ():
+        for core in cache.layer_caches if self._settles and not cache.parts.waits(tracker.columns) else ():
             if core.pending:
                 core.settle()
         self._protected = 1
