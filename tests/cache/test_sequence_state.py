@@ -29,7 +29,7 @@ def go(cache: LayerCache, n: int, seed: int = 0) -> None:
 
 def remembered(cache: LayerCache) -> list[tuple[int, Any]]:
     """What each companion knows of each sequence, with the sequence's number."""
-    parts = cache.companions
+    parts = cache.sequence_state
     known = [parts.memories, parts.queries._last, parts.queries._moments, getattr(parts.focus, "_known", {})]
     return [(sequence, value) for part in known for sequence, value in part.items()]
 
@@ -47,7 +47,7 @@ def test_values_follow_their_sequences() -> None:
 def test_all_of_a_layer_follows(case: str) -> None:
     method, options = CASES[case]
     cache = layer_cache(METHODS.get(method)(**options), 20)
-    parts = cache.companions
+    parts = cache.sequence_state
     go(cache, 30)
     before = remembered(cache)
     assert {sequence for sequence, _ in before} == {0, 1}
@@ -56,7 +56,7 @@ def test_all_of_a_layer_follows(case: str) -> None:
     assert {sequence for sequence, _ in remembered(cache)} == {0, 1, 2}
     cache.reset()
     assert remembered(cache) == []
-    assert cache.companions is parts  # which the planner and the attention hold
+    assert cache.sequence_state is parts  # which the planner and the attention hold
 
 
 @pytest.mark.parametrize("case", CASES)

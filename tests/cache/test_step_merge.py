@@ -89,7 +89,7 @@ def test_equals_a_plan_at_each_step(case: str, dtype: torch.dtype) -> None:
         for x, y in ((a.keys, b.keys), (a.values, b.values), (a.scores, b.scores), (a.log_masses, b.log_masses)):
             assert (x is None) is (y is None)
             assert x is None or y is None or torch.allclose(x, y, atol=bound)
-    assert ours.companions.memories.keys() == theirs.companions.memories.keys()
+    assert ours.sequence_state.memories.keys() == theirs.sequence_state.memories.keys()
     for cache in (ours, theirs):
         assert cache.table is not None
         cache.table.pool.check_integrity([cache.table.held()])

@@ -96,7 +96,7 @@ def test_closed_gaps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run(first, 20)
     found = first.cache_of("long")
     assert found is not None
-    rolling = found[0].layers[0].companions.rolling
+    rolling = found[0].layers[0].sequence_state.rolling
     assert rolling is not None
     assert rolling.frames[0] > 0, "gaps were closed"
     second.import_request(first.export_request("long"))

@@ -260,31 +260,31 @@ def test_what_it_has_read_is_shared_until_one_goes_on() -> None:
     cache = layer_cache(policy_of(gates, window=60), ALL)
     read(cache, parts, 0, 30)
     read(cache, parts, 30, 31)  # a copy with room behind it
-    before = cache.companions.contexts[0]
+    before = cache.sequence_state.contexts[0]
     state = cache.fork()
     other = text(60, seed=5)
     seen = cache.tracker.seen.copy()
     read(cache, other, 31, 32)
-    assert cache.companions.contexts[0].buffer is before.buffer
+    assert cache.sequence_state.contexts[0].buffer is before.buffer
     cache.restore(state)
     cache.tracker.rewind(31, seen)
     read(cache, parts, 31, 32)
-    assert cache.companions.contexts[0].buffer is not before.buffer
+    assert cache.sequence_state.contexts[0].buffer is not before.buffer
     whole = layer_cache(policy_of(gates, window=60), ALL)
     read(whole, parts, 0, 32)
     assert torch.allclose(cache.read(0).scores, whole.read(0).scores, atol=1e-3)
-    assert not torch.allclose(cache.companions.contexts[0].keys[31], before.buffer.rows[0, 31])
+    assert not torch.allclose(cache.sequence_state.contexts[0].keys[31], before.buffer.rows[0, 31])
 
 
 def test_bytes_of_what_it_has_read() -> None:
     gates, parts = gates_of(), text(60)
     cache = layer_cache(policy_of(gates), ALL)
     read(cache, parts, 0, 40)
-    assert cache.companions.context_bytes == 40 * 2 * 4 * 2  # a key and a value of 4 numbers in 2 bytes
+    assert cache.sequence_state.context_bytes == 40 * 2 * 4 * 2  # a key and a value of 4 numbers in 2 bytes
     cache.select([0, 0])
-    assert cache.companions.context_bytes == 40 * 2 * 4 * 2
+    assert cache.sequence_state.context_bytes == 40 * 2 * 4 * 2
     cache.reset()
-    assert cache.companions.context_bytes == 0
+    assert cache.sequence_state.context_bytes == 0
 
 
 # ---------------------------------------------------------------------- errors

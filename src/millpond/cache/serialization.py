@@ -34,7 +34,7 @@ def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Ten
     later_prompts: more prompts may be read behind it, and their plans look at the queries of this one; False: decoding
         alone follows, for which queries are stored only where the policy plans at each step.
     """
-    table, companions = core.table, core.companions
+    table, sequence_state = core.table, core.sequence_state
     assert table is not None, "a text was read"
     width = int(table.lengths().max(initial=0))
     found = ops.read(table.regions, width)
@@ -49,23 +49,23 @@ def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Ten
             out[f"{own}pages.{i}"] = array
     queries_follow = later_prompts or core.policy.plans_each_step
     if core.policy.window and queries_follow:
-        out["queries"], out["queries.at"] = companions.queries.last(0)
-    moments = companions.queries.moments(0)
+        out["queries"], out["queries.at"] = sequence_state.queries.last(0)
+    moments = sequence_state.queries.moments(0)
     if moments is not None and queries_follow:
         out["moments.total"], out["moments.outer"] = moments.total, moments.outer
         out["moments.count"] = torch.tensor(moments.count)
-    if 0 in companions.origins:
-        out["origins"] = companions.origins[0]
-    if 0 in companions.memories:
-        out["memory"] = companions.memories[0]
-    if companions.rolling is not None:
-        out |= {f"rolling.{name}": t for name, t in companions.rolling.tensors(0).items()}
-    if companions.focus is not None:
-        out |= {f"focus.{name}": t for name, t in companions.focus.tensors(0).items()}
-    if (context := companions.contexts.get(0)) is not None:
+    if 0 in sequence_state.origins:
+        out["origins"] = sequence_state.origins[0]
+    if 0 in sequence_state.memories:
+        out["memory"] = sequence_state.memories[0]
+    if sequence_state.rolling is not None:
+        out |= {f"rolling.{name}": t for name, t in sequence_state.rolling.tensors(0).items()}
+    if sequence_state.focus is not None:
+        out |= {f"focus.{name}": t for name, t in sequence_state.focus.tensors(0).items()}
+    if (context := sequence_state.contexts.get(0)) is not None:
         out["gate.keys"], out["gate.values"] = context.keys, context.values
-    if 0 in companions.ceilings:
-        out["gate.ceiling"] = torch.tensor(companions.ceilings[0])
+    if 0 in sequence_state.ceilings:
+        out["gate.ceiling"] = torch.tensor(sequence_state.ceilings[0])
     return {name: t.cpu().contiguous() for name, t in out.items()}
 
 
@@ -188,23 +188,23 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     table.set_head_rules(0, stored["head_rules"].cpu().numpy(), recent)
     for number, packed in enumerate(table.packed_parts):
         _fill_part(core.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
-    queries = core.companions.queries
+    queries = core.sequence_state.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))
     if "moments.count" in stored:
         count, total, outer = (stored[f"moments.{name}"] for name in ("count", "total", "outer"))
         queries.adopt(0, QueryMoments(int(count), total, outer))
     if "origins" in stored:
-        core.companions.origins[0] = stored["origins"]
+        core.sequence_state.origins[0] = stored["origins"]
     if "memory" in stored:
-        core.companions.memories[0] = stored["memory"]
-    for name, part in (("rolling.", core.companions.rolling), ("focus.", core.companions.focus)):
+        core.sequence_state.memories[0] = stored["memory"]
+    for name, part in (("rolling.", core.sequence_state.rolling), ("focus.", core.sequence_state.focus)):
         if part is not None:
             part.adopt({key.removeprefix(name): t for key, t in stored.items() if key.startswith(name)})
     if "gate.keys" in stored:
-        core.companions.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
+        core.sequence_state.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
     if "gate.ceiling" in stored:
-        core.companions.ceilings[0] = int(stored["gate.ceiling"])
+        core.sequence_state.ceilings[0] = int(stored["gate.ceiling"])
 
 
 def part_prefix(number: int) -> str:

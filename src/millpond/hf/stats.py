@@ -90,7 +90,7 @@ def measure(cache: LayerCaches) -> CacheStats:
         state_layers=list(cache.states.layers),
         shared_layers=dict(cache.shared_layers),
         state_bytes=cache.states.nbytes(),
-        gate_bytes=sum(core.companions.context_bytes for core in cache.layer_caches),
+        gate_bytes=sum(core.sequence_state.context_bytes for core in cache.layer_caches),
     )
 
 

@@ -139,14 +139,14 @@ class PagedAttention:
         shares_runs: a step may read what several sequences begin with once for all, which adds in another order.
     """
 
-    def __init__(self, index: int, companions: SequenceState) -> None:
+    def __init__(self, index: int, sequence_state: SequenceState) -> None:
         self.index = index
         self.shape = AttentionShape(1.0)
         self.rope: RotaryEmbedding | None = None
         self.outputs: Callable[[], Tensor] | None = None
         self.shares_runs = True
         self.recorded: RecordedDecode | None = None
-        self._companions = companions
+        self._sequence_state = sequence_state
 
     def value_dim(self, v: Tensor) -> int:
         """Numbers per output head."""
@@ -157,7 +157,7 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attention of many queries over stored and new entries, with its column sums: see `ops.prefill`."""
         sequence, q, q_pos, found, budget = chunk
-        focus = self._companions.focus
+        focus = self._sequence_state.focus
         if focus is not None and not self.shape.window:
             return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rope), None
         n_past = found.positions.shape[1] - len(q_pos)
@@ -168,7 +168,7 @@ class PagedAttention:
         self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
-        focus = self._companions.focus
+        focus = self._sequence_state.focus
         if focus is not None and not self.shape.window:
             found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
             if found is not None:

@@ -172,10 +172,10 @@ class DecodeStep:
         tracker: PositionTracker,
         attention: PagedAttention,
         planner: Planner,
-        companions: SequenceState,
+        sequence_state: SequenceState,
     ) -> None:
         self._index, self._policy, self._tracker = index, policy, tracker
-        self._attention, self._planner, self._companions = attention, planner, companions
+        self._attention, self._planner, self._sequence_state = attention, planner, sequence_state
         self._rule: DecodeRule = policy.decode_rule(index)
         self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
         self._evicts = KEEP_ALL  # the rule by which entries leave after a step, where the kernel does not see them all
@@ -186,7 +186,7 @@ class DecodeStep:
     def appends(self) -> bool:
         """Whether a step only adds entries."""
         keeps = all(rule.evict is Evict.NEVER for rule in (self._rule, self._demotes, self._evicts))
-        return keeps and self._companions.headwise is None and not self._policy.plans_each_step
+        return keeps and self._sequence_state.headwise is None and not self._policy.plans_each_step
 
     def open(self, window: int, tiered: bool, aged: bool = False) -> None:
         """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`.
@@ -195,9 +195,9 @@ class DecodeStep:
         """
         self._rule = self._policy.decode_rule(self._index)
         if window:
-            own = self._policy.plans_each_step or self._companions.headwise is not None
+            own = self._policy.plans_each_step or self._sequence_state.headwise is not None
             self._rule = self._rule if own else on_sliding_layer(self._rule)
-            self._companions.rolling = None  # the window hides the sinks, and no distance exceeds it
+            self._sequence_state.rolling = None  # the window hides the sinks, and no distance exceeds it
         if tiered:
             self._demotes = self._rule
         if aged:
@@ -223,7 +223,7 @@ class DecodeStep:
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
-        besides = (self._companions.rolling, self._companions.focus)
+        besides = (self._sequence_state.rolling, self._sequence_state.focus)
         if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.basis is not None:
             return False
         if table.aged is not None:
@@ -248,7 +248,7 @@ class DecodeStep:
             q_pos: positions on the device, if known.
             scores: (S, Hkv) float32 that are stored with the new entries; None: the kernel's rule says.
         """
-        newest, rolling = self.begin(table, positions, q.device, q_pos), self._companions.rolling
+        newest, rolling = self.begin(table, positions, q.device, q_pos), self._sequence_state.rolling
         if rolling is not None:
             q, k = rolling.step(table, q, k, positions)
         out, lse = self._attention.step(table, newest.rule, q, k, v, newest.q_pos)
@@ -263,7 +263,7 @@ class DecodeStep:
     def takes_rows(self, table: PageTable, n: int, dtype: torch.dtype) -> bool:
         """Whether `rows` takes `n` tokens: where all stay, stored in their `dtype`, and a CPU reads the pages."""
         arrays = table.pool.arrays
-        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._companions.headwise is None
+        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._sequence_state.headwise is None
         if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
         return table.sealed is None and self.plain(table, self._attention.shape)
@@ -316,7 +316,7 @@ class DecodeStep:
             NumericsError: attention is NaN.
         """
         table, rule, shape, positions, q_pos, rivals = step
-        always, headwise = rule.evict is Evict.NEVER, self._companions.headwise
+        always, headwise = rule.evict is Evict.NEVER, self._sequence_state.headwise
         table.stepped(always, positions >= 0)
         leaves = self._evicts.evict is not Evict.NEVER
         if lse is not None and (not always or leaves or headwise is not None or self._policy.plans_each_step):

@@ -79,10 +79,10 @@ class LayerCache(LayerStorage):
         self.reading = False
         self.scores_answers = True
         self.shared: SharedEntries | None = None
-        self.attention = self._attention_type(index, self.companions)
-        self.planner = Planner(policy, entries, tracker, self.attention, self.companions)
-        self._stepper = DecodeStep(index, policy, tracker, self.attention, self.planner, self.companions)
-        self._passes = PromptPass(policy, self.attention, self.planner, self.companions, self._stepper)
+        self.attention = self._attention_type(index, self.sequence_state)
+        self.planner = Planner(policy, entries, tracker, self.attention, self.sequence_state)
+        self._stepper = DecodeStep(index, policy, tracker, self.attention, self.planner, self.sequence_state)
+        self._passes = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._stepper)
         self._pool = pool
         self._sealed = sealed
         self._between_chunks = between_chunks
@@ -299,7 +299,7 @@ class LayerCache(LayerStorage):
             return None
         gates, rope = self.policy.gates, self.attention.rope
         if gates is not None:
-            return gate_scores(gates, self.index, rope, q, k, v, span, self.companions.contexts)
+            return gate_scores(gates, self.index, rope, q, k, v, span, self.sequence_state.contexts)
         heads = self.policy.entry_scores
         assert heads is not None, "the heads of a model are found before its caches are made"
         return entry_scores(heads, self.index, rope, q, k, v, span)
@@ -356,7 +356,7 @@ class LayerCache(LayerStorage):
     @property
     def frames(self) -> np.ndarray | None:
         """(n_seq,) of cache-relative positions, see `Rerotation.frames`; None: keys stay as they are."""
-        return None if self.companions.rolling is None else self.companions.rolling.frames
+        return None if self.sequence_state.rolling is None else self.sequence_state.rolling.frames
 
     @property
     def merges_each_step(self) -> bool:
@@ -366,7 +366,7 @@ class LayerCache(LayerStorage):
     @property
     def truncatable(self) -> bool:
         """Whether the newest entries can simply be cut off: nothing ever left."""
-        follows = self.companions.focus is None or self.companions.focus.truncatable
+        follows = self.sequence_state.focus is None or self.sequence_state.focus.truncatable
         return self.policy.keeps_all and not self.attention.shape.window and follows and not self.tracker.marks.dropped
 
     def reset(self) -> None:

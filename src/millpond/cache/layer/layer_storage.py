@@ -82,17 +82,17 @@ class LayerStorage:
     Attributes:
         index: of the layer.
         columns: columns (pads included) that this layer has seen.
-        companions: state of the sequences in addition to their entries.
+        sequence_state: state of the sequences in addition to their entries.
         lost: sequences whose keys and values could not be read from a disk or written to it, and why; zeros stand for
             these until the sequence ends.
     """
 
-    def __init__(self, index: int, policy: Policy, tracker: PositionTracker, companions: SequenceState) -> None:
+    def __init__(self, index: int, policy: Policy, tracker: PositionTracker, sequence_state: SequenceState) -> None:
         self.index = index
         self.policy = policy
         self.tracker = tracker
         self.columns = 0
-        self.companions = companions
+        self.sequence_state = sequence_state
         self.lost: dict[int, DataError] = {}
         self._table: PageTable | None = None
 
@@ -111,7 +111,7 @@ class LayerStorage:
     @property
     def pending(self) -> bool:
         """Whether there are entries that no plan has seen."""
-        return bool(self.companions.pending) or (self._table is not None and self._table.unplanned)
+        return bool(self.sequence_state.pending) or (self._table is not None and self._table.unplanned)
 
     @property
     def settles(self) -> bool:
@@ -139,7 +139,7 @@ class LayerStorage:
         sums: over their queries, from `sums`; None for a policy that needs none.
         """
         self._table, self.columns = table, columns
-        state = self.companions
+        state = self.sequence_state
         if not self.policy.keeps_all:
             state.pending[0] = columns
         if sums is None:
@@ -156,7 +156,7 @@ class LayerStorage:
 
         begin: tokens whose queries are left out, where queries are kept.
         """
-        table, state = self._require_table(), self.companions
+        table, state = self._require_table(), self.sequence_state
         columns = None
         if self.policy.observes_all:
             n, arrays = int(table.lengths().max()), table.pool.arrays
@@ -175,9 +175,9 @@ class LayerStorage:
         if self._table is None:
             self._table = table
             self._take_over(other)
-            self.companions.become(other.companions)
+            self.sequence_state.become(other.sequence_state)
         else:
-            self.companions.join(other.companions, self._table.n_seq)
+            self.sequence_state.join(other.sequence_state, self._table.n_seq)
             self._table.join(table)
         other._table = None
         other.reset()
@@ -187,13 +187,13 @@ class LayerStorage:
         to._table = self._require_table().fork()
         to._table.select(sequences)
         to._take_over(self)
-        to.companions.become(self.companions.copy(sequences))
+        to.sequence_state.become(self.sequence_state.copy(sequences))
 
     def select(self, sequences: list[int]) -> None:
         """Become the given sequences, in this order (beams, batch selection, repetition)."""
         if self._table is not None:
             self._table.select(sequences)
-            self.companions.become(self.companions.copy(sequences))
+            self.sequence_state.become(self.sequence_state.copy(sequences))
 
     # ------------------------------------------------------------------ positions
 
@@ -203,7 +203,7 @@ class LayerStorage:
         closed = int(self.tracker.closed[sequence])
         if not closed:
             return at
-        origins = self.companions.origins[sequence].to(at.device).long()
+        origins = self.sequence_state.origins[sequence].to(at.device).long()
         n = origins.shape[1]
         older = origins.gather(1, at.clamp(min=0, max=n - 1)) if n else at
         return torch.where((at >= 0) & (at < n), older, torch.where(at >= 0, at + closed, -1))
@@ -230,9 +230,9 @@ class LayerStorage:
         here = at >= 0
         head = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
         origins[head[here], new[here]] = self.text_positions(sequence, at)[here].int()
-        renumber(table, sequence, new, rotation, self.companions.rolling)
-        self.companions.origins[sequence] = origins
-        self.companions.turns[sequence] = end
+        renumber(table, sequence, new, rotation, self.sequence_state.rolling)
+        self.sequence_state.origins[sequence] = origins
+        self.sequence_state.turns[sequence] = end
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
         """Evict the entries of a sequence in spans of its text from every head; the others stay as they are.
@@ -267,7 +267,7 @@ class LayerStorage:
     def fork(self) -> LayerSnapshot:
         """The state as it is now, to `restore` later or to `release`."""
         table = self._table.fork() if self._table is not None else None
-        return LayerSnapshot(table, self.columns, self.companions.copy())
+        return LayerSnapshot(table, self.columns, self.sequence_state.copy())
 
     def restore(self, state: LayerSnapshot) -> None:
         """Go back to a forked state, which is used up."""
@@ -275,7 +275,7 @@ class LayerStorage:
             self._table.clear()
         self._table, state.table = state.table, None
         self.columns = state.columns
-        self.companions.become(state.companions)
+        self.sequence_state.become(state.sequence_state)
 
     def reset(self) -> None:
         """Free every page and forget every token."""
@@ -283,7 +283,7 @@ class LayerStorage:
             self._table.clear()
         self._table, self.columns = None, 0
         self.lost = {}
-        self.companions.become(self.companions.copy([]))
+        self.sequence_state.become(self.sequence_state.copy([]))
 
     def _take_over(self, other: Self) -> None:
         """Continue with the table of `other`, of the same layer and policy."""

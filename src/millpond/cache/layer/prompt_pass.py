@@ -84,7 +84,7 @@ class PromptPass:
     policy: Policy
     attention: PagedAttention
     planner: Planner
-    companions: SequenceState
+    sequence_state: SequenceState
     stepper: DecodeStep
 
     def token_by_token(
@@ -199,12 +199,12 @@ class PromptPass:
     ) -> Tensor:
         """Tokens that attend to what is stored and to each other; until: see `Planner.add_chunk`."""
         q, k, v, q_pos, scores = tokens
-        if self.companions.rolling is not None:
-            q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
+        if self.sequence_state.rolling is not None:
+            q, k = self.sequence_state.rolling.prefill(table, sequence, q, k, q_pos)
         if table.sealed is not None and peek is None:
             table.sealed.collect_statistics(sequence, q, k)
         past = read_write.read(table, sequence)
-        columns = None if peek is not None else self.companions.columns.pop(sequence, None)
+        columns = None if peek is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them
             past = past._replace(scores=columns)
         found = read_write.join(past, k, v, q_pos, scores)

@@ -40,13 +40,13 @@ class StepMerger:
     """
 
     def __init__(
-        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, companions: SequenceState
+        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, sequence_state: SequenceState
     ) -> None:
         self.looks_back = plan.looks_back
         self._plan = plan
         self._reduce = reduce
         self._attention = attention
-        self._companions = companions
+        self._sequence_state = sequence_state
 
     def merge(self, table: PageTable, q_pos: Tensor, due: np.ndarray) -> None:
         """Bring the sequences that are `due` (S,) bool back to their budgets. q_pos (S,): of their newest tokens."""
@@ -60,12 +60,12 @@ class StepMerger:
         table.merged(due, before)
         if self._plan.rule.moves:
             for sequence in np.flatnonzero(due).tolist():
-                self._companions.memories[sequence] = memory[sequence]
+                self._sequence_state.memories[sequence] = memory[sequence]
 
     def _memory(self, table: PageTable) -> Tensor:
         """(S,) float64: what the last merge of each sequence left, NaN for nothing."""
         memory = torch.full((table.n_seq,), torch.nan, dtype=torch.float64, device=table.lens.device)
-        for sequence, before in self._companions.memories.items():
+        for sequence, before in self._sequence_state.memories.items():
             memory[sequence] = before
         return memory
 
@@ -75,7 +75,7 @@ class StepMerger:
         local = torch.zeros(table.n_regions, width, device=table.lens.device)
         for sequence in np.flatnonzero(due).tolist():
             found = read_write.read(table, sequence)
-            q, at = self._companions.queries.last(sequence)
+            q, at = self._sequence_state.queries.last(sequence)
             signal = self._attention.look_back(sequence, q, at, found, self._reduce)
             local[table.rows(sequence), : signal.shape[1]] = signal
         return local
@@ -100,16 +100,16 @@ class Planner:
         entries: Callable[[PageTable, int, int], int],
         tracker: PositionTracker,
         attention: PagedAttention,
-        companions: SequenceState,
+        sequence_state: SequenceState,
     ) -> None:
-        self.views = ViewBuilder(policy, tracker, attention, companions)
+        self.views = ViewBuilder(policy, tracker, attention, sequence_state)
         self._policy = policy
         self._entries = entries
         self._attention = attention
-        self._companions = companions
+        self._sequence_state = sequence_state
         self._tracker = tracker
         slots = slot_plan(policy, attention.index)
-        self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, companions)
+        self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, sequence_state)
 
     # ------------------------------------------------------------------ budgets
 
@@ -173,26 +173,28 @@ class Planner:
             lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
         """
         sequence, q, q_pos, found, _ = chunk
-        self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
-        if self._companions.headwise is not None:
-            self._companions.headwise.remember(sequence, q, lse, q_pos)
+        self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rope)
+        if self._sequence_state.headwise is not None:
+            self._sequence_state.headwise.remember(sequence, q, lse, q_pos)
         if sums is not None:
             found = found._replace(scores=found.scores * self._policy.decay ** len(q_pos) + sums)
         seen = int(q_pos[-1]) + 1
-        if sequence not in self._companions.pending:
-            self._companions.turns[sequence] = int(q_pos[0])
+        if sequence not in self._sequence_state.pending:
+            self._sequence_state.turns[sequence] = int(q_pos[0])
         if until:
-            self._companions.pending[sequence] = seen
+            self._sequence_state.pending[sequence] = seen
             self.plan(table, sequence, found, seen, self.budget(table, sequence, until), between=True)
         elif defer:
-            self._companions.pending[sequence] = seen
+            self._sequence_state.pending[sequence] = seen
             if sums is None:  # nothing but the new entries changes
                 keys, values, scores = (t[:, -len(q_pos) :] for t in (found.keys, found.values, found.scores))
                 read_write.append(table, sequence, keys, values, q_pos, scores)
             else:
                 read_write.replace(table, sequence, found, found.positions >= 0, last=False)
         else:
-            self._companions.pending.pop(sequence, None)  # what waited, of a prompt that was broken off, is found too
+            self._sequence_state.pending.pop(
+                sequence, None
+            )  # what waited, of a prompt that was broken off, is found too
             self.plan(table, sequence, found, seen)
 
     def add_partial(self, table: PageTable, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -202,11 +204,11 @@ class Planner:
             q: (Hq, R, key_dim) at q_pos (R,). k: (Hkv, Q, key_dim), v: (Hkv, Q, value_dim) at positions (Q,).
         """
         if len(q_pos):
-            self._companions.queries.remember(0, q, q_pos, self._attention.rope)
+            self._sequence_state.queries.remember(0, q, q_pos, self._attention.rope)
         if not self._policy.keeps_all or self._attention.shape.window:
-            if 0 not in self._companions.pending:
-                self._companions.turns[0] = int(positions[0])
-            self._companions.pending[0] = int(positions[-1]) + 1
+            if 0 not in self._sequence_state.pending:
+                self._sequence_state.turns[0] = int(positions[0])
+            self._sequence_state.pending[0] = int(positions[-1]) + 1
         read_write.append(table, 0, k, v, positions)
 
     def run_deferred(self, table: PageTable, pages: PromptPages, found: ReconstructionProbe | None = None) -> PageTable:
@@ -215,7 +217,7 @@ class Planner:
         Returns:
             The table that holds it from now on.
         """
-        pending = self._companions.pending
+        pending = self._sequence_state.pending
         if pending and found is None and self._policy.needs.prompt_repeat is not None:
             raise OptionError(
                 "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
@@ -244,7 +246,7 @@ class Planner:
         merger = None if self._attention.shape.window else self._merger  # it knows nothing of what a window hides
         if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
             for s in np.flatnonzero(active).tolist():
-                self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
+                self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
         caps = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:
@@ -254,7 +256,7 @@ class Planner:
                 merger.merge(table, q_pos, due & ~apart)
             due = apart  # the kernel knows nothing of spans
         for s in np.flatnonzero(due).tolist():
-            budget = self._companions.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
+            budget = self._sequence_state.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
 
     def _together(self, table: PageTable) -> int:
@@ -297,11 +299,11 @@ class Planner:
             budget = self.budget(table, sequence, seen) if budget is None else budget
             plan = self._choose(table, sequence, found, alive, seen, budget, between)
             if self._policy.gates is not None:
-                self._companions.ceilings[sequence] = budget
+                self._sequence_state.ceilings[sequence] = budget
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
-        if self._companions.headwise is not None:
+        if self._sequence_state.headwise is not None:
             assert plan is None or isinstance(plan, NestedPlan)
-            self._companions.headwise.settle(table, sequence, plan)
+            self._sequence_state.headwise.settle(table, sequence, plan)
 
     def _choose(
         self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool
@@ -379,7 +381,7 @@ class Planner:
             keep = torch.cat([keep, kept], 1)
         read_write.replace(table, sequence, found, keep)
         if merged.memory is not None:
-            self._companions.memories[sequence] = merged.memory
+            self._sequence_state.memories[sequence] = merged.memory
 
     def measure(
         self, table: PageTable, sequence: int, of: Callable[[View], T], rebuilt: ReconstructionProbe | None = None

@@ -23,19 +23,19 @@ class ViewBuilder:
     """The views of one layer: they read what the policy asks for when it asks."""
 
     def __init__(
-        self, policy: Policy, tracker: PositionTracker, attention: PagedAttention, companions: SequenceState
+        self, policy: Policy, tracker: PositionTracker, attention: PagedAttention, sequence_state: SequenceState
     ) -> None:
         self._policy = policy
         self._tracker = tracker
         self._attention = attention
-        self._companions = companions
+        self._sequence_state = sequence_state
 
     def of(self, table: PageTable, sequence: int, found: Entries, positions: Tensor, order: Tensor, seen: int) -> View:
         """What the policy sees of candidates of a table, their signal as `scores`, in the given order.
 
         positions: of the candidates, -1 for those that it shall not see.
         """
-        begin = self._companions.turns.get(sequence, 0)
+        begin = self._sequence_state.turns.get(sequence, 0)
         view = View(
             columns_of(positions, order),
             columns_of(found.scores, order),
@@ -45,13 +45,13 @@ class ViewBuilder:
             seen - begin if begin else 0,
             read_entries=lambda part: columns_of(self._attention.contents(table, found, part), order),
             outputs=self._attention.outputs,
-            memory=self._companions.memories.get(sequence),
+            memory=self._sequence_state.memories.get(sequence),
             log_masses=None if found.log_masses is None else columns_of(found.log_masses, order),
             recent_attention=lambda: columns_of(self._latest(sequence, found), order),
         )
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
-        headwise = self._companions.headwise
+        headwise = self._sequence_state.headwise
         return view if headwise is None else self._with_tokens(view, headwise, sequence, found, order)
 
     def signal(self, sequence: int, found: Entries) -> Entries:
@@ -62,7 +62,7 @@ class ViewBuilder:
 
     def moments(self, sequence: int) -> QueryMoments:
         """See `LayerCache.moments`."""
-        found = self._companions.queries.moments(sequence)
+        found = self._sequence_state.queries.moments(sequence)
         if found is None:
             raise CacheMismatchError(
                 f"layer {self._attention.index} has summed no queries: run a prompt with a score that asks"
@@ -71,7 +71,7 @@ class ViewBuilder:
 
     def _latest(self, sequence: int, found: Entries) -> Tensor:
         """(H, N) float32: the attention of the last queries that are kept."""
-        q, q_pos = self._companions.queries.last(sequence)
+        q, q_pos = self._sequence_state.queries.last(sequence)
         return self._attention.look_back(sequence, q, q_pos, found, REDUCE[self._policy.reduce])
 
     def _with_moments(self, view: View, sequence: int) -> QueryView:

@@ -185,7 +185,7 @@ class LayerSnapshot:
 
     table: PageTable | None
     columns: int
-    companions: SequenceState
+    sequence_state: SequenceState
 
     def release(self) -> None:
         """Release the pages."""
