@@ -40,7 +40,9 @@ def tokens(seed: int, n: int, n_seq: int = 1) -> list[tuple[Tensor, Tensor, Tens
 
 def run(stack: BatchCache, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     stack.begin(torch.zeros(new[0][0].shape[0], new[0][0].shape[2], dtype=torch.int64))
-    return torch.stack([core.attend(*own, None, SHAPE) for core, own in zip(stack.layers, new, strict=True)])
+    return torch.stack(
+        [layer_cache.attend(*own, None, SHAPE) for layer_cache, own in zip(stack.layers, new, strict=True)]
+    )
 
 
 def read(policy: Policy, pool: PagePool, seed: int, length: int) -> BatchCache:

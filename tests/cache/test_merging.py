@@ -16,7 +16,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.hf.families import left_padded, one, shared_model
 from tests.helpers.matrix.models import llama, prompts
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 from tests.helpers.papers.keyed import text
 
 METHODS_: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ METHODS_: dict[str, dict[str, Any]] = {
 
 def started(method: str, n: int = 20) -> tuple[LayerCache, tuple[Tensor, Tensor, Tensor]]:
     qkv = text(heads=2, n=40)
-    cache = layer_cache(METHODS.get(method)(**METHODS_[method]), 10, slots=4)
+    cache = make_layer_cache(METHODS.get(method)(**METHODS_[method]), 10, slots=4)
     go(cache, qkv, 0, n)
     return cache, qkv
 

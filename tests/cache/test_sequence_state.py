@@ -11,7 +11,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.types import PerSequence
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "last queries": ("snapkv", {"window": 4, "kernel": 3}),
@@ -46,7 +46,7 @@ def test_values_follow_their_sequences() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_all_of_a_layer_follows(case: str) -> None:
     method, options = CASES[case]
-    cache = layer_cache(METHODS.get(method)(**options), 20)
+    cache = make_layer_cache(METHODS.get(method)(**options), 20)
     parts = cache.sequence_state
     go(cache, 30)
     before = remembered(cache)
@@ -62,7 +62,7 @@ def test_all_of_a_layer_follows(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_fork_goes_back(case: str) -> None:
     method, options = CASES[case]
-    cache = layer_cache(METHODS.get(method)(**options), 20)
+    cache = make_layer_cache(METHODS.get(method)(**options), 20)
     go(cache, 30)
     before, state = remembered(cache), cache.fork()
     go(cache, 12, seed=1)

@@ -84,9 +84,9 @@ def test_h2o_goes_on_as_generate_closes_gaps(monkeypatch: pytest.MonkeyPatch) ->
         text = model().generate(
             ids, past_key_values=cache, max_new_tokens=500, do_sample=False, attention_mask=mask, pad_token_id=0
         )
-        core = cache.layer_caches[0]
-        assert core.frames is not None
-        assert core.frames[0] > 300, "gaps were closed"
+        layer_cache = cache.layer_caches[0]
+        assert layer_cache.frames is not None
+        assert layer_cache.frames[0] > 300, "gaps were closed"
     expected = tuple(text[0, 50:].tolist())
     assert alone(request) == expected
     assert alone(request, options={"positions": "cache_relative"}) == expected
@@ -170,13 +170,13 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     finish(engine, 40)
     found = engine.cache_of("a")
     assert found is not None
-    (stack, sequence), core = found, found[0].layers[1]
+    (stack, sequence), layer_cache = found, found[0].layers[1]
     rotation = stack._rotations[1]
     assert rotation is not None
-    before = core.read(sequence)
+    before = layer_cache.read(sequence)
     seen = int(stack.tracker.seen[sequence])
     stack.close_gaps(sequence)
-    after = core.read(sequence)
+    after = layer_cache.read(sequence)
     n = int((before.positions[0] >= 0).sum())
     assert after.positions[0, :n].tolist() == list(range(n))
     assert stack.tracker.seen[sequence] == n < seen
@@ -186,7 +186,7 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     torch.testing.assert_close(after.keys[:, :n], turned, rtol=0.02, atol=0.02)
     assert torch.equal(after.values, before.values)
     assert torch.equal(after.scores, before.scores)
-    assert torch.equal(core.text_positions(sequence, after.positions)[:, :n], here)
+    assert torch.equal(layer_cache.text_positions(sequence, after.positions)[:, :n], here)
     engine.check_integrity()
     engine.close()
 

@@ -241,7 +241,7 @@ def test_what_was_broken_off_between_two_parts_can_go_on() -> None:
         hook.remove()
         out = model.generate(ids, max_new_tokens=6, do_sample=False, cache=cache)
         assert torch.equal(out[:, 220:], expected[0])
-        assert not any(core.pending for core in cache.layer_caches)
+        assert not any(layer_cache.pending for layer_cache in cache.layer_caches)
         cache.check_integrity()
 
 

@@ -167,10 +167,10 @@ def test_a_lower_tier_takes_none_of_them() -> None:
         cache.protect(SPANS)
         for step in steps_after(ids, 80):
             model(step, cache=cache)
-        for core in cache.layer_caches:
-            assert core.table is not None
-            assert core.table.sealed is not None
-            lower = core.table.sealed.positions(core.table.sealed.rows(0))
+        for layer_cache in cache.layer_caches:
+            assert layer_cache.table is not None
+            assert layer_cache.table.sealed is not None
+            lower = layer_cache.table.sealed.positions(layer_cache.table.sealed.rows(0))
             assert bool((lower >= 0).any())
             assert not KEPT & {int(position) for position in lower.flatten()}
 

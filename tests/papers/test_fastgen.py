@@ -22,7 +22,7 @@ from millpond.policy.head_rules import HeadRulesPolicy, shorten
 from millpond.policy.needs import HeadRule, Heads
 from millpond.policy.view import View
 from tests.helpers.examples import examples
-from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache
+from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, make_layer_cache
 
 PART = {"special": "90;91", "punctuation": "80;81;82"}
 
@@ -34,7 +34,7 @@ def policy(**options: Any) -> HeadRulesPolicy:
 
 
 def opened(chosen: HeadRulesPolicy, budget: int, ids: Tensor) -> LayerCache:
-    cache = layer_cache(chosen, budget)
+    cache = make_layer_cache(chosen, budget)
     cache.tracker.tokens = TokenIds()
     cache.tracker.begin_pass(ids)
     return cache

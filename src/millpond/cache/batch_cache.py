@@ -44,7 +44,7 @@ class BatchCache:
 
     def __init__(
         self,
-        cores: Sequence[LayerCache],
+        layer_caches: Sequence[LayerCache],
         tracker: PositionTracker,
         before_plan: Callable[[], None] = lambda: None,
         states: RecurrentStates | None = None,
@@ -52,7 +52,7 @@ class BatchCache:
         rotations: Sequence[RotaryEmbedding | None] = (),
     ) -> None:
         self._rotations = rotations
-        self.layers = list(cores)
+        self.layers = list(layer_caches)
         self.tier = tier
         self.tracker = tracker
         self.states = states
@@ -72,29 +72,29 @@ class BatchCache:
 
     @reading.setter
     def reading(self, value: bool) -> None:
-        for core in self.layers:
-            core.reading = value
+        for layer_cache in self.layers:
+            layer_cache.reading = value
 
     def settle(self) -> None:
         """The prompt is complete: every layer plans what it keeps."""
         self.reading = False
         self._before_plan()
-        due = [core for core in self.layers if core.settles]
-        for n, core in enumerate(due):
-            with self.here(core, due[n + 1 : n + 1 + READ_AHEAD]):
-                core.settle()
+        due = [layer_cache for layer_cache in self.layers if layer_cache.settles]
+        for n, layer_cache in enumerate(due):
+            with self.here(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
+                layer_cache.settle()
 
     def here(
-        self, core: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
+        self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
     ) -> AbstractContextManager[None]:
         """While a layer reads or writes its pages, see `DiskTier.here`."""
-        return nullcontext() if self.tier is None else self.tier.here(core, then, growth)
+        return nullcontext() if self.tier is None else self.tier.here(layer_cache, then, growth)
 
     def take_lost(self) -> dict[int, DataError]:
         """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
         lost: dict[int, DataError] = {}
-        for core in [] if self.tier is None else self.layers:
-            lost, core.lost = {**core.lost, **lost}, {}
+        for layer_cache in [] if self.tier is None else self.layers:
+            lost, layer_cache.lost = {**layer_cache.lost, **lost}, {}
         return lost
 
     def mark(self, marks: PromptMarks) -> None:
@@ -110,9 +110,9 @@ class BatchCache:
         Raises:
             PoolFullError: no room for copies of pages that others hold; the sequence can only be forgotten.
         """
-        for core in self.layers if spans else ():
-            with self.here(core):
-                core.drop_spans(sequence, spans)
+        for layer_cache in self.layers if spans else ():
+            with self.here(layer_cache):
+                layer_cache.drop_spans(sequence, spans)
         self.tracker.marks.dropped.add(spans, sequence)
 
     def begin_with(
@@ -125,8 +125,8 @@ class BatchCache:
         """
         columns = int(tables[0].lengths()[0, 0])
         each: Sequence[LayerSums | None] = sums or [None] * len(tables)
-        for core, table, own in zip(self.layers, tables, each, strict=True):
-            core.begin_with(table, columns, own)
+        for layer_cache, table, own in zip(self.layers, tables, each, strict=True):
+            layer_cache.begin_with(table, columns, own)
         if self.tracker.tokens is not None and ids is not None:
             self.tracker.adopt(ids[None, :columns])
         else:
@@ -134,7 +134,7 @@ class BatchCache:
 
     def sums(self, begin: int) -> list[LayerSums]:
         """What the policy has summed over the queries of the only sequence so far, see `LayerCache.sums`."""
-        return [core.sums(begin) for core in self.layers]
+        return [layer_cache.sums(begin) for layer_cache in self.layers]
 
     # ------------------------------------------------------------------ the batch
 
@@ -144,8 +144,8 @@ class BatchCache:
 
     def join(self, other: BatchCache) -> None:
         """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
-        for core, joining in zip(self.layers, other.layers, strict=True):
-            core.join(joining)
+        for layer_cache, joining in zip(self.layers, other.layers, strict=True):
+            layer_cache.join(joining)
         if self.states is not None and other.states is not None:
             self.states.join(other.states)
         self.tracker.join(other.tracker)
@@ -158,8 +158,8 @@ class BatchCache:
         if not sequences:
             self.clear()
             return
-        for core in self.layers:
-            core.select(sequences)
+        for layer_cache in self.layers:
+            layer_cache.select(sequences)
         if self.states is not None:
             self.states.select(sequences)
         self.tracker.select(sequences)
@@ -174,16 +174,16 @@ class BatchCache:
 
         States of a hybrid are copied.
         """
-        for core, other in zip(self.layers, into.layers, strict=True):
-            core.lend(sequences, other)
+        for layer_cache, other in zip(self.layers, into.layers, strict=True):
+            layer_cache.lend(sequences, other)
         if self.states is not None and into.states is not None:
             self.states.part(sequences, into.states)
         into.tracker.join(self.tracker.copy(sequences))
 
     def clear(self) -> None:
         """Give every page back and forget every sequence."""
-        for core in self.layers:
-            core.reset()
+        for layer_cache in self.layers:
+            layer_cache.reset()
         if self.states is not None:
             self.states.reset()
         self.tracker.reset()
@@ -199,32 +199,35 @@ class BatchCache:
         Raises:
             PoolFullError: no room for copies of pages that others hold.
         """
-        end = max(core.least_end(sequence) for core in self.layers)
-        for core, rotation in zip(self.layers, self._rotations, strict=True):
-            core.close_gaps(sequence, end, rotation)
+        end = max(layer_cache.least_end(sequence) for layer_cache in self.layers)
+        for layer_cache, rotation in zip(self.layers, self._rotations, strict=True):
+            layer_cache.close_gaps(sequence, end, rotation)
         self.tracker.close(sequence, end)
 
     # ------------------------------------------------------------------ room
 
     def pages_for_step(self) -> Pages:
         """Most pages that the next decoding step may take of each pool."""
-        return self._pages_of_pass([core.pages_for_step() for core in self.layers])
+        return self._pages_of_pass([layer_cache.pages_for_step() for layer_cache in self.layers])
 
     def pages_for(self, n_tokens: int) -> Pages:
         """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
         return self._pages_of_pass(
-            [{} if core.table is None else {core.table.pool: core.pages_for(n_tokens)} for core in self.layers]
+            [
+                {} if layer_cache.table is None else {layer_cache.table.pool: layer_cache.pages_for(n_tokens)}
+                for layer_cache in self.layers
+            ]
         )
 
     def _pages_of_pass(self, growth: Sequence[Pages]) -> Pages:
         """Pages that a pass takes in which each layer grows; of layers on a disk, those of the largest one."""
         need: Counter[Pool] = Counter()
         most: Pages = {}
-        for core, more in zip(self.layers, growth, strict=True):
-            if self.tier is None or not self.tier.is_on_disk(core):
+        for layer_cache, more in zip(self.layers, growth, strict=True):
+            if self.tier is None or not self.tier.is_on_disk(layer_cache):
                 need.update(more)
             else:
-                here, stays = self.tier.window(core, more)
+                here, stays = self.tier.window(layer_cache, more)
                 need.update(stays)
                 most = {pool: max(most.get(pool, 0), here.get(pool, 0)) for pool in {**most, **here}}
         need.update(most)
@@ -285,7 +288,11 @@ class BatchCache:
 
     def _tables(self) -> list[PageTable]:
         """Those whose pages are in their pool."""
-        return [core.table for core in self.layers if core.table is not None and not core.table.is_away]
+        return [
+            layer_cache.table
+            for layer_cache in self.layers
+            if layer_cache.table is not None and not layer_cache.table.is_away
+        ]
 
     def _forget_swapped(self) -> None:
         if self._file is not None:
@@ -297,7 +304,7 @@ class BatchCache:
 
     def held(self) -> np.ndarray:
         """(n_layers, n_seq, n_kv_heads) entries held; heads that a layer lacks count 0."""
-        stored = [core.stored for core in self.layers]
+        stored = [layer_cache.stored for layer_cache in self.layers]
         heads = max((s.shape[1] for s in stored), default=0)
         found = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
         for layer, entries in enumerate(stored):
@@ -306,7 +313,7 @@ class BatchCache:
 
     def kv_bytes(self, held: np.ndarray) -> np.ndarray:
         """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
-        tables = [core.table for core in self.layers]
+        tables = [layer_cache.table for layer_cache in self.layers]
         slots = {0 if table is None or table.sealed is not None else table.pool.slots for table in tables}
         if len(slots) == 1 and 0 not in slots:  # all at once: called at every step
             page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
@@ -317,7 +324,7 @@ class BatchCache:
 
     def used_bytes(self, held: np.ndarray) -> np.ndarray:
         """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
-        tables = [table for core in self.layers if (table := core.table) is not None]
+        tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
         if not tables or any(table.sealed is not None for table in tables):
             return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
         slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])

@@ -28,27 +28,27 @@ Need = Callable[[bool, str], None]
 ENTRIES = ("keys", "values", "positions", "scores", "log_masses")
 
 
-def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
+def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
     """All that the layer needs to continue with the one sequence that it holds, whose prompt was planned.
 
     later_prompts: more prompts may be read behind it, and their plans look at the queries of this one; False: decoding
         alone follows, for which queries are stored only where the policy plans at each step.
     """
-    table, sequence_state = core.table, core.sequence_state
+    table, sequence_state = layer_cache.table, layer_cache.sequence_state
     assert table is not None, "a text was read"
     width = int(table.lengths().max(initial=0))
     found = ops.read(table.regions, width)
     out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
     out |= {name: getattr(table, name).clone() for name in ("lens", "capacities", "recent", "head_rules")}
-    shape = core.attention.shape
+    shape = layer_cache.attention.shape
     out["shape"] = torch.tensor([shape.scale, shape.softcap, shape.window], dtype=torch.float64)
     for number, part in enumerate(table.packed_parts):
         own = part_prefix(number)
         out |= {f"{own}{name}": t for name, t in part.numbers().items()}
         for i, array in enumerate(read_pages(part.pool, part.held())):
             out[f"{own}pages.{i}"] = array
-    queries_follow = later_prompts or core.policy.plans_each_step
-    if core.policy.window and queries_follow:
+    queries_follow = later_prompts or layer_cache.policy.plans_each_step
+    if layer_cache.policy.window and queries_follow:
         out["queries"], out["queries.at"] = sequence_state.queries.last(0)
     moments = sequence_state.queries.moments(0)
     if moments is not None and queries_follow:
@@ -69,7 +69,7 @@ def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Ten
     return {name: t.cpu().contiguous() for name, t in out.items()}
 
 
-def from_tensors(core: LayerCache, stored: dict[str, Tensor], n_tokens: int, device: torch.device) -> None:
+def from_tensors(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int, device: torch.device) -> None:
     """Fill an empty layer with what `put_away` gave of a text of `n_tokens`.
 
     Raises:
@@ -77,10 +77,10 @@ def from_tensors(core: LayerCache, stored: dict[str, Tensor], n_tokens: int, dev
         DataError: a tensor is missing, or has a shape, type or number that no layer gives; nothing was allocated.
     """
     try:
-        _check(core.index, stored, n_tokens)
-        _fill(core, {name: t.to(device) for name, t in stored.items()}, n_tokens)
+        _check(layer_cache.index, stored, n_tokens)
+        _fill(layer_cache, {name: t.to(device) for name, t in stored.items()}, n_tokens)
     except KeyError as error:
-        raise DataError(f"layer {core.index}: the file lacks {error.args[0]!r}; save the text again") from None
+        raise DataError(f"layer {layer_cache.index}: the file lacks {error.args[0]!r}; save the text again") from None
 
 
 def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
@@ -162,12 +162,12 @@ def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int
         need(bool((stored["lens"] == n_tokens).all()), "a layer that looks up blocks holds every token")
 
 
-def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
+def _fill(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     keys, values = stored["keys"], stored["values"]
     scale, softcap, window = stored["shape"].tolist()
     shape = AttentionShape(scale, softcap, int(window))
-    core.attention.shape = shape
-    table = core.allocate(keys[None, :, :0], values[None, :, :0], shape, planned=True)
+    layer_cache.attention.shape = shape
+    table = layer_cache.allocate(keys[None, :, :0], values[None, :, :0], shape, planned=True)
     lens = stored["lens"].cpu().numpy()
     table.reserve(0, lens)
     start, index = torch.zeros_like(stored["lens"]), torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
@@ -187,24 +187,24 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     table.set_budget(0, stored["capacities"].cpu().numpy(), recent)
     table.set_head_rules(0, stored["head_rules"].cpu().numpy(), recent)
     for number, packed in enumerate(table.packed_parts):
-        _fill_part(core.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
-    queries = core.sequence_state.queries
+        _fill_part(layer_cache.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
+    queries = layer_cache.sequence_state.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))
     if "moments.count" in stored:
         count, total, outer = (stored[f"moments.{name}"] for name in ("count", "total", "outer"))
         queries.adopt(0, QueryMoments(int(count), total, outer))
     if "origins" in stored:
-        core.sequence_state.origins[0] = stored["origins"]
+        layer_cache.sequence_state.origins[0] = stored["origins"]
     if "memory" in stored:
-        core.sequence_state.memories[0] = stored["memory"]
-    for name, part in (("rolling.", core.sequence_state.rolling), ("focus.", core.sequence_state.focus)):
+        layer_cache.sequence_state.memories[0] = stored["memory"]
+    for name, part in (("rolling.", layer_cache.sequence_state.rolling), ("focus.", layer_cache.sequence_state.focus)):
         if part is not None:
             part.adopt({key.removeprefix(name): t for key, t in stored.items() if key.startswith(name)})
     if "gate.keys" in stored:
-        core.sequence_state.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
+        layer_cache.sequence_state.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
     if "gate.ceiling" in stored:
-        core.sequence_state.ceilings[0] = int(stored["gate.ceiling"])
+        layer_cache.sequence_state.ceilings[0] = int(stored["gate.ceiling"])
 
 
 def part_prefix(number: int) -> str:

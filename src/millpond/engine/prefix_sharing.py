@@ -140,7 +140,7 @@ class PrefixSharing:
             self._keep(live, live.stack, live.job.read)
 
     def _keep(self, live: RequestState, stack: BatchCache, n_tokens: int) -> list[PrefixNode]:
-        tables = [core.table for core in stack.layers if core.table is not None]
+        tables = [layer_cache.table for layer_cache in stack.layers if layer_cache.table is not None]
         return self.tree.keep(self._kind(live), live.numbers[:n_tokens], tables, self._access(live))
 
     def _keep_sums(self, live: RequestState, stack: BatchCache) -> None:

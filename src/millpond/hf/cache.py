@@ -29,7 +29,7 @@ from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.image_tokens import ImageTokens, image_tokens
-from millpond.hf.layer import MillpondLayer, Observer, layer_cache
+from millpond.hf.layer import MillpondLayer, Observer, make_layer_cache
 from millpond.hf.layer_budgets import LayerBudgets
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.prompt_parts import PromptParts
@@ -95,8 +95,8 @@ class MillpondCache(Cache):
         if needs.entropies is not None:
             self.entropies = TokenEntropyHook(self, model, needs.entropies, settles=between_chunks)
             self.on_close(self.entropies.close)
-        make = layer_cache(profile.latent)
-        cores = [
+        make = make_layer_cache(profile.latent)
+        layer_caches = [
             make(
                 index,
                 policy,
@@ -110,16 +110,16 @@ class MillpondCache(Cache):
             )
             for index, of in enumerate(pools.by_layer(profile.n_layers))
         ]
-        budgets.cores = cores
+        budgets.layer_caches = layer_caches
         stays = policy.keeps_all and pools.format is None
-        self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
+        self.parts = PromptParts(policy, layer_caches, stays=stays, limited=pools.limited)
         budgets.at_prompt_end = self.parts.expected
-        attach_rotations(profile, cores)
+        attach_rotations(profile, layer_caches)
         if model.device.type == "cuda" and recording():
-            for core in cores:
-                core.attention.recorded = RecordedDecode(record_cuda)
+            for layer_cache in layer_caches:
+                layer_cache.attention.recorded = RecordedDecode(record_cuda)
         self.shared_layers = profile.shared
-        layers, self.states = build_layers(profile, cores, self.journal, self.passes)
+        layers, self.states = build_layers(profile, layer_caches, self.journal, self.passes)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ what a user asks
@@ -132,7 +132,7 @@ class MillpondCache(Cache):
     @property
     def entry_layers(self) -> dict[int, LayerCache]:
         """The attention layers' caches by the number of the layer in the model; a hybrid has other layers too."""
-        return {layer.index: layer.core for layer in self.layers if isinstance(layer, MillpondLayer)}
+        return {layer.index: layer.layer_cache for layer in self.layers if isinstance(layer, MillpondLayer)}
 
     @property
     def budget(self) -> Budget | None:
@@ -159,14 +159,14 @@ class MillpondCache(Cache):
             CacheMismatchError: there is no such layer or sequence, or the layer holds no entries: it has a state, or
                 reads those of another layer (`stats().shared_layers`).
         """
-        core = self.entry_layers.get(layer)
-        if core is None:
+        layer_cache = self.entry_layers.get(layer)
+        if layer_cache is None:
             some = self.states.layers or self.shared_layers
             also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if some else ""
             raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
         if not 0 <= sequence < max(self.tracker.n_seq, 1):
             raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.tracker.n_seq}")
-        rows = core.read(sequence).positions
+        rows = layer_cache.read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
     def image_tokens(self) -> ImageTokens:
@@ -231,9 +231,9 @@ class MillpondCache(Cache):
         check_not_kept(self, chosen, found)
         self.journal.settle()
         self.journal.truncatable = False
-        for core in self.layer_caches:
+        for layer_cache in self.layer_caches:
             for number in chosen:
-                core.drop_spans(number, found)
+                layer_cache.drop_spans(number, found)
         for number in chosen:
             self.tracker.marks.dropped.add(found, number)
 
@@ -281,8 +281,8 @@ class MillpondCache(Cache):
         self._used = True
         self.text.add(ids, 0)
         self.tracker.adopt(ids)
-        for core in self.layer_caches:
-            core.columns = ids.shape[1]
+        for layer_cache in self.layer_caches:
+            layer_cache.columns = ids.shape[1]
         if self.rebuilder is not None:
             self.rebuilder.adopt(self.tracker.seen)
 
@@ -400,8 +400,8 @@ class MillpondCache(Cache):
         self.text.select(sequences)
         if self.entropies is not None:
             self.entropies.select(sequences)
-        for core in self.layer_caches:
-            core.select(sequences)
+        for layer_cache in self.layer_caches:
+            layer_cache.select(sequences)
         self.states.select(sequences)
         self.tracker.select(sequences)
         if self.rebuilder is not None:
@@ -462,22 +462,26 @@ class MillpondCache(Cache):
 
     def _clear_shared(self) -> None:
         """What layers that have no keys of their own read is of one pass."""
-        for core in self.layer_caches:
-            if core.shared is not None:
-                core.shared.clear()
+        for layer_cache in self.layer_caches:
+            if layer_cache.shared is not None:
+                layer_cache.shared.clear()
 
     def _rebuild(self) -> None:
         """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""
         rebuilder = self.rebuilder
-        if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.layer_caches):
+        if (
+            rebuilder is not None
+            and not rebuilder.running
+            and any(layer_cache.pending for layer_cache in self.layer_caches)
+        ):
             rebuilder.run(self)
 
     @no_autograd
     def _settle(self) -> None:
         """Run the plans that need all layers, after the last one."""
-        for core in self.layer_caches:
-            if core.pending:
-                core.settle()
+        for layer_cache in self.layer_caches:
+            if layer_cache.pending:
+                layer_cache.settle()
 
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
         """The first layer that has not seen `columns` columns, with its number in the model."""

@@ -107,10 +107,14 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
             f"the cache has read {int(tracker.seen[0])} tokens in {tracker.columns} columns, and {ids.shape[1]} ids "
             "are given: pass the ids of the whole text, without pads"
         )
-    for core in cache.layer_caches:
-        if core.pending:
-            core.settle()
-    tensors = {f"{core.index}.{name}": t for core in cache.layer_caches for name, t in to_tensors(core).items()}
+    for layer_cache in cache.layer_caches:
+        if layer_cache.pending:
+            layer_cache.settle()
+    tensors = {
+        f"{layer_cache.index}.{name}": t
+        for layer_cache in cache.layer_caches
+        for name, t in to_tensors(layer_cache).items()
+    }
     tensors |= state_tensors(cache.states)
     tensors["ids"] = ids.cpu().int()
     if tracker.marks.kept.of(0):
@@ -185,10 +189,10 @@ def restore_document(
         if "fair.spans" in tensors and "fair.shares" in tensors:
             fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
             cache.tracker.marks.shares.expect(fair)
-        for core in cache.layer_caches:
-            own = f"{core.index}."
+        for layer_cache in cache.layer_caches:
+            own = f"{layer_cache.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
-            from_tensors(core, part, n_tokens, model.device)
+            from_tensors(layer_cache, part, n_tokens, model.device)
         dropped = spans_of_tensor(tensors.pop("dropped"), n_tokens) if "dropped" in tensors else ()
         restore_states(cache.states, tensors, model.device)
         cache.restore_position(ids)

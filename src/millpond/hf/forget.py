@@ -37,13 +37,13 @@ def check_forgets(cache: LayerCaches) -> None:
             "forget(): this model's recurrent states hold the whole text, and a span cannot be taken out of them; read "
             "the text again without it"
         )
-    for core in cache.layer_caches:
-        reason = forget_refusal(core.policy)
+    for layer_cache in cache.layer_caches:
+        reason = forget_refusal(layer_cache.policy)
         if reason is not None:
             raise OptionError(f"forget(): {reason}; or read the text again without the span")
-        if core.pending:
+        if layer_cache.pending:
             raise CacheMismatchError(
-                f"forget(): layer {core.index} has a prompt whose plan is still to come; call it after the prompt"
+                f"forget(): layer {layer_cache.index} has a prompt whose plan is still to come; call it after the prompt"
             )
 
 

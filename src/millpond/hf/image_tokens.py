@@ -53,5 +53,7 @@ def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
     whole = [torch.arange(int(n), device=tokens.device)[None] for n in seen]
     return ImageTokens(
         seen=[count(s, positions)[0] for s, positions in enumerate(whole)],
-        stored=[[count(s, core.read(s).positions) for s in range(len(seen))] for core in cache.layer_caches],
+        stored=[
+            [count(s, layer_cache.read(s).positions) for s in range(len(seen))] for layer_cache in cache.layer_caches
+        ],
     )

@@ -41,7 +41,7 @@ class LayerBudgets:
 
     Attributes:
         budget: of the whole cache; None for no limit.
-        cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
+        layer_caches: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
         at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
     """
 
@@ -54,7 +54,7 @@ class LayerBudgets:
         self._windows = windows
         self._warned: set[type[Warning]] = set()
         self._decided: dict[int, LayerAllocation] = {}
-        self.cores: list[LayerCache] = []
+        self.layer_caches: list[LayerCache] = []
         self.at_prompt_end: Callable[[int, int], int] = lambda sequence, seen: seen
 
     def entries(self, layer: int, table: PageTable, sequence: int, seen: int, kept: int = 0) -> int:
@@ -84,12 +84,14 @@ class LayerBudgets:
             OptionError: the first layer plans before the others have read the prompt.
         """
         if layer == 0:
-            if any(core.columns != self.cores[0].columns for core in self.cores):
+            if any(layer_cache.columns != self.layer_caches[0].columns for layer_cache in self.layer_caches):
                 raise OptionError(
                     "layer budgets that depend on the prompt are known when all layers have read it, which assisted "
                     "generation does not wait for; use another method with it"
                 )
-            self._decided[sequence] = layers.decide([core.measure(sequence, layers.measure) for core in self.cores])
+            self._decided[sequence] = layers.decide(
+                [layer_cache.measure(sequence, layers.measure) for layer_cache in self.layer_caches]
+            )
         return self._decided[sequence]
 
     def _average(self, table: PageTable, seen: int, kept: int = 0) -> int:

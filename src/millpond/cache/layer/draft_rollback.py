@@ -35,12 +35,12 @@ class _Draft:
     def length(self) -> int:
         return self.q.shape[2]
 
-    def replay(self, core: LayerCache, n: int) -> list[Tensor]:
+    def replay(self, layer_cache: LayerCache, n: int) -> list[Tensor]:
         """Decode the first `n` tokens, one by one."""
         outs = []
         for column in range(n):
             q, k, v = (t[:, :, column : column + 1] for t in (self.q, self.k, self.v))
-            outs.append(core.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
+            outs.append(layer_cache.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
         return outs
 
 
@@ -63,38 +63,38 @@ class DraftRollback:
     _columns: int = 0
 
     def attend(
-        self, core: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
+        self, layer_cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
     ) -> Tensor:
         """`LayerCache.attend`, remembering what `crop` will need."""
-        self._discard(core.index)
+        self._discard(layer_cache.index)
         length = q.shape[2]
         draft = min(length - 1, length - 1 if self.draft is None else self.draft)
         if not self.recording or self.truncatable or draft == 0:
-            return core.attend(q, k, v, mask, shape)
+            return layer_cache.attend(q, k, v, mask, shape)
         certain = length - draft
         q_now, k_now, v_now = (t[:, :, :certain] for t in (q, k, v))
-        out = core.attend(q_now, k_now, v_now, _until(mask, draft), shape)
-        self._columns = core.columns
-        self._seen = self.tracker.span_after(core.columns)
+        out = layer_cache.attend(q_now, k_now, v_now, _until(mask, draft), shape)
+        self._columns = layer_cache.columns
+        self._seen = self.tracker.span_after(layer_cache.columns)
         q, k, v = (t[:, :, certain:] for t in (q, k, v))
-        self._drafts[core.index] = _Draft(core.fork(), q, k, v, mask, shape)
-        return torch.cat([out, *self._drafts[core.index].replay(core, draft)], 2)
+        self._drafts[layer_cache.index] = _Draft(layer_cache.fork(), q, k, v, mask, shape)
+        return torch.cat([out, *self._drafts[layer_cache.index].replay(layer_cache, draft)], 2)
 
-    def crop(self, cores: list[LayerCache], n: int) -> None:
+    def crop(self, layer_caches: list[LayerCache], n: int) -> None:
         """Take back the last `n` tokens of every layer.
 
         Raises:
             CacheMismatchError: entries have been evicted and no recording covers these tokens.
         """
         if n:
-            self._check(cores, n)
+            self._check(layer_caches, n)
             if self._drafts:
-                self._take_back(cores, n)
+                self._take_back(layer_caches, n)
             else:
                 tokens = self.tracker.tokens_in_last(n)
                 self.tracker.rewind(self.tracker.columns - n, self.tracker.seen - tokens)
-                for core in cores:
-                    core.truncate(n, tokens)
+                for layer_cache in layer_caches:
+                    layer_cache.truncate(n, tokens)
         self.settle()
 
     def settle(self) -> None:
@@ -109,19 +109,19 @@ class DraftRollback:
         self.draft = None
         self.recording = False
 
-    def _take_back(self, cores: list[LayerCache], n: int) -> None:
+    def _take_back(self, layer_caches: list[LayerCache], n: int) -> None:
         self.tracker.rewind(self._columns, self._seen)
-        for core in cores:
-            draft = self._drafts[core.index]
-            core.restore(draft.state)
-            draft.replay(core, draft.length - n)
+        for layer_cache in layer_caches:
+            draft = self._drafts[layer_cache.index]
+            layer_cache.restore(draft.state)
+            draft.replay(layer_cache, draft.length - n)
 
-    def _check(self, cores: list[LayerCache], n: int) -> None:
+    def _check(self, layer_caches: list[LayerCache], n: int) -> None:
         if n > self.tracker.columns:
             raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.tracker.columns}")
-        for core in cores:
-            draft = self._drafts.get(core.index)
-            covered = core.truncatable if not self._drafts else draft is not None and n <= draft.length
+        for layer_cache in layer_caches:
+            draft = self._drafts.get(layer_cache.index)
+            covered = layer_cache.truncatable if not self._drafts else draft is not None and n <= draft.length
             if not covered:
                 raise CacheMismatchError(
                     f"cannot take back {n} tokens: entries were evicted since and no recording covers them; call "

@@ -120,7 +120,7 @@ class DiskTier:
 
     @contextmanager
     def here(
-        self, core: LayerCache, then: Iterable[LayerCache] = (), growth: Mapping[Pool, int] | None = None
+        self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Mapping[Pool, int] | None = None
     ) -> Iterator[None]:
         """While a layer runs its pages are in their pool.
 
@@ -129,24 +129,24 @@ class DiskTier:
                 for them, of each later one where there is room for twice as many.
             growth: pages that the rest of the pass may take, for which room is left.
         """
-        if core.index not in self.layers:
+        if layer_cache.index not in self.layers:
             self._fetch_ahead(then, growth or {})
             yield
             return
         visits: list[PageVisit] = []
         try:
-            visits = self._bring(core, then, growth or {})
-            frames = None if core.frames is None else core.frames.copy()
+            visits = self._bring(layer_cache, then, growth or {})
+            frames = None if layer_cache.frames is None else layer_cache.frames.copy()
             yield
-            self._send(core, visits, frames)
+            self._send(layer_cache, visits, frames)
         except BaseException:
             self._abandon(visits)
             self._cancel()
             raise
 
-    def is_on_disk(self, core: LayerCache) -> bool:
+    def is_on_disk(self, layer_cache: LayerCache) -> bool:
         """Whether the pages of a layer leave after each pass."""
-        return core.index in self.layers
+        return layer_cache.index in self.layers
 
     def pages(self, layer: int, pool: RefCountedPool[Any]) -> AwayPages:
         """The pages of a layer that have left a pool."""
@@ -155,16 +155,16 @@ class DiskTier:
             self._away[key] = AwayPages(pool, self._extents[layer])
         return self._away[key]
 
-    def window(self, core: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
+    def window(self, layer_cache: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
         """Pages that a pass takes for a layer on the disk that may grow by `growth`: while it is here, and for good."""
         here: dict[Pool, int] = dict(growth)
         stays: dict[Pool, int] = {}
-        table = core.table
+        table = layer_cache.table
         if table is None:
             return here, stays
         for part in parts_of(table):
             lists, more = part.page_lists, growth.get(part.pool, 0)
-            away = self.pages(core.index, part.pool)
+            away = self.pages(layer_cache.index, part.pool)
             stays[away] = more
             if lists.pool is away:
                 here[part.pool] = more + int((away.resident[lists.held()] < 0).sum())
@@ -186,22 +186,24 @@ class DiskTier:
         if self._ledger is not None:
             self._holdings.append(self._ledger.take("disk", "kv", nbytes))
 
-    def _bring(self, core: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]) -> list[PageVisit]:
-        table = core.table
+    def _bring(
+        self, layer_cache: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]
+    ) -> list[PageVisit]:
+        table = layer_cache.table
         if table is None or not table.is_away:
             return []
         parts = parts_of(table)
-        visits = self._coming.pop(core, None) or self._begin(core)
+        visits = self._coming.pop(layer_cache, None) or self._begin(layer_cache)
         self._fetch_ahead(then, growth)
         for part, visit in zip(parts, visits, strict=True):
             visit.end(part)
-            core.lost |= visit.lost_sequences(part)
+            layer_cache.lost |= visit.lost_sequences(part)
         return visits
 
-    def _begin(self, core: LayerCache) -> list[PageVisit]:
+    def _begin(self, layer_cache: LayerCache) -> list[PageVisit]:
         visits: list[PageVisit] = []
-        assert core.table is not None, "there is something to read"
-        parts = parts_of(core.table)
+        assert layer_cache.table is not None, "there is something to read"
+        parts = parts_of(layer_cache.table)
         try:
             for part in parts:
                 visits.append(PageVisit.begin(part))
@@ -216,9 +218,9 @@ class DiskTier:
         if not self._overlap:
             return
         spare = 1
-        for core in then:
-            table = core.table
-            if core in self._coming or table is None or not table.is_away:
+        for layer_cache in then:
+            table = layer_cache.table
+            if layer_cache in self._coming or table is None or not table.is_away:
                 continue
             need = dict(growth)
             for part in parts_of(table):
@@ -229,22 +231,22 @@ class DiskTier:
             if account is not None and not account.can_take(need):
                 return
             spare = 2
-            self._coming[core] = self._begin(core)
+            self._coming[layer_cache] = self._begin(layer_cache)
 
-    def _send(self, core: LayerCache, visits: list[PageVisit], frames: np.ndarray | None) -> None:
-        table = core.table
+    def _send(self, layer_cache: LayerCache, visits: list[PageVisit], frames: np.ndarray | None) -> None:
+        table = layer_cache.table
         if table is None:
             return self._abandon(visits)
         by_pool = {visit.away: visit for visit in visits}
         rewritten = None
-        if core.merges_each_step:
+        if layer_cache.merges_each_step:
             rewritten = np.ones(table.n_seq, dtype=bool)
-        elif frames is not None and core.frames is not None and len(frames) == len(core.frames):
-            rewritten = frames != core.frames
+        elif frames is not None and layer_cache.frames is not None and len(frames) == len(layer_cache.frames):
+            rewritten = frames != layer_cache.frames
         for part in parts_of(table):
-            away = self.pages(core.index, part.pool)
+            away = self.pages(layer_cache.index, part.pool)
             visit = by_pool.pop(away, None)
-            core.lost |= depart(part, away, visit, appends=core.appends, rewritten=rewritten)
+            layer_cache.lost |= depart(part, away, visit, appends=layer_cache.appends, rewritten=rewritten)
             if visit is not None:
                 visits.remove(visit)
         self._abandon(visits)
@@ -257,8 +259,8 @@ class DiskTier:
 
     def _cancel(self) -> None:
         """Give up what was read ahead: the pass has ended."""
-        for core, visits in self._coming.items():
-            assert core.table is not None, "what comes was away"
-            for part, visit in zip(parts_of(core.table), visits, strict=True):
+        for layer_cache, visits in self._coming.items():
+            assert layer_cache.table is not None, "what comes was away"
+            for part, visit in zip(parts_of(layer_cache.table), visits, strict=True):
                 visit.cancel(part.pool)
         self._coming.clear()

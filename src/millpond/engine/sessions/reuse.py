@@ -189,8 +189,8 @@ class SessionReuse:
             fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
             if live.marks.forget:
                 drop_restored(stack, live.marks.forget, turn.forgotten, len(turn.ids))
-            for core in stack.layers:
-                core.reopen(self._model.dtype)
+            for layer_cache in stack.layers:
+                layer_cache.reopen(self._model.dtype)
         except BaseException:
             stack.clear()
             raise

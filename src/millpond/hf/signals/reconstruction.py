@@ -45,21 +45,21 @@ class PromptReconstruction:
         done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
         columns, seen = tracker.columns, tracker.seen.copy()
         done = np.maximum(done, self._marks(tracker))
-        for core in cache.layer_caches:
-            core.peek = ReconstructionProbe(n_seq, core.stored.shape[1], int(seen.max()), self._device)
+        for layer_cache in cache.layer_caches:
+            layer_cache.peek = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
         self.running = True
         try:
             for begin in range(0, int((seen - done).max()), self._settings.chunk):
                 first = np.minimum(done + begin, seen)
                 self._repeat(cache, first, np.minimum(first + self._settings.chunk, seen))
                 tracker.rewind(columns, seen)
-                for core in cache.layer_caches:
-                    core.columns = columns
+                for layer_cache in cache.layer_caches:
+                    layer_cache.columns = columns
         finally:
             self.running = False
-            found = [core.peek for core in cache.layer_caches]
-            for core in cache.layer_caches:
-                core.peek = None
+            found = [layer_cache.peek for layer_cache in cache.layer_caches]
+            for layer_cache in cache.layer_caches:
+                layer_cache.peek = None
         self._settle(cache, found)
         self._done = seen
 
@@ -113,11 +113,11 @@ class PromptReconstruction:
     @no_autograd
     def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:
         """Plan every layer; the plan of one may depend on what was found in all."""
-        for core, peek in zip(cache.layer_caches, found, strict=True):
-            core.rebuilt = peek
+        for layer_cache, peek in zip(cache.layer_caches, found, strict=True):
+            layer_cache.rebuilt = peek
         try:
-            for core in cache.layer_caches:
-                core.settle()
+            for layer_cache in cache.layer_caches:
+                layer_cache.settle()
         finally:
-            for core in cache.layer_caches:
-                core.rebuilt = None
+            for layer_cache in cache.layer_caches:
+                layer_cache.rebuilt = None

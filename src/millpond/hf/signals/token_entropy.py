@@ -213,9 +213,9 @@ class TokenEntropyHook:
         self.tell()
         factors = np.where(another_round, self._decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
-        for core in cache.layer_caches if self._settles and not cache.parts.waits(tracker.columns) else ():
-            if core.pending:
-                core.settle()
+        for layer_cache in cache.layer_caches if self._settles and not cache.parts.waits(tracker.columns) else ():
+            if layer_cache.pending:
+                layer_cache.settle()
         self._protected = 1
 
     def _wait(self, cache: LayerCaches, span: ForwardSpan, entropies: Tensor) -> None:
@@ -225,7 +225,7 @@ class TokenEntropyHook:
         self._waiting.append(entropies)
         if len(self._waiting) >= min(self._protected, MOST_WAITING):
             self.tell()
-            tables = [core.table for core in cache.layer_caches if core.table is not None]
+            tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
             self._protected = min((int(table.recent.min()) for table in tables), default=1)
 
     @no_autograd
@@ -240,9 +240,9 @@ class TokenEntropyHook:
         self, cache: LayerCaches, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
     ) -> None:
         """Write the entropies (S, n) of the tokens from `before` (S,) on with their entries, in every layer."""
-        for core in cache.layer_caches:
-            if core.table is not None:
-                here = core.table.lens.device
+        for layer_cache in cache.layer_caches:
+            if layer_cache.table is not None:
+                here = layer_cache.table.lens.device
                 first = torch.from_numpy(before.astype(np.int32)).to(here)
                 aged = None if factors is None else torch.from_numpy(factors.astype(np.float32)).to(here)
-                set_scores(core.table, first, entropies.to(here), aged)
+                set_scores(layer_cache.table, first, entropies.to(here), aged)
