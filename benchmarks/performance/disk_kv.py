@@ -56,24 +56,24 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, float]:
         params = SamplingParams(max_tokens=args.prompt, temperature=0, ignore_eos=True)
         for n, prompt in enumerate(prompts_of(args.requests, args.prompt, args.shape)):
             engine.add(Request(request_id=str(n), prompt=prompt, params=params))
-        n_tokens, steps, layer_caches, read = args.requests * args.prompt, [], [], 0
-        began, layer_cache = time.perf_counter(), time.thread_time()
+        n_tokens, steps, cores, read = args.requests * args.prompt, [], [], 0
+        began, core = time.perf_counter(), time.thread_time()
         while engine.stats().prompt_tokens < n_tokens:
             engine.step()
-        prompts_s, prompts_core_s = time.perf_counter() - began, time.thread_time() - layer_cache
+        prompts_s, prompts_core_s = time.perf_counter() - began, time.thread_time() - core
         for n in range(args.steps + 1):
-            began, layer_cache, before = time.perf_counter(), time.thread_time(), opened.tier.bytes_read
+            began, core, before = time.perf_counter(), time.thread_time(), opened.tier.bytes_read
             assert not [out.error for out in engine.step() if out.error is not None], "no request fails"
             if n:  # the first one begins to read ahead
                 steps.append(time.perf_counter() - began)
-                layer_caches.append(time.thread_time() - layer_cache)
+                cores.append(time.thread_time() - core)
                 read = opened.tier.bytes_read - before
         engine.close()
     return {
         "prompts_s": prompts_s,
         "step_s": statistics.median(steps),
         "prompts_core_s": prompts_core_s,
-        "step_core_s": statistics.median(layer_caches),
+        "step_core_s": statistics.median(cores),
         "step_kv_bytes": read,
     }
 

@@ -41,7 +41,7 @@ class LayerBudgets:
 
     Attributes:
         budget: of the whole cache; None for no limit.
-        layer_caches: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
+        layer_caches: set when they are made; an allocation that depends on the prompt measures them.
         at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
     """
 

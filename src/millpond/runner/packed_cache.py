@@ -32,7 +32,8 @@ class Segment:
     """Rows of a pass that go to one batch of caches.
 
     Attributes:
-        layer_caches: of all layers with attention. begin, end: which rows. decoding: one row per sequence; else all rows are
+        layer_caches: of all layers with attention.
+        begin, end: which rows. decoding: one row per sequence; else all rows are
             one sequence's. states: of its sequences, in a hybrid. stack: that the caches are of, where some of their
             pages come for the pass. partial: the rows are some of a run of tokens, of which it knows the others.
     """
