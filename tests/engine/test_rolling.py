@@ -154,8 +154,8 @@ def test_codes_stay_when_positions_change(method: str, codec: str) -> None:
     assert found[0].tracker.closed[found[1]] > 0
     table = found[0].layers[1].table
     assert table is not None
-    assert table.sealed is not None
-    assert table.sealed.lens.any(), "some entries are codes"
+    assert table.quantized is not None
+    assert table.quantized.lens.any(), "some entries are codes"
     second.import_request(first.export_request("bb"))
     done |= finish(first) | finish(second)
     assert {name: tokens(output) for name, output in done.items()} == expected

@@ -73,7 +73,7 @@ def read(name: str, **settings: Any) -> tuple[list[Any], Tensor]:
         logits = teacher_forced(model(name), prompt, text(2, 1, seed=4), cache)[:, -1]
         cache.check_integrity()
         if settings["codec"] != "bf16":
-            assert any(layer_cache.table.sealed.lens.all() for layer_cache in cache.layer_caches)
+            assert any(layer_cache.table.quantized.lens.all() for layer_cache in cache.layer_caches)
         return [layer_cache.read(1) for layer_cache in cache.layer_caches], logits
 
 

@@ -102,7 +102,7 @@ def test_a_budget_of_everything_is_the_full_cache(method: str, codec: str) -> No
 @pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), CASES)
 def test_a_second_turn(method: str, codec: str) -> None:
-    """A later turn meets what is sealed; it holds its budget, and the cache what it says."""
+    """A later turn meets what is quantized; it holds its budget, and the cache what it says."""
     ids, mask = prompts(2)
     more = torch.randint(2, 96, (2, 60), generator=torch.Generator().manual_seed(9))
     with torch.no_grad(), mp.compress(llama(), **settings(method, codec)) as cache:
@@ -131,8 +131,8 @@ def test_bytes_are_real(method: str, codec: str) -> None:
             t.numel() * t.element_size() for pool in cache.pools for arenas in pool.arrays.arrays for t in arenas
         )
         tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
-        live = sum(int(t.sealed.live.sum()) for t in tables if t.sealed is not None)
-        held = sum(len(t.sealed.held()) for t in tables if t.sealed is not None)
+        live = sum(int(t.quantized.live.sum()) for t in tables if t.quantized is not None)
+        held = sum(len(t.quantized.held()) for t in tables if t.quantized is not None)
         slots = cache.pools[-1].slots
         assert held * slots <= 2 * live + 2 * slots * 2 * 2 * 2
         entries = sum(n for layer in stats.stored for row in layer for n in row)
@@ -180,7 +180,7 @@ def test_beams_and_several_sequences(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["int4", "flexgen4"])
 def test_assisted_generation_changes_nothing(codec: str) -> None:
-    """Drafts that are taken back leave no trace in what is sealed."""
+    """Drafts that are taken back leave no trace in what is quantized."""
     ids, mask = prompts(1)
     with torch.no_grad(), mp.compress(llama(), **settings("h2o", codec)) as cache:
         expected = run(cache, ids, mask)
@@ -251,7 +251,7 @@ def test_one_limit_for_pages_of_both_kinds() -> None:
 
 
 def test_heads_with_rules_of_their_own() -> None:
-    """FastGen's local heads let go of sealed entries too: they keep the positions that they keep without codes."""
+    """FastGen's local heads let go of quantized entries too: they keep the positions that they keep without codes."""
     ids, mask = prompts(2)
     kept = []
     for codec in ("bf16", "flexgen4"):

@@ -114,7 +114,7 @@ def generated(method: str, codec: str) -> list[int]:
         found = go_on(looked_at, held, prompt(codec))
         if isinstance(resolve(codec), Codec):  # codes were really made
             assert any(
-                layer_cache.table.sealed is not None and layer_cache.table.sealed.lens.any()
+                layer_cache.table.quantized is not None and layer_cache.table.quantized.lens.any()
                 for layer_cache in held.layer_caches
             )
     return found

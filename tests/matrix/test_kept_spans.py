@@ -169,8 +169,8 @@ def test_a_lower_tier_takes_none_of_them() -> None:
             model(step, cache=cache)
         for layer_cache in cache.layer_caches:
             assert layer_cache.table is not None
-            assert layer_cache.table.sealed is not None
-            lower = layer_cache.table.sealed.positions(layer_cache.table.sealed.rows(0))
+            assert layer_cache.table.quantized is not None
+            lower = layer_cache.table.quantized.positions(layer_cache.table.quantized.rows(0))
             assert bool((lower >= 0).any())
             assert not KEPT & {int(position) for position in lower.flatten()}
 

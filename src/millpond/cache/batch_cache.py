@@ -314,7 +314,7 @@ class BatchCache:
     def kv_bytes(self, held: np.ndarray) -> np.ndarray:
         """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
         tables = [layer_cache.table for layer_cache in self.layers]
-        slots = {0 if table is None or table.sealed is not None else table.pool.slots for table in tables}
+        slots = {0 if table is None or table.quantized is not None else table.pool.slots for table in tables}
         if len(slots) == 1 and 0 not in slots:  # all at once: called at every step
             page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
             found: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
@@ -325,7 +325,7 @@ class BatchCache:
     def used_bytes(self, held: np.ndarray) -> np.ndarray:
         """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
         tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
-        if not tables or any(table.sealed is not None for table in tables):
+        if not tables or any(table.quantized is not None for table in tables):
             return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
         slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])
         found: np.ndarray = slot_bytes @ held.sum(2)

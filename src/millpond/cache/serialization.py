@@ -1,6 +1,6 @@
 """Cache of one layer for one text as named tensors, and back: the content of a file of a compressed text.
 
-Entries keep their slots and sealed pages their bytes, so that a restored cache continues bit by bit as the saved one.
+Entries keep their slots and quantized pages their bytes: a restored cache continues bit by bit as the saved one.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Entries(NamedTuple):
-    """The entries of one sequence that a plan chooses from: sealed and plain ones (padded), then new ones."""
+    """The entries of one sequence that a plan chooses from: quantized and plain ones (padded), then new ones."""
 
     keys: Tensor  #: (H, N, key_dim)
     values: Tensor  #: (H, N, value_dim)
     positions: Tensor  #: (H, N) int32, -1 for none
     scores: Tensor  #: (H, N) float32
     log_masses: Tensor | None = None  #: (H, N) float32; None where entries have no masses
-    n_sealed: int = 0  #: the first columns are the slots of the packed part, in order, tombstones at position -1
+    n_quantized: int = 0  #: the first columns are the slots of the packed part, in order, tombstones at position -1
 
 
 class PromptChunk(NamedTuple):

@@ -61,7 +61,7 @@ def held_positions(layer_cache: LayerCache, sequence: int) -> list[Tensor]:
     table = layer_cache.table
     if table is None:
         return []
-    if not table.page_lists.pool.arrays.n_arenas and table.sealed is None:
+    if not table.page_lists.pool.arrays.n_arenas and table.quantized is None:
         return []
     return [positions for positions, _ in _marks(layer_cache, sequence)]
 
@@ -74,9 +74,9 @@ def _marks(layer_cache: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]
     table = layer_cache.table
     assert table is not None, "a layer that holds something"
     found = [_plain_marks(table, sequence)] if table.page_lists.pool.arrays.n_arenas else []
-    if (sealed := table.sealed) is not None:
-        rows = sealed.rows(sequence)
-        found.append((sealed.positions(rows).cpu(), sealed.scores(rows).cpu()))
+    if (quantized := table.quantized) is not None:
+        rows = quantized.rows(sequence)
+        found.append((quantized.positions(rows).cpu(), quantized.scores(rows).cpu()))
     if layer_cache.tracker.closed[sequence]:
         found = [(layer_cache.text_positions(sequence, at), scores) for at, scores in found]
     return found

@@ -83,7 +83,7 @@ class MillpondCache(Cache):
         self.rebuilder = None if repeat is None else PromptReconstruction(profile, model.device, repeat)
         self._between_chunks = between_chunks
         self._croppable = croppable
-        self.journal = DraftRollback(self.tracker, truncatable=croppable)
+        self.draft_rollback = DraftRollback(self.tracker, truncatable=croppable)
         self._pools = pools
         self.kin: weakref.WeakSet[MillpondCache] = weakref.WeakSet([self])  # that share the pools
         self.make_another: Callable[[PreTrainedModel], MillpondCache] | None = None  # of this kind, in these pools
@@ -105,7 +105,7 @@ class MillpondCache(Cache):
                 self.tracker,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
                 rotation=rotation,
-                sealed=of.sealing,
+                quantized=of.make_quantized,
                 reading=of.reading,
             )
             for index, of in enumerate(pools.by_layer(profile.n_layers))
@@ -119,7 +119,7 @@ class MillpondCache(Cache):
             for layer_cache in layer_caches:
                 layer_cache.attention.recorded = RecordedDecode(record_cuda)
         self.shared_layers = profile.shared
-        layers, self.states = build_layers(profile, layer_caches, self.journal, self.passes)
+        layers, self.states = build_layers(profile, layer_caches, self.draft_rollback, self.passes)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ what a user asks
@@ -229,8 +229,8 @@ class MillpondCache(Cache):
         found = spans_in(chosen, self.tracker.seen, spans)
         check_forgets(self)
         check_not_kept(self, chosen, found)
-        self.journal.settle()
-        self.journal.truncatable = False
+        self.draft_rollback.settle()
+        self.draft_rollback.truncatable = False
         for layer_cache in self.layer_caches:
             for number in chosen:
                 layer_cache.drop_spans(number, found)
@@ -300,8 +300,8 @@ class MillpondCache(Cache):
             CacheMismatchError: another thread runs a pass with the cache.
         """
         self.passes.check_free()
-        self.journal.reset()
-        self.journal.truncatable = self._croppable
+        self.draft_rollback.reset()
+        self.draft_rollback.truncatable = self._croppable
         super().reset()  # type: ignore[no-untyped-call]
         self.states.reset()
         self.tracker.reset()
@@ -358,7 +358,7 @@ class MillpondCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can take tokens back: any where none is evicted, else those of a pass that is recorded."""
-        return (self.journal.truncatable or self.journal.recording) and not self.states.layers
+        return (self.draft_rollback.truncatable or self.draft_rollback.recording) and not self.states.layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select([int(i) for i in beam_idx.tolist()])
@@ -376,7 +376,7 @@ class MillpondCache(Cache):
             OptionError: the model holds recurrent states, which cannot go back.
         """
         self.states.check_no_drafts()
-        self.journal.recording = True
+        self.draft_rollback.recording = True
 
     @no_autograd
     def crop(self, tokens_to_remove: int) -> None:
@@ -390,13 +390,13 @@ class MillpondCache(Cache):
         if n < 0:
             raise CacheMismatchError(f"crop({-n}): pass a negative number, the tokens to take back")
         self.states.check_no_crop(n)
-        self.journal.crop(self.layer_caches, n)
+        self.draft_rollback.crop(self.layer_caches, n)
 
     @no_autograd
     def _select(self, sequences: list[int]) -> None:
         if sequences == list(range(self.tracker.n_seq)):
             return
-        self.journal.settle()
+        self.draft_rollback.settle()
         self.text.select(sequences)
         if self.entropies is not None:
             self.entropies.select(sequences)
@@ -433,7 +433,7 @@ class MillpondCache(Cache):
         self._used = True
         self.text.add(ids, self.tracker.columns)
         self.tracker.begin_pass(ids)
-        self.journal.draft = draft
+        self.draft_rollback.draft = draft
         self._before_pass = self.tracker.columns
 
     def end_pass(self) -> None:

@@ -198,7 +198,7 @@ def restore_document(
         cache.restore_position(ids)
         if dropped:
             cache.tracker.marks.dropped.add(dropped, 0)
-            cache.journal.truncatable = False
+            cache.draft_rollback.truncatable = False
     except BaseException:
         cache.close()
         raise

@@ -43,7 +43,8 @@ def check_forgets(cache: LayerCaches) -> None:
             raise OptionError(f"forget(): {reason}; or read the text again without the span")
         if layer_cache.pending:
             raise CacheMismatchError(
-                f"forget(): layer {layer_cache.index} has a prompt whose plan is still to come; call it after the prompt"
+                f"forget(): layer {layer_cache.index} has a prompt whose plan is still to come; "
+                "call it after the prompt"
             )
 
 

@@ -35,8 +35,8 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
 
     A page that one of the two writes is copied first.
     """
-    cache.journal.settle()
-    other.journal.truncatable = cache.journal.truncatable
+    cache.draft_rollback.settle()
+    other.draft_rollback.truncatable = cache.draft_rollback.truncatable
     if cache.entropies is not None:
         cache.entropies.tell()
     other.tracker.become(cache.tracker)

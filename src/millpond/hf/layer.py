@@ -43,7 +43,7 @@ class MillpondLayer(CacheLayerMixin):
     def __init__(
         self,
         layer_cache: LayerCache,
-        journal: DraftRollback,
+        draft_rollback: DraftRollback,
         passes: ForwardHooks,
         window: int = 0,
         number: int | None = None,
@@ -55,7 +55,7 @@ class MillpondLayer(CacheLayerMixin):
         self.readers = readers
         self.layer_cache = layer_cache
         layer_cache.shared = SharedEntries() if readers else None
-        self.journal = journal
+        self.draft_rollback = draft_rollback
         self.passes = passes
         self.observer: Observer | None = None
 
@@ -90,8 +90,8 @@ class MillpondLayer(CacheLayerMixin):
         k, v = self.layer_cache.accept(k, v)
         if self.observer is not None:
             self.observer(self.index, q, k, v, mask, shape)
-        out = self.journal.attend(self.layer_cache, q, k, v, mask, shape)
-        if not self.journal.recording:
+        out = self.draft_rollback.attend(self.layer_cache, q, k, v, mask, shape)
+        if not self.draft_rollback.recording:
             self.layer_cache.forget()
         return out
 

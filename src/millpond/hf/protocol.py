@@ -21,7 +21,9 @@ class LayerCaches(Protocol):
     """The state of all layers of one cache.
 
     Attributes:
-        tracker: tokens seen. journal: drafts that may be taken back. text: the ids of every column that was read.
+        tracker: tokens seen.
+        draft_rollback: drafts that may be taken back.
+        text: the ids of every column that was read.
         filled_inside: whether what it holds was read by `generate` inside its `with` block.
         passes: hooks on the model's passes. dtype: of the model.
         parts: of a prompt that is read in several passes. states: of the layers that hold some, in a hybrid.
@@ -29,7 +31,7 @@ class LayerCaches(Protocol):
     """
 
     tracker: PositionTracker
-    journal: DraftRollback
+    draft_rollback: DraftRollback
     text: TextRead
     filled_inside: bool
     passes: ForwardHooks

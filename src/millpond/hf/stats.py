@@ -117,4 +117,6 @@ def _format(table: PageTable | None) -> str:
     """The name of what a layer's entries become; "" before the first token."""
     if table is None:
         return ""
-    return str(table.pool.arrays.dtype).removeprefix("torch.") if table.sealed is None else table.sealed.codec.name
+    return (
+        str(table.pool.arrays.dtype).removeprefix("torch.") if table.quantized is None else table.quantized.codec.name
+    )

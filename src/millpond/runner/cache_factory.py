@@ -186,7 +186,7 @@ class CacheFactory(CacheLayout):
                 tracker,
                 between_chunks=False,
                 rotation=self._rotation,
-                sealed=of.sealing,
+                quantized=of.make_quantized,
                 reading=of.reading,
             )
             for index, of in enumerate(self.pools.by_layer(len(self._model.layers)))

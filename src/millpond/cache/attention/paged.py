@@ -32,7 +32,7 @@ class _Met(NamedTuple):
 
 def decode_aged(
     table: PageTable,
-    sealed: AgedStore,
+    quantized: AgedStore,
     rule: DecodeRule,
     shape: AttentionShape,
     q: Tensor,
@@ -49,7 +49,7 @@ def decode_aged(
         (S, Hq, value_dim) and the log-sum-exp (S, Hq).
     """
     n_seq, n_heads = q.shape[:2]
-    met = [_meet(part, q, q_pos, shape) for part in sealed.middle]
+    met = [_meet(part, q, q_pos, shape) for part in quantized.middle]
     logits = torch.cat([one.logits for one in met], -1)
     lse = torch.logsumexp(logits, -1).reshape(n_seq, n_heads)  # -inf where there is nothing
     args = DecodeArgs(q.float(), k, v, table.step_regions(rule, shape, q_pos))
@@ -184,7 +184,7 @@ class PagedAttention:
 
     def runs(self, table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:
         """What sequences begin with together, where a step reads it once for all of them."""
-        may = self.shares_runs and table.sealed is None and rule == KEEP_ALL and not shape.window
+        may = self.shares_runs and table.quantized is None and rule == KEEP_ALL and not shape.window
         return table.shared_runs() if may else None
 
     def _two_phases(

@@ -88,12 +88,12 @@ class SlotView:
         chosen = torch.from_numpy(rows).to(table.lens.device)
         width = int(table.lengths().ravel()[rows].max(initial=0))
         ids, used = slots_of(table, table.pages[chosen], table.lens[chosen], width)
-        arrays, sealed = table.pool.arrays, table.sealed
+        arrays, quantized = table.pool.arrays, table.quantized
         positions = torch.where(used, rows_at(arrays.positions, ids), -1) if width else ids.int()
         scores = rows_at(arrays.scores, ids) if width else ids.float()
-        if sealed is not None:
-            positions = torch.cat([positions, sealed.positions(rows)], 1)
-            scores = torch.cat([scores, sealed.scores(rows)], 1)
+        if quantized is not None:
+            positions = torch.cat([positions, quantized.positions(rows)], 1)
+            scores = torch.cat([scores, quantized.scores(rows)], 1)
         return cls(table, rows, ids, used, positions, scores)
 
     @property
@@ -105,8 +105,8 @@ class SlotView:
         """Write scores (n, N) where `told` (n, N) bool."""
         n = self.ids.shape[1]
         scatter(self.table.pool.arrays.scores, self.ids[told[:, :n]], scores[:, :n][told[:, :n]])
-        if self.table.sealed is not None:
-            self.table.sealed.rescore(self.rows, scores[:, n:], told[:, n:])
+        if self.table.quantized is not None:
+            self.table.quantized.rescore(self.rows, scores[:, n:], told[:, n:])
 
     def evict(self, gone: Tensor) -> npt.NDArray[np.int32]:
         """Release the entries in slots `gone` (n, N) bool; returns how many are left in plain slots, (n,).
@@ -115,7 +115,7 @@ class SlotView:
         """
         n = self.ids.shape[1]
         compact(self.table.pool.arrays, self.ids, self.used, gone[:, :n])
-        if self.table.sealed is not None:
-            self.table.sealed.mark_evicted(self.rows, gone[:, n:])
+        if self.table.quantized is not None:
+            self.table.quantized.mark_evicted(self.rows, gone[:, n:])
         left: npt.NDArray[np.int32] = (self.used & ~gone[:, :n]).sum(1).cpu().numpy().astype(np.int32)
         return left

@@ -23,7 +23,7 @@ def read(table: PageTable, sequence: int) -> Entries:
     rows = table.rows(sequence)
     width = int(table.lengths()[sequence].max(initial=0))
     plain = Entries(*ops.read(table.regions_of(rows), width))
-    return plain if table.sealed is None else quantize.before(table.sealed, sequence, plain)
+    return plain if table.quantized is None else quantize.before(table.quantized, sequence, plain)
 
 
 def in_order(found: Entries) -> PaddedEntries:
@@ -53,7 +53,7 @@ def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | No
         torch.cat([past.positions, positions], 1),
         F.pad(past.scores, (0, n_new)) if scores is None else torch.cat([past.scores, scores], 1),
         None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
-        past.n_sealed,
+        past.n_quantized,
     )
 
 
@@ -75,7 +75,7 @@ def keep_all(
     table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Entries, *, last: bool
 ) -> None:
     """Store all new entries, as `append`; `found`: the stored entries and the new ones. `last`: see `rewrite`."""
-    if table.sealed is None or not (last or found.n_sealed):
+    if table.quantized is None or not (last or found.n_quantized):
         append(table, sequence, k, v, q_pos)
     else:
         replace(table, sequence, found, found.positions >= 0, last=last)
@@ -84,10 +84,10 @@ def keep_all(
 def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, last: bool = True) -> None:
     """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages.
 
-    Where a table seals entries, what is sealed stays as it is, and more is sealed unless a plan is still to come
-    (`last` is False).
+    Where a table quantizes entries, quantized ones stay as they are, and more are quantized unless a plan is still to
+    come (`last` is False).
     """
-    if table.sealed is not None:
+    if table.quantized is not None:
         quantize.replace(table, sequence, found, keep, seal=last)
         return
     order = by_position(torch.where(keep, found.positions, -1))
@@ -100,7 +100,7 @@ def drop(table: PageTable, sequence: int, found: Entries, gone: Tensor, *, last:
 
     last: see `replace`.
     """
-    if table.sealed is not None and table.sealed.codec.tiered:
+    if table.quantized is not None and table.quantized.codec.tiered:
         quantize.drop(table, sequence, found, gone)
     else:
         replace(table, sequence, found, (found.positions >= 0) & ~gone, last=last)

@@ -254,7 +254,7 @@ class DecodeStep:
         out, lse = self._attention.step(table, newest.rule, q, k, v, newest.q_pos)
         self.end(newest, lse, columns)
         if scores is not None:
-            appended = newest.rule.evict is Evict.NEVER and table.sealed is None
+            appended = newest.rule.evict is Evict.NEVER and table.quantized is None
             score_newest(table, newest.q_pos, scores, appended=appended)
         if self._policy.plans_each_step:
             self._planner.stepped(table, q, newest.q_pos, positions)
@@ -266,7 +266,7 @@ class DecodeStep:
         keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._sequence_state.headwise is None
         if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
-        return table.sealed is None and self.plain(table, self._attention.shape)
+        return table.quantized is None and self.plain(table, self._attention.shape)
 
     def rows(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
         """A few tokens per sequence, each with the bits of a `step` of its own, where `takes_rows`.

@@ -17,7 +17,7 @@ from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PartialSpan, PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
-from millpond.cache.pages.aged_store import PackedPart
+from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.planning.planner import Planner
@@ -45,8 +45,8 @@ class LayerCache(LayerStorage):
         tracker: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
         rotation: how keys are rotated by position, for policies with cache-relative positions.
-        sealed: `sealed(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None: they
-            stay as they are.
+        quantized: `quantized(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None:
+            they stay as they are.
 
     Attributes:
         peek: while set, it observes multi-token passes, and their tokens are not stored.
@@ -70,7 +70,7 @@ class LayerCache(LayerStorage):
         *,
         between_chunks: bool = True,
         rotation: RotaryEmbedding | None = None,
-        sealed: Callable[[int, int, int, int, int, torch.device], PackedPart] | None = None,
+        quantized: Callable[[int, int, int, int, int, torch.device], QuantizedPart] | None = None,
         reading: FindPool | None = None,
     ) -> None:
         super().__init__(index, policy, tracker, SequenceState.of(policy, index, rotation))
@@ -84,7 +84,7 @@ class LayerCache(LayerStorage):
         self._stepper = DecodeStep(index, policy, tracker, self.attention, self.planner, self.sequence_state)
         self._passes = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._stepper)
         self._pool = pool
-        self._sealed = sealed
+        self._quantized = quantized
         self._between_chunks = between_chunks
         self._prompt = PromptPages(pool, None if policy.prefill == "greedy" else reading, self._waits)
         self._opened = False
@@ -257,15 +257,15 @@ class LayerCache(LayerStorage):
         """
         pool = self._prompt.pool(k, v, planned=planned)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
-        sealed = None
-        if self._sealed is not None:
-            sealed = self._sealed(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
-            if shape.window and sealed.codec.tiered:
-                sealed = None  # what a window hides needs no lower tier
+        quantized = None
+        if self._quantized is not None:
+            quantized = self._quantized(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
+            if shape.window and quantized.codec.tiered:
+                quantized = None  # what a window hides needs no lower tier
         table = self._table = self._table or PageTable(pool, k.shape[0], k.shape[1])
-        table.sealed = sealed
+        table.quantized = quantized
         self._opened = True
-        self._stepper.open(shape.window, sealed is not None and sealed.codec.tiered, table.aged is not None)
+        self._stepper.open(shape.window, quantized is not None and quantized.codec.tiered, table.aged is not None)
         return table
 
     # ------------------------------------------------------------------ decoding

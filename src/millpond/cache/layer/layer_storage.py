@@ -30,7 +30,7 @@ def positions_of(table: PageTable, sequence: int) -> Tensor:
     """(H, n) int64: positions of codes, then of plain entries, slot by slot; -1 where there is no entry."""
     rows = table.rows(sequence)
     plain = table.plain_positions(rows).long()
-    return plain if table.sealed is None else torch.cat([table.sealed.positions(rows).long(), plain], 1)
+    return plain if table.quantized is None else torch.cat([table.quantized.positions(rows).long(), plain], 1)
 
 
 def least_end(at: Tensor, sinks: int) -> int:
@@ -63,15 +63,15 @@ def renumber(
         PoolFullError: no room for copies of pages that others hold; nothing was changed.
     """
     dense = stored(table, sequence)
-    n_sealed = new.shape[1] - dense.positions.shape[1]
-    plain = new[:, n_sealed:]
+    n_quantized = new.shape[1] - dense.positions.shape[1]
+    plain = new[:, n_quantized:]
     at = dense.positions.long()
     old = at.clamp(min=0) if rolling is None else rolling.places(sequence, at)
     numbered = dense._replace(positions=plain.int())
     turn(rotation, table, sequence, numbered, old, plain.clamp(min=0))
-    if table.sealed is not None:
-        assert isinstance(table.sealed, QuantizedStore), "formats by age are refused where gaps close"
-        table.sealed.renumber(table.rows(sequence), new[:, :n_sealed])
+    if table.quantized is not None:
+        assert isinstance(table.quantized, QuantizedStore), "formats by age are refused where gaps close"
+        table.quantized.renumber(table.rows(sequence), new[:, :n_quantized])
     if rolling is not None:
         rolling.restart(table, sequence)
 
@@ -116,7 +116,7 @@ class LayerStorage:
     @property
     def settles(self) -> bool:
         """Whether the end of a prompt may change entries: a plan waits for it, or entries become codes."""
-        return self.pending or (self._table is not None and self._table.sealed is not None)
+        return self.pending or (self._table is not None and self._table.quantized is not None)
 
     def read(self, sequence: int) -> PaddedEntries:
         """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
@@ -259,8 +259,8 @@ class LayerStorage:
         if self._table is not None:
             for sequence, lens in enumerate(self._table.lengths()):
                 gone = tokens[sequence].astype(np.int32)
-                if self._table.sealed is not None:
-                    gone = gone - quantize.truncate(self._table.sealed, sequence, int(self.tracker.seen[sequence]))
+                if self._table.quantized is not None:
+                    gone = gone - quantize.truncate(self._table.quantized, sequence, int(self.tracker.seen[sequence]))
                 self._table.set_lengths(sequence, lens - gone)
             self.columns -= columns
 

@@ -115,6 +115,6 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
 
 
 def _let_go(table: PageTable) -> None:
-    """Give the plain pages of a table back; another one continues with what it has sealed."""
-    table.sealed = None
+    """Give the plain pages of a table back; another one continues with what it has quantized."""
+    table.quantized = None
     table.clear()

@@ -93,9 +93,9 @@ class PromptPass:
         """A pass whose tokens are decoded one after another. Arguments and result: as for `read`."""
         for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
             self.planner.set_budget(table, sequence, self.planner.budget(table, sequence, int(span.after[sequence])))
-            if table.sealed is not None:
+            if table.quantized is not None:
                 own = span.columns(sequence)
-                table.sealed.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
+                table.quantized.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
         steps = [
             self.stepper.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), columns)
             for i in range(span.length)
@@ -201,8 +201,8 @@ class PromptPass:
         q, k, v, q_pos, scores = tokens
         if self.sequence_state.rolling is not None:
             q, k = self.sequence_state.rolling.prefill(table, sequence, q, k, q_pos)
-        if table.sealed is not None and peek is None:
-            table.sealed.collect_statistics(sequence, q, k)
+        if table.quantized is not None and peek is None:
+            table.quantized.collect_statistics(sequence, q, k)
         past = read_write.read(table, sequence)
         columns = None if peek is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them

@@ -1,7 +1,7 @@
 """The quantized part of a table's regions: entries as codes, in pages of a pool of their own.
 
-What is sealed is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in its
-slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
+A quantized entry is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in
+its slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
 """
 
 from __future__ import annotations
@@ -194,11 +194,11 @@ class QuantizedStore:
     # ------------------------------------------------------------------ writing
 
     def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
-        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are sealed."""
+        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are quantized."""
         self._keys.collect(sequence, q, k)
 
     def write(self, sequence: int, count: Tensor, index: Tensor, found: PaddedEntries) -> None:
-        """Seal rows index (H, width) of `found`, count (H,) of each head, behind what is sealed.
+        """Quantize rows index (H, width) of `found`, count (H,) of each head, behind what is quantized.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.

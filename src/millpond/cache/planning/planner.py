@@ -261,8 +261,8 @@ class Planner:
 
     def _together(self, table: PageTable) -> int:
         """How many entries beyond the budget a plan while decoding waits for: a page of them where it demotes."""
-        sealed = table.sealed
-        return self._policy.plan_every if sealed is None or not sealed.codec.tiered else sealed.slots
+        quantized = table.quantized
+        return self._policy.plan_every if quantized is None or not quantized.codec.tiered else quantized.slots
 
     # ------------------------------------------------------------------ plan and apply
 
@@ -320,9 +320,9 @@ class Planner:
             if not bool(alive.any()):
                 read_write.replace(table, sequence, found, aside, last=not between)
                 return None
-        if table.sealed is not None and table.sealed.codec.tiered:
+        if table.quantized is not None and table.quantized.codec.tiered:
             alive = alive.clone()
-            alive[:, : found.n_sealed] = False  # what was demoted once is chosen no more
+            alive[:, : found.n_quantized] = False  # what was demoted once is chosen no more
         positions = torch.where(alive, found.positions, -1)
         order = by_position(positions)
         view = self.views.of(table, sequence, found, positions, order, seen)

@@ -167,7 +167,7 @@ class HeadRuleState:
                 policy.protect.sinks,
                 window,
             )
-            if table.sealed is None and ops.admit(args):
+            if table.quantized is None and ops.admit(args):
                 table.trim()
                 return
         sequences = chosen.cpu().numpy()

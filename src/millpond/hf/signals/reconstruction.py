@@ -37,7 +37,7 @@ class PromptReconstruction:
             OptionError: the tokens that wait may be taken back.
         """
         tracker, n_seq = cache.tracker, cache.tracker.n_seq
-        if cache.journal.recording:
+        if cache.draft_rollback.recording:
             raise OptionError(
                 "a prompt whose last tokens may be taken back, as in assisted generation, cannot be repeated; use "
                 "another method with it"

@@ -130,7 +130,7 @@ class TokenEntropyHook:
             raise CacheMismatchError(
                 "this method looks at token ids, and the model was given none (inputs_embeds); pass input_ids"
             )
-        if cache is not None and cache.journal.recording:
+        if cache is not None and cache.draft_rollback.recording:
             raise OptionError(
                 "draft tokens of assisted generation are chosen from before they are predicted; use another method "
                 "with it"
