@@ -171,8 +171,8 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     found = engine.cache_of("a")
     assert found is not None
     (stack, sequence), layer_cache = found, found[0].layers[1]
-    rotation = stack._rotations[1]
-    assert rotation is not None
+    rotary = stack._rotations[1]
+    assert rotary is not None
     before = layer_cache.read(sequence)
     seen = int(stack.tracker.seen[sequence])
     stack.close_gaps(sequence)
@@ -182,7 +182,7 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     assert stack.tracker.seen[sequence] == n < seen
     assert stack.tracker.closed[sequence] == seen - n
     here, there = before.positions[:1, :n].long(), after.positions[:1, :n].long()
-    turned = rotation.rotate(rotation.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
+    turned = rotary.rotate(rotary.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
     torch.testing.assert_close(after.keys[:, :n], turned, rtol=0.02, atol=0.02)
     assert torch.equal(after.values, before.values)
     assert torch.equal(after.scores, before.scores)

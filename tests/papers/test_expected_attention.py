@@ -204,7 +204,7 @@ def check_unrotated(model: Any, monkeypatch: pytest.MonkeyPatch, has_rope: bool 
         turned = 0
         for layer_cache in cache.layer_caches:
             queries = used[layer_cache.index]
-            if layer_cache.attention.rope is not None:
+            if layer_cache.attention.rotary is not None:
                 part = raw[turned]
                 turned += 1
                 queries = torch.cat([part, queries[..., part.shape[-1] :]], -1)
@@ -240,7 +240,7 @@ def test_layers_without_rope_are_left_as_they_are(
     assert hasattr(transformers, f"{config}Config")
     model = build(f"{config}Config", f"{config}ForCausalLM", **common, **options)
     with mp.compress(model, "expected_attention", 6) as cache:
-        assert [layer_cache.attention.rope is not None for layer_cache in cache.layer_caches] == [True, False]
+        assert [layer_cache.attention.rotary is not None for layer_cache in cache.layer_caches] == [True, False]
     check_unrotated(model, monkeypatch)
 
 

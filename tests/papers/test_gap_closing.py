@@ -54,7 +54,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, budget: int, reach: int, last: int =
     """One token a pass, but for the `last` ones, which come together."""
     policy = METHODS.get("h2o")(sinks=SINKS, recent=RECENT, positions="cache_relative", prefill="greedy")
     pool = PagePool(DIM, DIM, torch.float64, slots=4)
-    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotation=Reaching(reach))
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotary=Reaching(reach))
     places = torch.arange(q.shape[2])[None]
     qr, kr = Rope().rotate(q, places), Rope().rotate(k, places)
     steps = q.shape[2] - last

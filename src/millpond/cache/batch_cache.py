@@ -200,8 +200,8 @@ class BatchCache:
             PoolFullError: no room for copies of pages that others hold.
         """
         end = max(layer_cache.least_end(sequence) for layer_cache in self.layers)
-        for layer_cache, rotation in zip(self.layers, self._rotations, strict=True):
-            layer_cache.close_gaps(sequence, end, rotation)
+        for layer_cache, rotary in zip(self.layers, self._rotations, strict=True):
+            layer_cache.close_gaps(sequence, end, rotary)
         self.tracker.close(sequence, end)
 
     # ------------------------------------------------------------------ room

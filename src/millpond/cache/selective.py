@@ -38,16 +38,16 @@ class Passing(NamedTuple):
 
     fetch: Fetch
     shape: AttentionShape
-    rope: RotaryEmbedding | None
+    rotary: RotaryEmbedding | None
     budget: int
     local: int
 
     def place(self, x: Tensor, positions: Tensor, at: int) -> Tensor:
         """Keys or queries (heads, n, D) as they would be at position `at` instead of at `positions` (n,)."""
-        if self.rope is None:
+        if self.rotary is None:
             return x
-        raw = self.rope.rotate(x[None], positions[None], inverse=True)
-        return self.rope.rotate(raw, torch.full_like(positions, at)[None])[0].to(x.dtype)
+        raw = self.rotary.rotate(x[None], positions[None], inverse=True)
+        return self.rotary.rotate(raw, torch.full_like(positions, at)[None])[0].to(x.dtype)
 
 
 class BlockRetrieval:
@@ -68,13 +68,13 @@ class BlockRetrieval:
         q_pos: Tensor,
         budget: int,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
         """See `Focus.attend`: the budget is that of the sequence until its next pass of many tokens."""
         old = self._known.get(sequence)
         none = Blocks(budget, q.new_zeros(0, len(q), q.shape[-1], dtype=wide(q.dtype)), q.new_zeros(len(q), 0).float())
         self._known[sequence] = (old or none)._replace(budget=budget)
-        return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rope)
+        return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rotary)
 
     def decode(
         self,
@@ -84,7 +84,7 @@ class BlockRetrieval:
         v: Tensor,
         q_pos: Tensor,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
         """See `Focus.decode`. Sequences one by one: each reads only what it attends to."""
         arrays, slots = table.pool.arrays, table.pool.slots
@@ -104,7 +104,7 @@ class BlockRetrieval:
                 return rows_at(arrays.keys, ids), rows_at(arrays.values, ids)
 
             own, at = q[sequence][:, None], q_pos[sequence : sequence + 1]
-            found = self._attend(sequence, own, at, fetch, shape, rope)
+            found = self._attend(sequence, own, at, fetch, shape, rotary)
             out[sequence], lse[sequence] = found[0][:, 0], found[1][:, 0]
         return out, lse
 
@@ -128,10 +128,16 @@ class BlockRetrieval:
     # ------------------------------------------------------------------ attention
 
     def _attend(
-        self, sequence: int, q: Tensor, q_pos: Tensor, fetch: Fetch, shape: AttentionShape, rope: RotaryEmbedding | None
+        self,
+        sequence: int,
+        q: Tensor,
+        q_pos: Tensor,
+        fetch: Fetch,
+        shape: AttentionShape,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
         budget = self._known[sequence].budget
-        now = Passing(fetch, shape, rope, budget, self._lookup.protect.local(budget))
+        now = Passing(fetch, shape, rotary, budget, self._lookup.protect.local(budget))
         step = self._lookup.together
         asked = [
             self._ask(sequence, now, q[:, begin : begin + step].to(wide(q.dtype)), q_pos[begin : begin + step].long())
@@ -234,7 +240,7 @@ class SparsePrefill:
         q_pos: Tensor,
         budget: int,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
         """See `Focus.attend`: head by head, in blocks of rows."""
         patterns = self._patterns.patterns(self._layer, len(q))
@@ -258,7 +264,7 @@ class SparsePrefill:
         v: Tensor,
         q_pos: Tensor,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> None:
         """See `Focus.decode`: everything is attended to."""
 
@@ -319,13 +325,13 @@ class SelectiveAttention(Protocol):
         q_pos: Tensor,
         budget: int,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of new queries over stored and new entries, of all positions in order.
 
         Args:
             q: (Hq, Q, key_dim). k: (H, N, key_dim). v: (H, N, value_dim). q_pos: (Q,) int32, the last Q of 0 .. N - 1.
-            budget: entries per head that a query may attend to. rope: how q and k are rotated; None: not at all.
+            budget: entries per head that a query may attend to. rotary: how q and k are rotated; None: not at all.
 
         Returns:
             out (Hq, Q, value_dim); lse (Hq, Q) float32.
@@ -340,7 +346,7 @@ class SelectiveAttention(Protocol):
         v: Tensor,
         q_pos: Tensor,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor] | None:
         """Store the new entries and attend, as `LayerCache` does in a step; None: let it attend to everything."""
         ...

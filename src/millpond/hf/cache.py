@@ -61,7 +61,7 @@ class MillpondCache(Cache):
         *,
         pools: LayerPools,
         between_chunks: bool = True,
-        rotation: RotaryEmbedding | None = None,
+        rotary: RotaryEmbedding | None = None,
         croppable: bool = False,
     ) -> None:
         budgets = LayerBudgets(budget, policy, profile.windows)
@@ -104,7 +104,7 @@ class MillpondCache(Cache):
                 of.plain,
                 self.tracker,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
-                rotation=rotation,
+                rotary=rotary,
                 quantized=of.make_quantized,
                 reading=of.reading,
             )

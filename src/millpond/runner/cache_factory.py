@@ -140,7 +140,7 @@ class CacheFactory(CacheLayout):
         self.reach, self._rotations = reach, rotations
         self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
-        self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
+        self._rotary = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
         self._pattern = self._layer_caches(PositionTracker(), 0)
         if reach is not None:
             check_room_to_roll(self, model.layers, reach)
@@ -154,8 +154,8 @@ class CacheFactory(CacheLayout):
             tracker.tokens = TokenIds()
         layer_caches = self._layer_caches(tracker, prompt)
         for layer_cache, pattern in zip(layer_caches, self._pattern, strict=True):
-            layer_cache.attention.rope, layer_cache.attention.outputs = (
-                pattern.attention.rope,
+            layer_cache.attention.rotary, layer_cache.attention.outputs = (
+                pattern.attention.rotary,
                 pattern.attention.outputs,
             )
             layer_cache.attention.shares_runs = not self._model.deterministic
@@ -185,7 +185,7 @@ class CacheFactory(CacheLayout):
                 of.plain,
                 tracker,
                 between_chunks=False,
-                rotation=self._rotation,
+                rotary=self._rotary,
                 quantized=of.make_quantized,
                 reading=of.reading,
             )

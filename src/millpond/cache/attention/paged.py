@@ -133,7 +133,7 @@ class PagedAttention:
     Attributes:
         index: of the layer.
         shape: what it does besides softmax(q k / sqrt d), as the last pass said.
-        rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by the model integration.
+        rotary: how the layer rotates queries, for scores that undo it; None: not at all. Set by the model integration.
         outputs: see `View.outputs`. Set by the model integration.
         recorded: runs steps as recorded graphs; None: each is launched. Set by the model integration.
         shares_runs: a step may read what several sequences begin with once for all, which adds in another order.
@@ -142,7 +142,7 @@ class PagedAttention:
     def __init__(self, index: int, sequence_state: SequenceState) -> None:
         self.index = index
         self.shape = AttentionShape(1.0)
-        self.rope: RotaryEmbedding | None = None
+        self.rotary: RotaryEmbedding | None = None
         self.outputs: Callable[[], Tensor] | None = None
         self.shares_runs = True
         self.recorded: RecordedDecode | None = None
@@ -159,7 +159,7 @@ class PagedAttention:
         sequence, q, q_pos, found, budget = chunk
         focus = self._sequence_state.focus
         if focus is not None and not self.shape.window:
-            return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rope), None
+            return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rotary), None
         n_past = found.positions.shape[1] - len(q_pos)
         past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
         return ops.prefill(PrefillArgs(q, found.keys, found.values, q_pos, self.shape, past, masses, reduce, decay))
@@ -170,7 +170,7 @@ class PagedAttention:
         """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
         focus = self._sequence_state.focus
         if focus is not None and not self.shape.window:
-            found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
+            found = focus.decode(table, q, k, v, q_pos, self.shape, self.rotary)
             if found is not None:
                 return found
         if table.aged is not None:

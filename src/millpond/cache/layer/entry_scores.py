@@ -18,25 +18,31 @@ BLOCK = 1024
 
 
 def entry_scores(
-    heads: RetainingHeads, layer: int, rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan
+    heads: RetainingHeads,
+    layer: int,
+    rotary: RotaryEmbedding | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: ForwardSpan,
 ) -> Tensor:
     """(S, Hkv, Q) float32: the scores of the new tokens of one pass; any number at pads.
 
     Args:
-        rope: how the layer has rotated q (S, Hq, Q, key_dim) and k (S, Hkv, Q, key_dim); None: not at all.
+        rotary: how the layer has rotated q (S, Hq, Q, key_dim) and k (S, Hkv, Q, key_dim); None: not at all.
         v: (S, Hkv, Q, value_dim).
 
     Raises:
         CacheMismatchError: the heads are of a model of another shape.
     """
-    found = [heads.scores(layer, *part.qkv) for part in _unrotated(rope, q, k, v, span)]
+    found = [heads.scores(layer, *part.qkv) for part in _unrotated(rotary, q, k, v, span)]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 def gate_scores(
     gates: Gates,
     layer: int,
-    rope: RotaryEmbedding | None,
+    rotary: RotaryEmbedding | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,7 +62,7 @@ def gate_scores(
     found = torch.zeros(*k.shape[:3], device=k.device)
     valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)
     read = span.before.copy()
-    for columns, features in _features(rope, q, k, v, span, cut=gates.causal):
+    for columns, features in _features(rotary, q, k, v, span, cut=gates.causal):
         gate = gates.at(layer, features, k.shape[1])
         for s in range(len(features)):
             own = slice(None) if valid is None else valid[s, columns]
@@ -68,10 +74,10 @@ def gate_scores(
 
 
 def _features(
-    rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, *, cut: bool
+    rotary: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, *, cut: bool
 ) -> Iterator[tuple[slice, Tensor]]:
     """Columns of a pass, and the features (S, n, inputs) of their tokens; all at once unless it may be cut."""
-    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rope, q, k, v, span))
+    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rotary, q, k, v, span))
     if cut:
         yield from parts
     else:  # each token of a prompt looks at all of it
@@ -96,13 +102,13 @@ class _Part(NamedTuple):
     qkv: tuple[Tensor, Tensor, Tensor]
 
 
-def _unrotated(rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Iterator[_Part]:
+def _unrotated(rotary: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Iterator[_Part]:
     """The columns of a pass, `BLOCK` at a time."""
-    grid = None if rope is None else span.grid().clamp(min=0).long()
+    grid = None if rotary is None else span.grid().clamp(min=0).long()
     for begin in range(0, q.shape[2], BLOCK):
         part = slice(begin, begin + BLOCK)
         queries, keys = q[:, :, part], k[:, :, part]
-        if rope is not None and grid is not None:
-            both = rope.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True).to(q.dtype)
+        if rotary is not None and grid is not None:
+            both = rotary.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True).to(q.dtype)
             queries, keys = both[:, : q.shape[1]], both[:, q.shape[1] :]
         yield _Part(part, (queries, keys, v[:, :, part]))

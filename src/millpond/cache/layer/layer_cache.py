@@ -44,7 +44,7 @@ class LayerCache(LayerStorage):
         pool: where pages of a shape lie. reading: where those of a prompt lie until its plan; None: in the same pool.
         tracker: shared by all layers.
         between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
-        rotation: how keys are rotated by position, for policies with cache-relative positions.
+        rotary: how keys are rotated by position, for policies with cache-relative positions.
         quantized: `quantized(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None:
             they stay as they are.
 
@@ -69,11 +69,11 @@ class LayerCache(LayerStorage):
         tracker: PositionTracker,
         *,
         between_chunks: bool = True,
-        rotation: RotaryEmbedding | None = None,
+        rotary: RotaryEmbedding | None = None,
         quantized: Callable[[int, int, int, int, int, torch.device], QuantizedPart] | None = None,
         reading: FindPool | None = None,
     ) -> None:
-        super().__init__(index, policy, tracker, SequenceState.of(policy, index, rotation))
+        super().__init__(index, policy, tracker, SequenceState.of(policy, index, rotary))
         self.peek: ReconstructionProbe | None = None
         self.rebuilt: ReconstructionProbe | None = None
         self.reading = False
@@ -297,12 +297,12 @@ class LayerCache(LayerStorage):
             return None
         if self._decodes(span) and not self.scores_answers:
             return None
-        gates, rope = self.policy.gates, self.attention.rope
+        gates, rotary = self.policy.gates, self.attention.rotary
         if gates is not None:
-            return gate_scores(gates, self.index, rope, q, k, v, span, self.sequence_state.contexts)
+            return gate_scores(gates, self.index, rotary, q, k, v, span, self.sequence_state.contexts)
         heads = self.policy.entry_scores
         assert heads is not None, "the heads of a model are found before its caches are made"
-        return entry_scores(heads, self.index, rope, q, k, v, span)
+        return entry_scores(heads, self.index, rotary, q, k, v, span)
 
     def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
         """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""

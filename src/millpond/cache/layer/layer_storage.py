@@ -51,13 +51,13 @@ def renumber(
     table: PageTable,
     sequence: int,
     new: Tensor,
-    rotation: RotaryEmbedding | None,
+    rotary: RotaryEmbedding | None,
     rolling: CacheRelativePositions | None = None,
 ) -> None:
     """Give the entries of a sequence the positions `new` (H, n), in the order of `positions_of`.
 
     Args:
-        rotation: of the layer's keys; None: they have no rotary position. rolling: where its keys lie now.
+        rotary: of the layer's keys; None: they have no rotary position. rolling: where its keys lie now.
 
     Raises:
         PoolFullError: no room for copies of pages that others hold; nothing was changed.
@@ -68,7 +68,7 @@ def renumber(
     at = dense.positions.long()
     old = at.clamp(min=0) if rolling is None else rolling.places(sequence, at)
     numbered = dense._replace(positions=plain.int())
-    turn(rotation, table, sequence, numbered, old, plain.clamp(min=0))
+    turn(rotary, table, sequence, numbered, old, plain.clamp(min=0))
     if table.quantized is not None:
         assert isinstance(table.quantized, QuantizedStore), "formats by age are refused where gaps close"
         table.quantized.renumber(table.rows(sequence), new[:, :n_quantized])
@@ -212,13 +212,13 @@ class LayerStorage:
         """The position behind the entries of a sequence when all gaps between them are closed."""
         return least_end(positions_of(self._require_table(), sequence), self.policy.protect.sinks)
 
-    def close_gaps(self, sequence: int, end: int, rotation: RotaryEmbedding | None) -> None:
+    def close_gaps(self, sequence: int, end: int, rotary: RotaryEmbedding | None) -> None:
         """Move the entries of a sequence to consecutive positions that end before `end`, with keys turned to them.
 
         Sinks stay where they are. The tracker follows when all layers have moved.
 
         Args:
-            rotation: of the layer's keys; None: they have no rotary position.
+            rotary: of the layer's keys; None: they have no rotary position.
 
         Raises:
             PoolFullError: no room for copies of pages that others hold; nothing was changed.
@@ -230,7 +230,7 @@ class LayerStorage:
         here = at >= 0
         head = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
         origins[head[here], new[here]] = self.text_positions(sequence, at)[here].int()
-        renumber(table, sequence, new, rotation, self.sequence_state.rolling)
+        renumber(table, sequence, new, rotary, self.sequence_state.rolling)
         self.sequence_state.origins[sequence] = origins
         self.sequence_state.turns[sequence] = end
 

@@ -173,7 +173,7 @@ class Planner:
             lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
         """
         sequence, q, q_pos, found, _ = chunk
-        self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rope)
+        self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rotary)
         if self._sequence_state.headwise is not None:
             self._sequence_state.headwise.remember(sequence, q, lse, q_pos)
         if sums is not None:
@@ -204,7 +204,7 @@ class Planner:
             q: (Hq, R, key_dim) at q_pos (R,). k: (Hkv, Q, key_dim), v: (Hkv, Q, value_dim) at positions (Q,).
         """
         if len(q_pos):
-            self._sequence_state.queries.remember(0, q, q_pos, self._attention.rope)
+            self._sequence_state.queries.remember(0, q, q_pos, self._attention.rotary)
         if not self._policy.keeps_all or self._attention.shape.window:
             if 0 not in self._sequence_state.pending:
                 self._sequence_state.turns[0] = int(positions[0])
@@ -246,7 +246,7 @@ class Planner:
         merger = None if self._attention.shape.window else self._merger  # it knows nothing of what a window hides
         if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
             for s in np.flatnonzero(active).tolist():
-                self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
+                self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rotary)
         caps = table.budgets().astype(np.int64)
         due = active & (table.budgeted() - caps >= self._together(table)).any(1)
         if merger is not None:

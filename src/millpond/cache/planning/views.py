@@ -76,11 +76,11 @@ class ViewBuilder:
 
     def _with_moments(self, view: View, sequence: int) -> QueryView:
         """The view, and the moments of the queries of `sequence`."""
-        rope = self._attention.rope
+        rotary = self._attention.rotary
         return QueryView(
             **{part.name: getattr(view, part.name) for part in fields(view)},
             moments=self.moments(sequence),
-            rotate=rope.rotate if rope is not None else None,
+            rotate=rotary.rotate if rotary is not None else None,
             scale=self._attention.shape.scale,
         )
 

@@ -31,13 +31,13 @@ class QueryBuffer:
         self._last: PerSequence[tuple[Tensor, Tensor]] = PerSequence()
         self._moments: PerSequence[QueryMoments] = PerSequence()
 
-    def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rope: RotaryEmbedding | None) -> None:
+    def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
         """Take in queries (Hq, Q, key_dim) at positions (Q,), across chunks and planned steps.
 
-        rope: how the layer has rotated them; None: not at all.
+        rotary: how the layer has rotated them; None: not at all.
         """
         if self._policy.sums_queries:
-            self._sum(sequence, q, q_pos, rope)
+            self._sum(sequence, q, q_pos, rotary)
         window = self._policy.window
         if not window:
             return
@@ -46,14 +46,14 @@ class QueryBuffer:
             q, q_pos = torch.cat([old[0], q], 1), torch.cat([old[1], q_pos])
         self._last[sequence] = (q[:, -window:].clone(), q_pos[-window:].clone())
 
-    def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rope: RotaryEmbedding | None) -> None:
+    def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
         """Add queries to the moments of their sequence, without those of the sinks."""
         first = int((q_pos < self._policy.protect.sinks).sum())
         found = self._moments.get(sequence) or QueryMoments.of(q[:, :0])
         for start in range(first, len(q_pos), BLOCK):
             part = q[:, start : start + BLOCK]
-            if self._policy.needs_unrotated_queries and rope is not None:
-                part = rope.rotate(part[None], q_pos[None, start : start + BLOCK].long(), inverse=True)[0]
+            if self._policy.needs_unrotated_queries and rotary is not None:
+                part = rotary.rotate(part[None], q_pos[None, start : start + BLOCK].long(), inverse=True)[0]
             found = found + QueryMoments.of(part)
         self._moments[sequence] = found
 
@@ -128,8 +128,8 @@ class SequenceState:
     focus: SelectiveAttention | None
 
     @classmethod
-    def of(cls, policy: Policy, layer: int, rotation: RotaryEmbedding | None) -> SequenceState:
-        """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
+    def of(cls, policy: Policy, layer: int, rotary: RotaryEmbedding | None) -> SequenceState:
+        """Those of a layer that has seen nothing; rotary: for policies with cache-relative positions."""
         needs = policy.needs
         return cls(
             QueryBuffer(policy),
@@ -140,7 +140,7 @@ class SequenceState:
             PerSequence(),
             PerSequence(),
             PerSequence(),
-            None if rotation is None else _cache_relative(policy, rotation),
+            None if rotary is None else _cache_relative(policy, rotary),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
             focus_of(needs, layer),
         )
@@ -172,11 +172,11 @@ class SequenceState:
             setattr(self, name, getattr(other, name))
 
 
-def _cache_relative(policy: Policy, rotation: RotaryEmbedding) -> CacheRelativePositions:
+def _cache_relative(policy: Policy, rotary: RotaryEmbedding) -> CacheRelativePositions:
     """Sinks move to the recent entries at each step; where entries stay anywhere, gaps close now and then."""
     if isinstance(policy.score, Recency):
-        return Rerotation(rotation, policy.protect.sinks)
-    return GapClosing(rotation, rotation.reach)
+        return Rerotation(rotary, policy.protect.sinks)
+    return GapClosing(rotary, rotary.reach)
 
 
 @dataclass(slots=True)

@@ -192,7 +192,7 @@ def attach_rotations(profile: ModelProfile, layer_caches: Sequence[LayerCache]) 
             f"{error}; use a method that scores by attention (h2o, snapkv) or by keys alone (keydiff)"
         ) from None
     for layer_cache in layer_caches:
-        layer_cache.attention.rope = rotations[layer_cache.index]
+        layer_cache.attention.rotary = rotations[layer_cache.index]
 
 
 def changes_with_length(profile: ModelProfile) -> bool:
