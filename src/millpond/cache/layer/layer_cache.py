@@ -81,8 +81,8 @@ class LayerCache(LayerStorage):
         self.shared: SharedEntries | None = None
         self.attention = self._attention_type(index, self.sequence_state)
         self.planner = Planner(policy, entries, tracker, self.attention, self.sequence_state)
-        self._stepper = DecodeStep(index, policy, tracker, self.attention, self.planner, self.sequence_state)
-        self._passes = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._stepper)
+        self._decode_step = DecodeStep(index, policy, tracker, self.attention, self.planner, self.sequence_state)
+        self._passes = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._decode_step)
         self._pool = pool
         self._quantized = quantized
         self._between_chunks = between_chunks
@@ -147,7 +147,7 @@ class LayerCache(LayerStorage):
             newest = None if scores is None else scores[..., 0]
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span, newest)[:, :, None]
         elif self._decodes_rows(table, q.dtype, span):
-            out = self._stepper.rows(table, q, k, v, span)
+            out = self._decode_step.rows(table, q, k, v, span)
         elif self.policy.prefill == "greedy":
             out = self._passes.token_by_token(table, q, k, v, span, self.columns)
         else:
@@ -207,7 +207,7 @@ class LayerCache(LayerStorage):
             return False
         if self.policy.scores_entries and self.scores_answers:
             return False
-        return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
+        return self._decodes(self._newest_span(table, n_seq)) and self._decode_step.plain(table, shape)
 
     def begin_step(self, n_seq: int, shape: AttentionShape) -> PendingStep:
         """Of a layer that `is_fusable`: one new token of every sequence, none a pad.
@@ -217,7 +217,7 @@ class LayerCache(LayerStorage):
         """
         table, self.attention.shape = self._require_table(), shape
         span = self._newest_span(table, n_seq)
-        return self._stepper.begin(table, span.token(0), span.device, span.q_pos)
+        return self._decode_step.begin(table, span.token(0), span.device, span.q_pos)
 
     def check_layers(self, lse: Tensor) -> None:
         """Look for NaN in the attention of all layers, of which this is the first; before their `end_step`.
@@ -227,7 +227,7 @@ class LayerCache(LayerStorage):
         Raises:
             NumericsError: attention is NaN.
         """
-        self._stepper.check_layers(lse, self.columns)
+        self._decode_step.check_layers(lse, self.columns)
 
     def end_step(self, step: PendingStep, lse: Tensor | None) -> None:
         """Behind `ops.decode`, whose log-sum-exp is `lse` (S, Hq); None after `check_layers`.
@@ -235,7 +235,7 @@ class LayerCache(LayerStorage):
         Raises:
             NumericsError: attention is NaN.
         """
-        self._stepper.end(step, lse, self.columns)
+        self._decode_step.end(step, lse, self.columns)
         self.columns += 1
 
     def reopen(self, dtype: torch.dtype) -> None:
@@ -265,7 +265,7 @@ class LayerCache(LayerStorage):
         table = self._table = self._table or PageTable(pool, k.shape[0], k.shape[1])
         table.quantized = quantized
         self._opened = True
-        self._stepper.open(shape.window, quantized is not None and quantized.codec.tiered, table.aged is not None)
+        self._decode_step.open(shape.window, quantized is not None and quantized.codec.tiered, table.aged is not None)
         return table
 
     # ------------------------------------------------------------------ decoding
@@ -278,7 +278,7 @@ class LayerCache(LayerStorage):
         """Whether a pass brings every sequence, behind a prompt that was read, a few tokens that decode together."""
         if not span.begun or self.peek is not None or self.reading or self.pending:
             return False
-        return self._stepper.takes_rows(table, span.length, dtype)
+        return self._decode_step.takes_rows(table, span.length, dtype)
 
     def _newest(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
@@ -286,7 +286,7 @@ class LayerCache(LayerStorage):
         """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
         if self.pending:
             table = self._table = self.planner.run_deferred(table, self._prompt)
-        return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
+        return self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
 
     def _entry_scores(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor | None:
         """(S, Hkv, Q) float32: the scores that new tokens are written with; None where the policy has no such scores.
@@ -346,12 +346,12 @@ class LayerCache(LayerStorage):
 
     def pages_for_step(self) -> dict[Pool, int]:
         """Most pages that the next decoding step may take of each pool."""
-        return {} if self._table is None else self._stepper.pages(self._table)
+        return {} if self._table is None else self._decode_step.pages(self._table)
 
     @property
     def appends(self) -> bool:
         """Whether the next pass only adds entries behind those that it holds, or makes new pages of them."""
-        return self.reading or self._stepper.appends
+        return self.reading or self._decode_step.appends
 
     @property
     def frames(self) -> np.ndarray | None:
@@ -372,8 +372,8 @@ class LayerCache(LayerStorage):
     def reset(self) -> None:
         super().reset()
         self._opened = False
-        self._stepper.reset()
+        self._decode_step.reset()
 
     def _take_over(self, other: Self) -> None:
         self.attention.shape, self._opened = other.attention.shape, True
-        self._stepper.take_over(other._stepper)
+        self._decode_step.take_over(other._decode_step)

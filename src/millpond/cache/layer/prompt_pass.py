@@ -85,7 +85,7 @@ class PromptPass:
     attention: PagedAttention
     planner: Planner
     sequence_state: SequenceState
-    stepper: DecodeStep
+    decode_step: DecodeStep
 
     def token_by_token(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int
@@ -97,7 +97,7 @@ class PromptPass:
                 own = span.columns(sequence)
                 table.quantized.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
         steps = [
-            self.stepper.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), columns)
+            self.decode_step.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), columns)
             for i in range(span.length)
         ]
         return torch.stack(steps, 2)
@@ -169,7 +169,7 @@ class PromptPass:
         q_own, k_own, v_own = (t[rows, :, first] for t in (q, k, v))
         given = None if scores is None else scores[rows, :, first]
         positions = np.where(decoding, span.before, -1)
-        step = self.stepper.step(table, q_own, k_own, v_own, positions, columns, scores=given)
+        step = self.decode_step.step(table, q_own, k_own, v_own, positions, columns, scores=given)
         chosen = torch.from_numpy(decoding).to(q.device)
         out[rows[chosen], :, first[chosen]] = step[chosen]
 
