@@ -17,7 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "last queries": ("snapkv", {"window": 4, "kernel": 3}),
     "sums of queries": ("expected_attention", {}),
     "memories": ("d2o", {"sinks": 1}),
-    "focus": ("infllm", {"sinks": 1, "local": 4, "block": 3, "representatives": 2, "together": 1}),
+    "selective": ("infllm", {"sinks": 1, "local": 4, "block": 3, "representatives": 2, "together": 1}),
 }
 
 
@@ -30,7 +30,7 @@ def go(cache: LayerCache, n: int, seed: int = 0) -> None:
 def remembered(cache: LayerCache) -> list[tuple[int, Any]]:
     """What each companion knows of each sequence, with the sequence's number."""
     parts = cache.sequence_state
-    known = [parts.memories, parts.queries._last, parts.queries._moments, getattr(parts.focus, "_known", {})]
+    known = [parts.memories, parts.queries._last, parts.queries._moments, getattr(parts.selective, "_known", {})]
     return [(sequence, value) for part in known for sequence, value in part.items()]
 
 

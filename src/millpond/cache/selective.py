@@ -372,7 +372,7 @@ class SelectiveAttention(Protocol):
         ...
 
 
-def focus_of(needs: Needs, layer: int) -> SelectiveAttention | None:
+def selective_attention_of(needs: Needs, layer: int) -> SelectiveAttention | None:
     """How a full layer attends for a policy with these needs; None: to everything that it stores."""
     if needs.block_lookup is not None:
         return BlockRetrieval(needs.block_lookup)

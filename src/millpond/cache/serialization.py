@@ -26,6 +26,10 @@ from millpond.policy.scores.query_moments import QueryMoments
 Need = Callable[[bool, str], None]
 #: Tensors of the plain part, in the order of `PaddedEntries`.
 ENTRIES = ("keys", "values", "positions", "scores", "log_masses")
+#: Name in the file of each array with one number per head, and the table's attribute.
+STORED_NAMES = {"lens": "lens", "capacities": "capacities", "recent": "recent", "head_rules": "head_rules"}
+#: Name in the file of the parts of the layer's state that write tensors of their own, and their attribute.
+STORED_PARTS = {"rolling": "rolling", "focus": "selective"}
 
 
 def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
@@ -39,7 +43,7 @@ def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[s
     width = int(table.lengths().max(initial=0))
     found = ops.read(table.regions, width)
     out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
-    out |= {name: getattr(table, name).clone() for name in ("lens", "capacities", "recent", "head_rules")}
+    out |= {name: getattr(table, attribute).clone() for name, attribute in STORED_NAMES.items()}
     shape = layer_cache.attention.shape
     out["shape"] = torch.tensor([shape.scale, shape.softcap, shape.window], dtype=torch.float64)
     for number, part in enumerate(table.packed_parts):
@@ -58,10 +62,9 @@ def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[s
         out["origins"] = sequence_state.origins[0]
     if 0 in sequence_state.memories:
         out["memory"] = sequence_state.memories[0]
-    if sequence_state.rolling is not None:
-        out |= {f"rolling.{name}": t for name, t in sequence_state.rolling.tensors(0).items()}
-    if sequence_state.focus is not None:
-        out |= {f"focus.{name}": t for name, t in sequence_state.focus.tensors(0).items()}
+    for prefix, attribute in STORED_PARTS.items():
+        if (part := getattr(sequence_state, attribute)) is not None:
+            out |= {f"{prefix}.{name}": t for name, t in part.tensors(0).items()}
     if (context := sequence_state.contexts.get(0)) is not None:
         out["gate.keys"], out["gate.values"] = context.keys, context.values
     if 0 in sequence_state.ceilings:
@@ -101,7 +104,7 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
     for name, dtype in (("positions", torch.int32), ("scores", torch.float32), ("log_masses", torch.float32)):
         if (found := stored[name] if name != "log_masses" else stored.get(name)) is not None:
             need(found.shape == (heads, width) and found.dtype == dtype, f"{name} are (heads, entries)")
-    for name in ("lens", "capacities", "recent", "head_rules"):
+    for name in STORED_NAMES:
         need(stored[name].shape == (heads,) and not stored[name].is_floating_point(), f"{name} has one number a head")
     need(bool(((lens >= 0) & (lens <= width)).all()), f"a head holds 0 to {width} entries")
     positions = stored["positions"]
@@ -198,9 +201,9 @@ def _fill(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> 
         layer_cache.sequence_state.origins[0] = stored["origins"]
     if "memory" in stored:
         layer_cache.sequence_state.memories[0] = stored["memory"]
-    for name, part in (("rolling.", layer_cache.sequence_state.rolling), ("focus.", layer_cache.sequence_state.focus)):
-        if part is not None:
-            part.adopt({key.removeprefix(name): t for key, t in stored.items() if key.startswith(name)})
+    for prefix, attribute in STORED_PARTS.items():
+        if (state := getattr(layer_cache.sequence_state, attribute)) is not None:
+            state.adopt({k.removeprefix(f"{prefix}."): t for k, t in stored.items() if k.startswith(f"{prefix}.")})
     if "gate.keys" in stored:
         layer_cache.sequence_state.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
     if "gate.ceiling" in stored:

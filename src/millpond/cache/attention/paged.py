@@ -157,9 +157,10 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attention of many queries over stored and new entries, with its column sums: see `ops.prefill`."""
         sequence, q, q_pos, found, budget = chunk
-        focus = self._sequence_state.focus
-        if focus is not None and not self.shape.window:
-            return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rotary), None
+        selective = self._sequence_state.selective
+        if selective is not None and not self.shape.window:
+            k, v = found.keys, found.values
+            return *selective.attend(sequence, q, k, v, q_pos, budget(), self.shape, self.rotary), None
         n_past = found.positions.shape[1] - len(q_pos)
         past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
         return ops.prefill(PrefillArgs(q, found.keys, found.values, q_pos, self.shape, past, masses, reduce, decay))
@@ -168,9 +169,9 @@ class PagedAttention:
         self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
-        focus = self._sequence_state.focus
-        if focus is not None and not self.shape.window:
-            found = focus.decode(table, q, k, v, q_pos, self.shape, self.rotary)
+        selective = self._sequence_state.selective
+        if selective is not None and not self.shape.window:
+            found = selective.decode(table, q, k, v, q_pos, self.shape, self.rotary)
             if found is not None:
                 return found
         if table.aged is not None:

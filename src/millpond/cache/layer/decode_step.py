@@ -186,7 +186,7 @@ class DecodeStep:
     def appends(self) -> bool:
         """Whether a step only adds entries."""
         keeps = all(rule.evict is Evict.NEVER for rule in (self._rule, self._demotes, self._evicts))
-        return keeps and self._sequence_state.headwise is None and not self._policy.plans_each_step
+        return keeps and self._sequence_state.head_rules is None and not self._policy.plans_each_step
 
     def open(self, window: int, tiered: bool, aged: bool = False) -> None:
         """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`.
@@ -195,7 +195,7 @@ class DecodeStep:
         """
         self._rule = self._policy.decode_rule(self._index)
         if window:
-            own = self._policy.plans_each_step or self._sequence_state.headwise is not None
+            own = self._policy.plans_each_step or self._sequence_state.head_rules is not None
             self._rule = self._rule if own else on_sliding_layer(self._rule)
             self._sequence_state.rolling = None  # the window hides the sinks, and no distance exceeds it
         if tiered:
@@ -223,7 +223,7 @@ class DecodeStep:
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
         """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
-        besides = (self._sequence_state.rolling, self._sequence_state.focus)
+        besides = (self._sequence_state.rolling, self._sequence_state.selective)
         if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.basis is not None:
             return False
         if table.aged is not None:
@@ -263,7 +263,7 @@ class DecodeStep:
     def takes_rows(self, table: PageTable, n: int, dtype: torch.dtype) -> bool:
         """Whether `rows` takes `n` tokens: where all stay, stored in their `dtype`, and a CPU reads the pages."""
         arrays = table.pool.arrays
-        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._sequence_state.headwise is None
+        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._sequence_state.head_rules is None
         if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
         return table.quantized is None and self.plain(table, self._attention.shape)
@@ -316,14 +316,14 @@ class DecodeStep:
             NumericsError: attention is NaN.
         """
         table, rule, shape, positions, q_pos, rivals = step
-        always, headwise = rule.evict is Evict.NEVER, self._sequence_state.headwise
+        always, head_rules = rule.evict is Evict.NEVER, self._sequence_state.head_rules
         table.stepped(always, positions >= 0)
         leaves = self._evicts.evict is not Evict.NEVER
-        if lse is not None and (not always or leaves or headwise is not None or self._policy.plans_each_step):
+        if lse is not None and (not always or leaves or head_rules is not None or self._policy.plans_each_step):
             self._finite.check(lse, columns)
-        if headwise is not None:
+        if head_rules is not None:
             assert self._tracker.tokens is not None, "token ids are kept for a policy that looks at them"
-            headwise.apply(table, self._tracker.tokens, positions, shape.window, self._tracker.marks.kept)
+            head_rules.apply(table, self._tracker.tokens, positions, shape.window, self._tracker.marks.kept)
         if rivals is not None:
             rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._tracker.marks.kept)
         if leaves:

@@ -49,8 +49,8 @@ class LayerCache(LayerStorage):
             they stay as they are.
 
     Attributes:
-        peek: while set, it observes multi-token passes, and their tokens are not stored.
-        rebuilt: while set, scores count as at least what this observed.
+        probe: while set, it observes multi-token passes, and their tokens are not stored.
+        reconstruction: while set, scores count as at least what this observed.
         reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
         scores_answers: what is decoded gets a score of its own too, where the policy scores entries when they are
             written; False where nothing is planned or evicted behind the prompt.
@@ -74,8 +74,8 @@ class LayerCache(LayerStorage):
         reading: FindPool | None = None,
     ) -> None:
         super().__init__(index, policy, tracker, SequenceState.of(policy, index, rotary))
-        self.peek: ReconstructionProbe | None = None
-        self.rebuilt: ReconstructionProbe | None = None
+        self.probe: ReconstructionProbe | None = None
+        self.reconstruction: ReconstructionProbe | None = None
         self.reading = False
         self.scores_answers = True
         self.shared: SharedEntries | None = None
@@ -93,7 +93,7 @@ class LayerCache(LayerStorage):
 
     def measure(self, sequence: int, of: Callable[[View], T]) -> T:
         """What is measured `of` one sequence as a plan would see it now."""
-        return self.planner.measure(self._require_table(), sequence, of, self.rebuilt)
+        return self.planner.measure(self._require_table(), sequence, of, self.reconstruction)
 
     def moments(self, sequence: int) -> QueryMoments:
         """Sums over the queries of one sequence so far, for a policy that asks for them.
@@ -105,7 +105,7 @@ class LayerCache(LayerStorage):
 
     def settle(self) -> None:
         """Run the plan that waits for the end of the prompt, and quantize entries that are due."""
-        table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.rebuilt)
+        table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.reconstruction)
         quantize.quantize_due(table, np.ones(table.n_seq, dtype=bool))
 
     # ------------------------------------------------------------------ the step
@@ -272,11 +272,11 @@ class LayerCache(LayerStorage):
 
     def _decodes(self, span: ForwardSpan) -> bool:
         """Whether a pass brings every sequence its next token, or a pad, behind a prompt that was read."""
-        return span.length == 1 and span.begun and self.peek is None and not self.reading
+        return span.length == 1 and span.begun and self.probe is None and not self.reading
 
     def _decodes_rows(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> bool:
         """Whether a pass brings every sequence, behind a prompt that was read, a few tokens that decode together."""
-        if not span.begun or self.peek is not None or self.reading or self.pending:
+        if not span.begun or self.probe is not None or self.reading or self.pending:
             return False
         return self._decode_step.takes_rows(table, span.length, dtype)
 
@@ -293,7 +293,7 @@ class LayerCache(LayerStorage):
 
         q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
         """
-        if not self.policy.scores_entries or self.peek is not None:
+        if not self.policy.scores_entries or self.probe is not None:
             return None
         if self._decodes(span) and not self.scores_answers:
             return None
@@ -327,9 +327,11 @@ class LayerCache(LayerStorage):
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
     ) -> Tensor:
         give_back_after(q.nbytes if q.is_cpu else 0)
-        if self.peek is None:
+        if self.probe is None:
             table = self._table = self._prompt.begin(table, k.dtype)
-        return self._passes.read(table, q, k, v, span, self.columns, waits=self._waits(), peek=self.peek, scores=scores)
+        return self._passes.read(
+            table, q, k, v, span, self.columns, waits=self._waits(), probe=self.probe, scores=scores
+        )
 
     # ------------------------------------------------------------------ pages
 
@@ -366,7 +368,7 @@ class LayerCache(LayerStorage):
     @property
     def truncatable(self) -> bool:
         """Whether the newest entries can simply be cut off: nothing ever left."""
-        follows = self.sequence_state.focus is None or self.sequence_state.focus.truncatable
+        follows = self.sequence_state.selective is None or self.sequence_state.selective.truncatable
         return self.policy.keeps_all and not self.attention.shape.window and follows and not self.tracker.marks.dropped
 
     def reset(self) -> None:

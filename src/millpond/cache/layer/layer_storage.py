@@ -148,8 +148,8 @@ class LayerStorage:
             state.columns[0] = sums.columns
         if sums.moments is not None:
             state.queries.adopt(0, sums.moments)
-        if sums.queries is not None and state.headwise is not None:
-            state.headwise.adopt(0, sums.queries)
+        if sums.queries is not None and state.head_rules is not None:
+            state.head_rules.adopt(0, sums.queries)
 
     def sums(self, begin: int) -> LayerSums:
         """What the policy has summed over the queries of the only sequence, whose prompt is still being read.
@@ -161,7 +161,7 @@ class LayerStorage:
         if self.policy.observes_all:
             n, arrays = int(table.lengths().max()), table.pool.arrays
             columns = gather(arrays, table.pages[:, : -(-n // arrays.slots)], arrays.scores)[:, :n].clone()
-        asked = None if state.headwise is None else state.headwise.asked(0)
+        asked = None if state.head_rules is None else state.head_rules.asked(0)
         if asked is not None:
             asked = PromptQueries(asked.q[:, begin:].clone(), asked.lse[:, begin:].clone(), asked.q_pos[begin:].clone())
         return LayerSums(columns, state.queries.moments(0), asked)

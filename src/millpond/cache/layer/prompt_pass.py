@@ -112,14 +112,14 @@ class PromptPass:
         columns: int,
         *,
         waits: bool,
-        peek: ReconstructionProbe | None,
+        probe: ReconstructionProbe | None,
         scores: Tensor | None = None,
     ) -> Tensor:
         """A pass of many tokens. q: (S, Hq, Q, D), k: (S, Hkv, Q, D), v: (S, Hkv, Q, V) -> (S, Hq, Q, value_dim).
 
         Args:
             columns: that the layer has seen before. waits: the plan of the prompt comes later than this pass.
-            peek: observes the pass, whose tokens are then not stored.
+            probe: observes the pass, whose tokens are then not stored.
             scores: (S, Hkv, Q) float32 that are stored with the new entries; None: zero.
         """
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
@@ -133,7 +133,7 @@ class PromptPass:
                 q_own, k_own, v_own = (t[sequence, :, own] for t in (q, k, v))
                 given = None if scores is None else scores[sequence, :, own]
                 tokens = NewTokens(q_own, k_own, v_own, positions, given)
-                out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, peek)
+                out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, probe)
         return out
 
     def read_partial(
@@ -174,11 +174,11 @@ class PromptPass:
         out[rows[chosen], :, first[chosen]] = step[chosen]
 
     def _read_one(
-        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, peek: ReconstructionProbe | None
+        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, probe: ReconstructionProbe | None
     ) -> Tensor:
         """Many tokens of one sequence -> (Hq, Q, value_dim)."""
-        if peek is not None or self.policy.prefill != "chunks":
-            return self._read_piece(table, sequence, tokens, waits, peek)
+        if probe is not None or self.policy.prefill != "chunks":
+            return self._read_piece(table, sequence, tokens, waits, probe)
         n, seen = len(tokens.positions), int(tokens.positions[-1]) + 1
         ends = [*range(self.policy.chunk - (seen - n) % self.policy.chunk, n, self.policy.chunk), n]
         outs = []
@@ -194,27 +194,27 @@ class PromptPass:
         sequence: int,
         tokens: NewTokens,
         waits: bool,
-        peek: ReconstructionProbe | None,
+        probe: ReconstructionProbe | None,
         until: int = 0,
     ) -> Tensor:
         """Tokens that attend to what is stored and to each other; until: see `Planner.add_chunk`."""
         q, k, v, q_pos, scores = tokens
         if self.sequence_state.rolling is not None:
             q, k = self.sequence_state.rolling.prefill(table, sequence, q, k, q_pos)
-        if table.quantized is not None and peek is None:
+        if table.quantized is not None and probe is None:
             table.quantized.collect_statistics(sequence, q, k)
         past = read_write.read(table, sequence)
-        columns = None if peek is not None else self.sequence_state.columns.pop(sequence, None)
+        columns = None if probe is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them
             past = past._replace(scores=columns)
         found = read_write.join(past, k, v, q_pos, scores)
         chunk = PromptChunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
-        if peek is not None:
+        if probe is not None:
             met = self.attention.keys(sequence, found)
             positions = found.positions.expand(len(met), -1)
-            peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
+            probe.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
             read_write.keep_all(table, sequence, k, v, q_pos, found, last=not waits)
         else:

@@ -174,8 +174,8 @@ class Planner:
         """
         sequence, q, q_pos, found, _ = chunk
         self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rotary)
-        if self._sequence_state.headwise is not None:
-            self._sequence_state.headwise.remember(sequence, q, lse, q_pos)
+        if self._sequence_state.head_rules is not None:
+            self._sequence_state.head_rules.remember(sequence, q, lse, q_pos)
         if sums is not None:
             found = found._replace(scores=found.scores * self._policy.decay ** len(q_pos) + sums)
         seen = int(q_pos[-1]) + 1
@@ -301,9 +301,9 @@ class Planner:
             if self._policy.gates is not None:
                 self._sequence_state.ceilings[sequence] = budget
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
-        if self._sequence_state.headwise is not None:
+        if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
-            self._sequence_state.headwise.settle(table, sequence, plan)
+            self._sequence_state.head_rules.settle(table, sequence, plan)
 
     def _choose(
         self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool
@@ -384,12 +384,16 @@ class Planner:
             self._sequence_state.memories[sequence] = merged.memory
 
     def measure(
-        self, table: PageTable, sequence: int, of: Callable[[View], T], rebuilt: ReconstructionProbe | None = None
+        self,
+        table: PageTable,
+        sequence: int,
+        of: Callable[[View], T],
+        reconstruction: ReconstructionProbe | None = None,
     ) -> T:
-        """What is measured `of` one sequence as a plan would see it now; scores rise to what was `rebuilt`."""
+        """What is measured `of` one sequence as a plan would see it now; scores rise to its `reconstruction`."""
         found = self.views.signal(sequence, read_write.read(table, sequence))
-        if rebuilt is not None:
-            found = _raised(found, sequence, rebuilt)
+        if reconstruction is not None:
+            found = _raised(found, sequence, reconstruction)
         order = by_position(found.positions)
         return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))
 

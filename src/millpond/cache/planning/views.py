@@ -51,8 +51,8 @@ class ViewBuilder:
         )
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
-        headwise = self._sequence_state.headwise
-        return view if headwise is None else self._with_tokens(view, headwise, sequence, found, order)
+        head_rules = self._sequence_state.head_rules
+        return view if head_rules is None else self._with_tokens(view, head_rules, sequence, found, order)
 
     def signal(self, sequence: int, found: Entries) -> Entries:
         """Candidates with what the policy's score is made of as `scores`."""
@@ -84,7 +84,7 @@ class ViewBuilder:
             scale=self._attention.shape.scale,
         )
 
-    def _with_tokens(self, view: View, headwise: HeadRuleState, sequence: int, found: Entries, order: Tensor) -> View:
+    def _with_tokens(self, view: View, head_rules: HeadRuleState, sequence: int, found: Entries, order: Tensor) -> View:
         """The view, with token ids and the attention by query head of candidates in the given order."""
         tokens, attention = self._tracker.tokens, self._attention
         assert tokens is not None, "token ids are kept for a policy that looks at them"
@@ -92,7 +92,7 @@ class ViewBuilder:
         def look(begin: int, end: int) -> Tensor:
             keys, n_kv_heads = attention.keys(sequence, found), len(found.positions)
             positions = found.positions.expand(len(keys), -1)
-            sums = headwise.received(sequence, keys, positions, attention.shape, n_kv_heads, begin, end)
+            sums = head_rules.received(sequence, keys, positions, attention.shape, n_kv_heads, begin, end)
             return sums.gather(2, order[:, None].expand_as(sums))
 
         row = torch.tensor([sequence], device=order.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.selective import SelectiveAttention, focus_of
+from millpond.cache.selective import SelectiveAttention, selective_attention_of
 from millpond.cache.state.gap_closing import GapClosing
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.head_rules import HeadRuleState
@@ -111,8 +111,8 @@ class SequenceState:
             next pass, which writes them.
         rolling: the frames of cache-relative positions.
         origins: (H, n) int32: positions in the text of the entries that closed gaps left at 0 to n - 1; -1 for none.
-        headwise: the prompt's queries, where each head has a rule of its own.
-        focus: how the layer attends where it stores everything and attends to less.
+        head_rules: the prompt's queries, where each head has a rule of its own.
+        selective: how the layer attends where it stores everything and attends to less.
     """
 
     queries: QueryBuffer
@@ -124,8 +124,8 @@ class SequenceState:
     columns: PerSequence[Tensor]
     origins: PerSequence[Tensor]
     rolling: CacheRelativePositions | None
-    headwise: HeadRuleState | None
-    focus: SelectiveAttention | None
+    head_rules: HeadRuleState | None
+    selective: SelectiveAttention | None
 
     @classmethod
     def of(cls, policy: Policy, layer: int, rotary: RotaryEmbedding | None) -> SequenceState:
@@ -142,7 +142,7 @@ class SequenceState:
             PerSequence(),
             None if rotary is None else _cache_relative(policy, rotary),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
-            focus_of(needs, layer),
+            selective_attention_of(needs, layer),
         )
 
     @property

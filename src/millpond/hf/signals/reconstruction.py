@@ -46,7 +46,7 @@ class PromptReconstruction:
         columns, seen = tracker.columns, tracker.seen.copy()
         done = np.maximum(done, self._marks(tracker))
         for layer_cache in cache.layer_caches:
-            layer_cache.peek = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
+            layer_cache.probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
         self.running = True
         try:
             for begin in range(0, int((seen - done).max()), self._settings.chunk):
@@ -57,9 +57,9 @@ class PromptReconstruction:
                     layer_cache.columns = columns
         finally:
             self.running = False
-            found = [layer_cache.peek for layer_cache in cache.layer_caches]
+            found = [layer_cache.probe for layer_cache in cache.layer_caches]
             for layer_cache in cache.layer_caches:
-                layer_cache.peek = None
+                layer_cache.probe = None
         self._settle(cache, found)
         self._done = seen
 
@@ -113,11 +113,11 @@ class PromptReconstruction:
     @no_autograd
     def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:
         """Plan every layer; the plan of one may depend on what was found in all."""
-        for layer_cache, peek in zip(cache.layer_caches, found, strict=True):
-            layer_cache.rebuilt = peek
+        for layer_cache, probe in zip(cache.layer_caches, found, strict=True):
+            layer_cache.reconstruction = probe
         try:
             for layer_cache in cache.layer_caches:
                 layer_cache.settle()
         finally:
             for layer_cache in cache.layer_caches:
-                layer_cache.rebuilt = None
+                layer_cache.reconstruction = None
