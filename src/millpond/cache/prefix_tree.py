@@ -102,10 +102,10 @@ class PrefixTree:
         """
         found: list[PrefixNode] = []
         for begin in range(0, len(tokens) - slots + 1, slots):
-            block = self._blocks.get(_key(kind, found[-1] if found else None, tokens[begin : begin + slots]))
-            if block is None or block.stored is not None:
+            node = self._blocks.get(_key(kind, found[-1] if found else None, tokens[begin : begin + slots]))
+            if node is None or node.stored is not None:
                 break
-            found.append(block)
+            found.append(node)
         return found
 
     def find_stored(self, kind: Hashable, tokens: Ids, slots: int, path: list[PrefixNode]) -> list[PrefixNode]:
@@ -132,18 +132,18 @@ class PrefixTree:
         """
         if self._store is None or not stored:
             return path
-        for block in reversed(stored):  # so that none makes room before those behind it
-            assert block.stored is not None, "it is on the disk"
-            self._store.use(block.stored)
-        for block in path:  # which must stay meanwhile
-            _retain(block)
+        for node in reversed(stored):  # so that none makes room before those behind it
+            assert node.stored is not None, "it is on the disk"
+            self._store.use(node.stored)
+        for node in path:  # which must stay meanwhile
+            _retain(node)
         found = list(path)
-        for block in stored:
-            if not self._take_back(block, room):
+        for node in stored:
+            if not self._take_back(node, room):
                 break
-            found.append(block)
-        for block in path:
-            _release(block)
+            found.append(node)
+        for node in path:
+            _release(node)
         if len(found) > len(path):
             self._use(found, len(found), request)
         return found
@@ -174,10 +174,10 @@ class PrefixTree:
         self._use(path, known, self.new_request() if request is None else request)
         return path
 
-    def keep_sums(self, block: PrefixNode, kind: SumKind, sums: PromptSums) -> None:
+    def keep_sums(self, node: PrefixNode, kind: SumKind, sums: PromptSums) -> None:
         """Keep sums at the end of a block, until it is evicted; those that are there already stay."""
-        if kind not in block.sums:
-            block.sums[kind] = sums
+        if kind not in node.sums:
+            node.sums[kind] = sums
             self.sum_memory.take(sums.nbytes)
 
     def evict(self, enough: Callable[[], bool]) -> bool:
@@ -192,13 +192,13 @@ class PrefixTree:
             return True
         self._allow_released()
         while (number := self._rule.victim()) is not None:
-            block = self._numbered[number]
-            assert block is not None, "the rule forgets blocks that are gone"
-            if not _alone(block):
+            node = self._numbered[number]
+            assert node is not None, "the rule forgets blocks that are gone"
+            if not _alone(node):
                 self._rule.forbid(number)
-                self._in_use[block] = None
+                self._in_use[node] = None
                 continue
-            self._drop(block)
+            self._drop(node)
             self.evicted += 1
             if enough():
                 return True
@@ -215,18 +215,18 @@ class PrefixTree:
     def clear(self) -> None:
         """Release all, on the disk too."""
         while self._blocks:
-            block = next(reversed(self._blocks.values()))  # followers came later
-            if block.stored is None:
-                self._leave(block)
-            self._forget(block)
+            node = next(reversed(self._blocks.values()))  # followers came later
+            if node.stored is None:
+                self._leave(node)
+            self._forget(node)
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
         """The pages of one pool that blocks hold."""
         return [
             ids
-            for block in self._blocks.values()
-            if block.stored is None
-            for owner, ids in zip(block.pools, block.pages, strict=True)
+            for node in self._blocks.values()
+            if node.stored is None
+            for owner, ids in zip(node.pools, node.pages, strict=True)
             if owner is pool
         ]
 
@@ -237,7 +237,7 @@ class PrefixTree:
 
     def check_sums(self) -> None:
         """Assert that the bytes of sums are those that are counted, and that no sums outlive those before them."""
-        held = {id(sums): sums for block in self._blocks.values() for sums in block.sums.values()}
+        held = {id(sums): sums for node in self._blocks.values() for sums in node.sums.values()}
         self.sum_memory.check_integrity(sum(sums.nbytes for sums in held.values()))
         befores = [id(sums.before) for sums in held.values() if sums.before is not None]
         assert held.keys() >= set(befores), "sums without those before them"
@@ -246,111 +246,111 @@ class PrefixTree:
         self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
     ) -> PrefixNode:
         key = _key(kind, parent, tokens)
-        block = self._blocks.get(key)
-        if block is None:
+        node = self._blocks.get(key)
+        if node is None:
             chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
-            block = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
-        block.pools, block.pages = pools, pages
+            node = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
+        node.pools, node.pages = pools, pages
         for pool in set(pools):
             pool.holders.add(self)
-        _retain(block)
-        self._enter(block)
-        return block
+        _retain(node)
+        self._enter(node)
+        return node
 
-    def _enter(self, block: PrefixNode) -> None:
+    def _enter(self, node: PrefixNode) -> None:
         """A block is in memory from now on, and no longer on the disk."""
-        parent = block.parent
-        if block.stored is not None:
+        parent = node.parent
+        if node.stored is not None:
             assert self._store is not None, "it is on the disk"
-            self._store.free(block.stored)
-            block.stored = None
+            self._store.free(node.stored)
+            node.stored = None
             if parent is not None:
-                del parent.below[block]
+                del parent.below[node]
         if not self._unused:
             self._unused.append(len(self._numbered))
             self._numbered.append(None)
-        block.number = self._unused.pop()
-        self._numbered[block.number] = block
+        node.number = self._unused.pop()
+        self._numbered[node.number] = node
         if parent is not None:
             parent.n_children += 1
             if parent.n_children == 1 and parent.request >= 0:
                 self._rule.forbid(parent.number)
 
-    def _take_back(self, block: PrefixNode, room: Callable[[Pages], bool]) -> bool:
+    def _take_back(self, node: PrefixNode, room: Callable[[Pages], bool]) -> bool:
         """Read a block of the disk into fresh pages; False where there is no room, or it cannot be read."""
         assert self._store is not None, "it is on the disk"
         need: Counter[Pool] = Counter()
-        for pool, n in zip(block.pools, [] if block.stored is None else block.stored.counts, strict=False):
+        for pool, n in zip(node.pools, [] if node.stored is None else node.stored.counts, strict=False):
             need[pool] += n
-        if not room(dict(need)) or block.stored is None:  # it may have made room for those that left meanwhile
+        if not room(dict(need)) or node.stored is None:  # it may have made room for those that left meanwhile
             return False
         try:
-            data = self._store.read(block.stored)
+            data = self._store.read(node.stored)
         except DataError:
             self.lost += 1
-            self._forget(block)
+            self._forget(node)
             return False
-        block.pages = [pool.allocate(n) for pool, n in zip(block.pools, block.stored.counts, strict=True)]
-        unpack(block.pools, block.pages, data)
-        self._enter(block)
+        node.pages = [pool.allocate(n) for pool, n in zip(node.pools, node.stored.counts, strict=True)]
+        unpack(node.pools, node.pages, data)
+        self._enter(node)
         self.returned += 1
         return True
 
-    def _drop(self, block: PrefixNode) -> None:
+    def _drop(self, node: PrefixNode) -> None:
         """A block leaves the memory, for the disk where there is one."""
         stored = None
         if self._store is not None:
-            stored = self._store.put(block.pools, block.pages, lambda: self._made_room(block))
-        self._leave(block)
+            stored = self._store.put(node.pools, node.pages, lambda: self._made_room(node))
+        self._leave(node)
         if stored is None:
-            return self._forget(block)
-        block.stored = stored
-        if block.parent is not None:
-            block.parent.below[block] = None
+            return self._forget(node)
+        node.stored = stored
+        if node.parent is not None:
+            node.parent.below[node] = None
 
-    def _leave(self, block: PrefixNode) -> None:
+    def _leave(self, node: PrefixNode) -> None:
         """A block gives its pages back."""
-        _release(block)
-        self.sum_memory.release(sum(sums.nbytes for sums in block.sums.values()))
-        block.sums.clear()
-        self._rule.drop(block.number)
-        self._numbered[block.number] = None
-        self._unused.append(block.number)
-        self._in_use.pop(block, None)
-        block.pages, block.request = [], -1
-        parent = block.parent
+        _release(node)
+        self.sum_memory.release(sum(sums.nbytes for sums in node.sums.values()))
+        node.sums.clear()
+        self._rule.drop(node.number)
+        self._numbered[node.number] = None
+        self._unused.append(node.number)
+        self._in_use.pop(node, None)
+        node.pages, node.request = [], -1
+        parent = node.parent
         if parent is not None:
             parent.n_children -= 1
             if not parent.n_children:
                 self._rule.allow(parent.number)
 
-    def _made_room(self, block: PrefixNode) -> None:
+    def _made_room(self, node: PrefixNode) -> None:
         """The store gave a block up."""
-        block.stored = None
-        self._forget(block)
+        node.stored = None
+        self._forget(node)
 
-    def _forget(self, block: PrefixNode) -> None:
+    def _forget(self, node: PrefixNode) -> None:
         """A block is not in memory, and no longer on the disk; so are those that follow it."""
-        if block.parent is not None:
-            block.parent.below.pop(block, None)
-        gone = [block]
+        if node.parent is not None:
+            node.parent.below.pop(node, None)
+        gone = [node]
         while gone:
-            block = gone.pop()
-            if block.stored is not None:
+            node = gone.pop()
+            if node.stored is not None:
                 assert self._store is not None, "it is on the disk"
-                self._store.free(block.stored)
-                block.stored = None
-            gone += block.below
-            block.below = {}
-            del self._blocks[block.key]
+                self._store.free(node.stored)
+                node.stored = None
+            gone += node.below
+            node.below = {}
+            del self._blocks[node.key]
 
     def _use(self, path: list[PrefixNode], known: int, request: int) -> None:
         """A request uses these blocks, the first `known` of which were there before it."""
-        for depth, block in enumerate(path):
-            if block.request != request:
-                block.request = request
-                parent = -1 if block.parent is None else block.parent.number
-                self._rule.touch(block.number, PageFacts(block.hash, parent, request, depth, len(path), known))
+        for depth, node in enumerate(path):
+            if node.request != request:
+                node.request = request
+                parent = -1 if node.parent is None else node.parent.number
+                self._rule.touch(node.number, PageFacts(node.hash, parent, request, depth, len(path), known))
         if path and not path[-1].n_children:
             self._in_use.pop(path[-1], None)
             self._rule.allow(path[-1].number)
@@ -360,29 +360,29 @@ class PrefixTree:
         if not self._in_use or self._releases == (releases := self._count_releases()):
             return
         self._releases = releases
-        for block in [block for block in self._in_use if _alone(block)]:
-            del self._in_use[block]
-            if not block.n_children:
-                self._rule.allow(block.number)
+        for node in [node for node in self._in_use if _alone(node)]:
+            del self._in_use[node]
+            if not node.n_children:
+                self._rule.allow(node.number)
 
     def _count_releases(self) -> dict[PagePool, int]:
-        return {pool: pool.n_releases for block in self._in_use for pool in block.pools}
+        return {pool: pool.n_releases for node in self._in_use for pool in node.pools}
 
 
-def _retain(block: PrefixNode) -> None:
-    for pool, ids in zip(block.pools, block.pages, strict=True):
+def _retain(node: PrefixNode) -> None:
+    for pool, ids in zip(node.pools, node.pages, strict=True):
         pool.retain(ids)
 
 
-def _release(block: PrefixNode) -> None:
-    for pool, ids in zip(block.pools, block.pages, strict=True):
+def _release(node: PrefixNode) -> None:
+    for pool, ids in zip(node.pools, node.pages, strict=True):
         pool.release(ids)
 
 
-def _alone(block: PrefixNode) -> bool:
+def _alone(node: PrefixNode) -> bool:
     """Whether memory is free without a block: some page has no other holder, or there are sums."""
-    return bool(block.sums) or any(
-        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True)
+    return bool(node.sums) or any(
+        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True)
     )
 
 
@@ -390,7 +390,7 @@ def tables_of(path: list[PrefixNode]) -> list[PageTable]:
     """New tables of one sequence, one per layer, that hold the blocks of a path."""
     tables = []
     for layer, pool in enumerate(path[0].pools):
-        columns = np.stack([block.pages[layer] for block in path], 1)
+        columns = np.stack([node.pages[layer] for node in path], 1)
         tables.append(PageTable.of_pages(pool, columns))
     return tables
 

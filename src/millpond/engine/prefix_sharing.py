@@ -156,13 +156,13 @@ class PrefixSharing:
         if not self._room_for(sums.nbytes):
             return
         path = self._keep(live, stack, read)
-        if before is None or any(block.sums.get(kind) is before for block in path):  # it was not evicted for these
+        if before is None or any(node.sums.get(kind) is before for node in path):  # it was not evicted for these
             self.tree.keep_sums(path[-1], kind, sums)
 
     @staticmethod
     def _before(path: list[PrefixNode], kind: SumKind) -> PromptSums | None:
         """The last sums on a path."""
-        return next((block.sums[kind] for block in reversed(path) if kind in block.sums), None)
+        return next((node.sums[kind] for node in reversed(path) if kind in node.sums), None)
 
     def _room_for(self, n_bytes: int) -> bool:
         """Whether sums fit, or do once about as many bytes of blocks were evicted."""
