@@ -16,7 +16,7 @@ from millpond.cache.pages.pool import PagePool
 from millpond.cache.tiered.away_pages import AwayPages, Patches
 from millpond.cache.tiered.departure import MOST_PATCHES, depart
 from millpond.cache.tiered.extents import LayerExtents, Transit
-from millpond.cache.tiered.visit import PageVisit
+from millpond.cache.tiered.page_fetch import PageFetch
 from millpond.kernels import ops, page_rows
 from millpond.kernels.args import EntryRows
 from millpond.tiers.buffers import Slot, aligned_buffer
@@ -56,14 +56,14 @@ class Bench:
         return table
 
     def leave(
-        self, table: PageTable, visit: PageVisit | None = None, *, appends: bool = False, rewritten: Any = None
+        self, table: PageTable, fetch: PageFetch | None = None, *, appends: bool = False, rewritten: Any = None
     ) -> None:
-        assert depart(table, self.away, visit, appends=appends, rewritten=rewritten) == {}
+        assert depart(table, self.away, fetch, appends=appends, rewritten=rewritten) == {}
 
-    def come(self, table: PageTable) -> PageVisit:
-        visit = PageVisit.begin(table)
-        visit.end(table)
-        return visit
+    def come(self, table: PageTable) -> PageFetch:
+        fetch = PageFetch.begin(table)
+        fetch.end(table)
+        return fetch
 
     def check(self, *tables: PageTable) -> None:
         """Every page is held by those that name it."""
@@ -105,10 +105,10 @@ def test_what_comes_back_is_what_left(appends: bool, bench: Bench) -> None:
     assert bench.pool.n_live == (3 * HEADS if appends else 0), "the pages that are not full stay"
     bench.check(table)
     for _ in range(2):
-        visit = bench.come(table)
+        fetch = bench.come(table)
         assert same(content(table), before)
         written = bench.transit.bytes_written
-        bench.leave(table, visit, appends=appends)
+        bench.leave(table, fetch, appends=appends)
         assert bench.transit.bytes_written == written, "nothing has changed"
         bench.check(table)
     table.clear()
@@ -123,13 +123,13 @@ def test_sequences_are_chosen_joined_and_shared_while_they_are_away(bench: Bench
     one.join(two)
     one.select([2, 0, 2])
     bench.check(one)
-    visit = bench.come(one)
+    fetch = bench.come(one)
     n = 20 * HEADS
     expected = [torch.cat([b, a[:n], b]) for a, b in zip(*parts, strict=True)]
     assert same(content(one), expected)
     assert bench.pool.n_live == HEADS * (2 + 3), "what two sequences hold is here once"
     one.copy_on_write(whole=True)
-    bench.leave(one, visit)
+    bench.leave(one, fetch)
     bench.check(one)
     bench.come(one)
     assert same(content(one), expected)
@@ -141,7 +141,7 @@ def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) ->
     first = bench.transit.bytes_written
     steps = 2 * MOST_PATCHES
     for step in range(steps):
-        visit = bench.come(table)
+        fetch = bench.come(table)
         for head in range(HEADS):  # as a kernel does: another entry in the place of a victim
             slot = (7 * step + head) % (4 * SLOTS)
             page = int(table.pages[head, slot // SLOTS])
@@ -149,11 +149,11 @@ def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) ->
             arrays.keys[0][page, slot % SLOTS] = step
             arrays.positions[0][page, slot % SLOTS] = 1000 + step
         before = content(table)
-        bench.leave(table, visit)
+        bench.leave(table, fetch)
         bench.check(table)
-        visit = bench.come(table)
+        fetch = bench.come(table)
         assert same(content(table), before)
-        bench.leave(table, visit)
+        bench.leave(table, fetch)
     assert 0 < bench.transit.bytes_written - first <= first * (steps // MOST_PATCHES)
     table.clear()
     assert (bench.away.patches.nbytes, bench.extents.used) == (0, 0)
@@ -163,7 +163,7 @@ def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> No
     """Two heads hold the same positions, so a page that changes hands looks the same by its positions alone."""
     table = bench.table(2 * SLOTS)
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     keys = ops.read(table.regions, 2 * SLOTS).keys
     swapped = torch.stack([keys[1], keys[0]])
     table.renew(0, np.full(HEADS, 2 * SLOTS, dtype=np.int32))
@@ -171,7 +171,7 @@ def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> No
     start, count = torch.zeros(HEADS, dtype=torch.int32), torch.full((HEADS,), 2 * SLOTS, dtype=torch.int32)
     ops.write(table.regions, EntryRows(start, count, index, swapped, swapped, index, torch.zeros(HEADS, 2 * SLOTS)))
     table.set_lengths(0, np.full(HEADS, 2 * SLOTS, dtype=np.int32))
-    bench.leave(table, visit)
+    bench.leave(table, fetch)
     bench.come(table)
     assert torch.equal(ops.read(table.regions, 2 * SLOTS).keys, swapped)
 
@@ -179,11 +179,11 @@ def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> No
 def test_all_entries_of_a_sequence_have_changed(bench: Bench) -> None:
     table = bench.table(2 * SLOTS, 2 * SLOTS)
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     pages = torch.from_numpy(table.held()).long()
     bench.pool.arrays.values[0][pages] += 1  # a merge, which no position tells of
     before = content(table)
-    bench.leave(table, visit, rewritten=np.array([True, True]))
+    bench.leave(table, fetch, rewritten=np.array([True, True]))
     bench.come(table)
     assert same(content(table), before)
 
@@ -192,7 +192,7 @@ def test_a_visit_that_is_given_up_changes_nothing(bench: Bench) -> None:
     table = bench.table(20)
     before = content(table)
     bench.leave(table, appends=True)
-    PageVisit.begin(table).cancel(bench.pool)
+    PageFetch.begin(table).cancel(bench.pool)
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
@@ -202,12 +202,12 @@ def test_without_room_for_patches_pages_are_written(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limit=64 << 10)
     table = bench.table(2 * SLOTS)
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     page = int(table.pages[0, 0])
     bench.pool.arrays.positions[0][page, 0] = 77
     bench.account.limit_bytes = bench.account.nbytes  # others have taken the rest
     written = bench.transit.bytes_written
-    bench.leave(table, visit)
+    bench.leave(table, fetch)
     assert bench.transit.bytes_written > written
     assert bench.away.patches.nbytes == 0
     bench.loader.close()
@@ -239,14 +239,14 @@ def test_a_slot_that_was_free_holds_a_new_entry_whatever_lay_there(bench: Bench)
     for page in last:
         arrays.positions[0][page, 3] = 500  # of an entry that is long gone
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     lens = np.full(HEADS, SLOTS + 4, dtype=np.int32)
     for head in range(HEADS):
         page = int(table.pages[head, 1])
         arrays.positions[0][page, 3], arrays.keys[0][page, 3] = 500, float(head + 7)
     table.set_lengths(0, lens)
     before = content(table)
-    bench.leave(table, visit)
+    bench.leave(table, fetch)
     bench.come(table)
     assert same(content(table), before)
 
@@ -265,11 +265,11 @@ def test_pages_that_several_sequences_hold_leave_once(bench: Bench) -> None:
 def test_a_table_that_held_nothing_when_it_came(bench: Bench) -> None:
     table, full = bench.table(0), bench.table(20)
     bench.leave(table, appends=True)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     table.join(full)
     table.select([1])
     before = content(table)
-    bench.leave(table, visit, appends=True)
+    bench.leave(table, fetch, appends=True)
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
@@ -282,12 +282,12 @@ def test_pages_that_others_hold_are_not_written_again_with_those_of_their_sequen
     other, pages = table.fork(), HEADS * bench.pool.kv_bytes_per_page
     written = []
     for step in range(3):
-        visit = bench.come(table)
+        fetch = bench.come(table)
         for page in table.pages[:, :4].flatten().tolist():  # more entries than may wait
             bench.pool.arrays.keys[0][page] = step
             bench.pool.arrays.positions[0][page] = 1000 * (step + 1) + torch.arange(SLOTS, dtype=torch.int32)
         before = bench.transit.bytes_written
-        bench.leave(table, visit)
+        bench.leave(table, fetch)
         written.append(bench.transit.bytes_written - before)
     assert 4 * SLOTS > MOST_PATCHES
     assert written == [4 * pages] * 3

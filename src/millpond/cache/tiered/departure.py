@@ -12,7 +12,7 @@ import numpy.typing as npt
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap import Holder, read_pages, write_pages
 from millpond.cache.tiered.away_pages import NOTHING, AwayPages
-from millpond.cache.tiered.visit import PageVisit, lists_with, once
+from millpond.cache.tiered.page_fetch import PageFetch, lists_with, once
 from millpond.errors import DataError
 from millpond.kernels.page_rows import PagePart, RowArrays, pack_run, take
 from millpond.kernels.pages import PageArrays
@@ -26,7 +26,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def depart(
-    part: Holder, away: AwayPages, visit: PageVisit | None, *, appends: bool, rewritten: Mask | None
+    part: Holder, away: AwayPages, fetch: PageFetch | None, *, appends: bool, rewritten: Mask | None
 ) -> dict[int, DataError]:
     """Let a part hold pages of `away` in place of those of its pool, which are given back.
 
@@ -34,7 +34,7 @@ def depart(
     until a region of its sequence has `MOST_PATCHES` of them; then all pages of the sequence are written again.
 
     Args:
-        visit: how its pages came; None: they are new. appends: entries are only added, so a page that is not full
+        fetch: how its pages came; None: they are new. appends: entries are only added, so a page that is not full
             stays in the pool. rewritten: (n_seq,) all entries of these sequences have changed; None: of none.
 
     Returns:
@@ -53,10 +53,10 @@ def depart(
         region, column = region[first], column[first]
     used = np.clip(part.region_lengths[region] - column * pool.slots, 0, pool.slots)
     sequence = region // part.n_kv_heads
-    place = np.full(len(pages), -1) if visit is None else visit.find(pool, pages)
-    if visit is not None and appends and rewritten is None:  # nothing can have changed in pages that were full
+    place = np.full(len(pages), -1) if fetch is None else fetch.find(pool, pages)
+    if fetch is not None and appends and rewritten is None:  # nothing can have changed in pages that were full
         may_change = np.ones(len(pages), dtype=bool)
-        may_change[place >= 0] = ~visit.full[place[place >= 0]]
+        may_change[place >= 0] = ~fetch.full[place[place >= 0]]
         some = np.flatnonzero(may_change)
     else:
         some = np.arange(len(pages))
@@ -66,28 +66,28 @@ def depart(
     changed = np.zeros((len(pages), pool.slots), dtype=bool)
     alone = np.ones(len(pages), dtype=bool)
     known = some[place[some] >= 0]
-    if visit is not None and len(known):
-        ids = visit.ids[place[known]]
+    if fetch is not None and len(known):
+        ids = fetch.ids[place[known]]
         positions = sides[0].numpy()[place[some] >= 0]
         changed[known] = positions >= 0
         if rewritten is None or not rewritten.all():
             (before,) = take(RowArrays.of_tensors(away.arrays.positions), ids)
             same = positions == before.numpy()
             changed[known] &= ~same if rewritten is None else (~same | rewritten[sequence[known], None])
-        alone[known] = away.refs(ids) == visit.counts[place[known]]
+        alone[known] = away.refs(ids) == fetch.counts[place[known]]
         place[known[~alone[known] & changed[known].any(1)]] = -1  # others keep what it was
     fresh = place < 0
     changed[fresh] = False
     loose = fresh.copy()  # content that is nowhere but in the page
-    if visit is not None:
-        loose[~fresh] = visit.moved[place[~fresh]]
+    if fetch is not None:
+        loose[~fresh] = fetch.moved[place[~fresh]]
     stays = loose & appends & (used < pool.slots)
     written = loose & ~stays
     patched = changed.any(1) & ~loose
     ids = np.zeros(len(pages), dtype=np.int32)
-    if visit is not None:
-        ids[~fresh] = visit.ids[place[~fresh]]
-        _hold(away, visit, place, ids[inverse], ~fresh[inverse])
+    if fetch is not None:
+        ids[~fresh] = fetch.ids[place[~fresh]]
+        _hold(away, fetch, place, ids[inverse], ~fresh[inverse])
     ids[fresh] = away.allocate(int(fresh.sum()))
     away.retain(np.repeat(ids[fresh], counts[fresh] - 1))
     noted = fresh[some] | alone[some]
@@ -115,18 +115,18 @@ def depart(
     return lost
 
 
-def _hold(away: AwayPages, visit: PageVisit, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
-    """Give up what a visit holds of `away`, and hold some of it again.
+def _hold(away: AwayPages, fetch: PageFetch, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
+    """Give up what a fetch holds of `away`, and hold some of it again.
 
     Args:
-        place: (n,) of the pages that leave, in the visit; -1: other ones. ids: (held,) what the part will hold.
-        known: (held,) which of these the visit held.
+        place: (n,) of the pages that leave, in the fetch; -1: other ones. ids: (held,) what the part will hold.
+        known: (held,) which of these the fetch held.
     """
-    held, visit.held = visit.held, visit.held[:0]
-    if len(held) == len(visit.ids) and len(ids) == len(place):  # each once, before and after: most stay as they are
+    held, fetch.held = fetch.held, fetch.held[:0]
+    if len(held) == len(fetch.ids) and len(ids) == len(place):  # each once, before and after: most stay as they are
         gone = np.ones(len(held), dtype=bool)
         gone[place[known]] = False
-        away.release(visit.ids[gone])
+        away.release(fetch.ids[gone])
     else:
         away.retain(ids[known])
         away.release(held)

@@ -15,7 +15,7 @@ from millpond.cache.swap import parts_of
 from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.departure import depart
 from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit
-from millpond.cache.tiered.visit import PageVisit
+from millpond.cache.tiered.page_fetch import PageFetch
 from millpond.errors import DataError, PoolFullError
 from millpond.tiers.buffers import Slot, aligned_buffer
 from millpond.tiers.files import ScratchFile
@@ -76,7 +76,7 @@ class DiskTier:
         self._extents = {layer: LayerExtents(file, self._transit, self._take) for layer, file in files.items()}
         self._overlap = overlap
         self._away: dict[tuple[int, RefCountedPool[Any]], AwayPages] = {}
-        self._coming: dict[LayerCache, list[PageVisit]] = {}
+        self._coming: dict[LayerCache, list[PageFetch]] = {}
         self._reserved: dict[str, int] = {}
 
     # ------------------------------------------------------------------ figures
@@ -133,14 +133,14 @@ class DiskTier:
             self._fetch_ahead(then, growth or {})
             yield
             return
-        visits: list[PageVisit] = []
+        fetches: list[PageFetch] = []
         try:
-            visits = self._bring(layer_cache, then, growth or {})
+            fetches = self._bring(layer_cache, then, growth or {})
             frames = None if layer_cache.frames is None else layer_cache.frames.copy()
             yield
-            self._send(layer_cache, visits, frames)
+            self._send(layer_cache, fetches, frames)
         except BaseException:
-            self._abandon(visits)
+            self._abandon(fetches)
             self._cancel()
             raise
 
@@ -188,30 +188,30 @@ class DiskTier:
 
     def _bring(
         self, layer_cache: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]
-    ) -> list[PageVisit]:
+    ) -> list[PageFetch]:
         table = layer_cache.table
         if table is None or not table.is_away:
             return []
         parts = parts_of(table)
-        visits = self._coming.pop(layer_cache, None) or self._begin(layer_cache)
+        fetches = self._coming.pop(layer_cache, None) or self._begin(layer_cache)
         self._fetch_ahead(then, growth)
-        for part, visit in zip(parts, visits, strict=True):
-            visit.end(part)
-            layer_cache.lost |= visit.lost_sequences(part)
-        return visits
+        for part, fetch in zip(parts, fetches, strict=True):
+            fetch.end(part)
+            layer_cache.lost |= fetch.lost_sequences(part)
+        return fetches
 
-    def _begin(self, layer_cache: LayerCache) -> list[PageVisit]:
-        visits: list[PageVisit] = []
+    def _begin(self, layer_cache: LayerCache) -> list[PageFetch]:
+        fetches: list[PageFetch] = []
         assert layer_cache.table is not None, "there is something to read"
         parts = parts_of(layer_cache.table)
         try:
             for part in parts:
-                visits.append(PageVisit.begin(part))
+                fetches.append(PageFetch.begin(part))
         except PoolFullError:
-            for part, visit in zip(parts, visits, strict=False):
-                visit.cancel(part.pool)
+            for part, fetch in zip(parts, fetches, strict=False):
+                fetch.cancel(part.pool)
             raise
-        return visits
+        return fetches
 
     def _fetch_ahead(self, then: Iterable[LayerCache], growth: Mapping[Pool, int]) -> None:
         """Begin to read the pages of caches, up to the first for which there is no room."""
@@ -233,11 +233,11 @@ class DiskTier:
             spare = 2
             self._coming[layer_cache] = self._begin(layer_cache)
 
-    def _send(self, layer_cache: LayerCache, visits: list[PageVisit], frames: np.ndarray | None) -> None:
+    def _send(self, layer_cache: LayerCache, fetches: list[PageFetch], frames: np.ndarray | None) -> None:
         table = layer_cache.table
         if table is None:
-            return self._abandon(visits)
-        by_pool = {visit.away: visit for visit in visits}
+            return self._abandon(fetches)
+        by_pool = {fetch.away: fetch for fetch in fetches}
         rewritten = None
         if layer_cache.merges_each_step:
             rewritten = np.ones(table.n_seq, dtype=bool)
@@ -245,22 +245,22 @@ class DiskTier:
             rewritten = frames != layer_cache.frames
         for part in parts_of(table):
             away = self.pages(layer_cache.index, part.pool)
-            visit = by_pool.pop(away, None)
-            layer_cache.lost |= depart(part, away, visit, appends=layer_cache.appends, rewritten=rewritten)
-            if visit is not None:
-                visits.remove(visit)
-        self._abandon(visits)
+            fetch = by_pool.pop(away, None)
+            layer_cache.lost |= depart(part, away, fetch, appends=layer_cache.appends, rewritten=rewritten)
+            if fetch is not None:
+                fetches.remove(fetch)
+        self._abandon(fetches)
 
-    def _abandon(self, visits: list[PageVisit]) -> None:
-        """Give up the pages that these visits hold on the disk."""
-        while visits:
-            visit = visits.pop()
-            visit.away.release(visit.held)
+    def _abandon(self, fetches: list[PageFetch]) -> None:
+        """Give up the pages that these fetches hold on the disk."""
+        while fetches:
+            fetch = fetches.pop()
+            fetch.away.release(fetch.held)
 
     def _cancel(self) -> None:
         """Give up what was read ahead: the pass has ended."""
-        for layer_cache, visits in self._coming.items():
+        for layer_cache, fetches in self._coming.items():
             assert layer_cache.table is not None, "what comes was away"
-            for part, visit in zip(parts_of(layer_cache.table), visits, strict=True):
-                visit.cancel(part.pool)
+            for part, fetch in zip(parts_of(layer_cache.table), fetches, strict=True):
+                fetch.cancel(part.pool)
         self._coming.clear()

@@ -1,4 +1,4 @@
-"""Visit of a table's pages in their pool: they come for one pass of a layer, and leave after it."""
+"""Fetch of a table's pages into their pool for one pass of a layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WantedRuns:
     """Runs of which pages come into a pool.
 
     Attributes:
-        runs: (n,) their numbers, in the order of their places. places: (m,) in `PageVisit.ids`, those of a run
+        runs: (n,) their numbers, in the order of their places. places: (m,) in `PageFetch.ids`, those of a run
             together. first: (n + 1,) where those of each run begin in `places`, and the last ends.
         wanted: (m,) which of their pages, and those of the pool. pages: of the pool.
     """
@@ -48,7 +48,7 @@ class WantedRuns:
 
 
 @dataclass(slots=True)
-class PageVisit:
+class PageFetch:
     """Pages of one part of a table on their way into the pool, or there.
 
     Attributes:
@@ -76,7 +76,7 @@ class PageVisit:
     # ------------------------------------------------------------------ in
 
     @classmethod
-    def begin(cls, part: Holder) -> PageVisit:
+    def begin(cls, part: Holder) -> PageFetch:
         """Take pages of the pool, and begin to read.
 
         Raises:
@@ -95,9 +95,9 @@ class PageVisit:
         pages[moved] = away.hand_over(ids[moved])
         free = (part.region_lengths[:, None] < (lists.columns + 1) * pool.slots)[lists.owned_mask()]
         full = np.bincount(inverse, free, len(ids)) == 0
-        visit = cls(away, ids[inverse], ids, inverse, counts, pages, pool.lives(pages), moved, full)
-        visit._read(pool, ~stays)
-        return visit
+        fetch = cls(away, ids[inverse], ids, inverse, counts, pages, pool.lives(pages), moved, full)
+        fetch._read(pool, ~stays)
+        return fetch
 
     def end(self, part: Holder) -> None:
         """Wait until all is there, and let the part hold it."""
