@@ -13,10 +13,10 @@ import torch
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.tiered.away_pages import AwayPages, Patches
-from millpond.cache.tiered.departure import MOST_PATCHES, depart
 from millpond.cache.tiered.extents import LayerExtents, Transit
+from millpond.cache.tiered.offloaded_pages import OffloadedPages, Patches
 from millpond.cache.tiered.page_fetch import PageFetch
+from millpond.cache.tiered.write_back import MAX_PATCHES, write_back
 from millpond.kernels import ops, page_rows
 from millpond.kernels.args import EntryRows
 from millpond.tiers.buffers import Slot, aligned_buffer
@@ -37,7 +37,7 @@ class Bench:
         slots = [Slot(aligned_buffer(1 << 16)) for _ in range(4)]
         self.transit = Transit(self.loader, slots[:2], slots[2:])
         self.extents = LayerExtents(ScratchFile(folder), self.transit)
-        self.away = AwayPages(self.pool, self.extents)
+        self.offloaded = OffloadedPages(self.pool, self.extents)
 
     def table(self, *lens: int) -> PageTable:
         """A table of as many sequences, with random entries."""
@@ -58,7 +58,7 @@ class Bench:
     def leave(
         self, table: PageTable, fetch: PageFetch | None = None, *, appends: bool = False, rewritten: Any = None
     ) -> None:
-        assert depart(table, self.away, fetch, appends=appends, rewritten=rewritten) == {}
+        assert write_back(table, self.offloaded, fetch, appends=appends, rewritten=rewritten) == {}
 
     def come(self, table: PageTable) -> PageFetch:
         fetch = PageFetch.begin(table)
@@ -67,9 +67,9 @@ class Bench:
 
     def check(self, *tables: PageTable) -> None:
         """Every page is held by those that name it."""
-        here = [t.held() for t in tables if not t.is_away]
-        self.pool.check_integrity([*here, self.away.staying])
-        self.away.check_integrity([t.held() for t in tables if t.is_away])
+        here = [t.held() for t in tables if not t.is_offloaded]
+        self.pool.check_integrity([*here, self.offloaded.residents])
+        self.offloaded.check_integrity([t.held() for t in tables if t.is_offloaded])
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -101,7 +101,7 @@ def test_what_comes_back_is_what_left(appends: bool, bench: Bench) -> None:
     table = bench.table(20, 5, 33)
     before = content(table)
     bench.leave(table, appends=appends)
-    assert table.is_away
+    assert table.is_offloaded
     assert bench.pool.n_live == (3 * HEADS if appends else 0), "the pages that are not full stay"
     bench.check(table)
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_what_comes_back_is_what_left(appends: bool, bench: Bench) -> None:
         assert bench.transit.bytes_written == written, "nothing has changed"
         bench.check(table)
     table.clear()
-    assert (bench.pool.n_live, bench.away.n_live, bench.extents.used) == (0, 0, 0)
+    assert (bench.pool.n_live, bench.offloaded.n_live, bench.extents.used) == (0, 0, 0)
 
 
 def test_sequences_are_chosen_joined_and_shared_while_they_are_away(bench: Bench) -> None:
@@ -139,7 +139,7 @@ def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) ->
     table = bench.table(4 * SLOTS)
     bench.leave(table)
     first = bench.transit.bytes_written
-    steps = 2 * MOST_PATCHES
+    steps = 2 * MAX_PATCHES
     for step in range(steps):
         fetch = bench.come(table)
         for head in range(HEADS):  # as a kernel does: another entry in the place of a victim
@@ -154,9 +154,9 @@ def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) ->
         fetch = bench.come(table)
         assert same(content(table), before)
         bench.leave(table, fetch)
-    assert 0 < bench.transit.bytes_written - first <= first * (steps // MOST_PATCHES)
+    assert 0 < bench.transit.bytes_written - first <= first * (steps // MAX_PATCHES)
     table.clear()
-    assert (bench.away.patches.nbytes, bench.extents.used) == (0, 0)
+    assert (bench.offloaded.patches.nbytes, bench.extents.used) == (0, 0)
 
 
 def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> None:
@@ -188,7 +188,7 @@ def test_all_entries_of_a_sequence_have_changed(bench: Bench) -> None:
     assert same(content(table), before)
 
 
-def test_a_visit_that_is_given_up_changes_nothing(bench: Bench) -> None:
+def test_a_fetch_that_is_cancelled_changes_nothing(bench: Bench) -> None:
     table = bench.table(20)
     before = content(table)
     bench.leave(table, appends=True)
@@ -209,7 +209,7 @@ def test_without_room_for_patches_pages_are_written(tmp_path: Path) -> None:
     written = bench.transit.bytes_written
     bench.leave(table, fetch)
     assert bench.transit.bytes_written > written
-    assert bench.away.patches.nbytes == 0
+    assert bench.offloaded.patches.nbytes == 0
     bench.loader.close()
     bench.extents.close()
 
@@ -256,7 +256,7 @@ def test_pages_that_several_sequences_hold_leave_once(bench: Bench) -> None:
     table.select([0, 0, 0])
     before = content(table)
     bench.leave(table)
-    assert bench.away.n_live == HEADS * 3
+    assert bench.offloaded.n_live == HEADS * 3
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
@@ -289,7 +289,7 @@ def test_pages_that_others_hold_are_not_written_again_with_those_of_their_sequen
         before = bench.transit.bytes_written
         bench.leave(table, fetch)
         written.append(bench.transit.bytes_written - before)
-    assert 4 * SLOTS > MOST_PATCHES
+    assert 4 * SLOTS > MAX_PATCHES
     assert written == [4 * pages] * 3
     bench.check(table, other)
     bench.come(other)

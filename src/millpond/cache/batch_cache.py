@@ -291,7 +291,7 @@ class BatchCache:
         return [
             layer_cache.table
             for layer_cache in self.layers
-            if layer_cache.table is not None and not layer_cache.table.is_away
+            if layer_cache.table is not None and not layer_cache.table.is_offloaded
         ]
 
     def _forget_swapped(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
-from millpond.cache.tiered.away_pages import side_page_bytes
+from millpond.cache.tiered.offloaded_pages import side_page_bytes
 from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.runner.cache_layout import CacheLayout

@@ -136,7 +136,7 @@ def test_pages_of_prompts_are_on_their_way_before_their_layers(tmp_path: Path, m
     bring, seen = DiskTier._bring, list[tuple[int, int]]()
 
     def watched(self: DiskTier, layer_cache: Any, *rest: Any) -> Any:
-        if layer_cache.table is not None and layer_cache.table.is_away:
+        if layer_cache.table is not None and layer_cache.table.is_offloaded:
             seen.append((layer_cache.index, sum(one.index == layer_cache.index for one in self._coming)))
         return bring(self, layer_cache, *rest)
 

@@ -203,7 +203,7 @@ class LayerCache(LayerStorage):
     def is_fusable(self, n_seq: int, shape: AttentionShape) -> bool:
         """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else."""
         table = self._table
-        if table is None or not self._opened or self.pending or self.shared is not None or table.is_away:
+        if table is None or not self._opened or self.pending or self.shared is not None or table.is_offloaded:
             return False
         if self.policy.scores_entries and self.scores_answers:
             return False

@@ -141,7 +141,7 @@ class PageTable:
         return self._lengths.host
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the content of its plain pages is elsewhere, so that nothing may read or write it."""
         return self._rows.pool is not self.pool
 

@@ -12,10 +12,10 @@ import numpy as np
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.swap import parts_of
-from millpond.cache.tiered.away_pages import AwayPages
-from millpond.cache.tiered.departure import depart
 from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit
+from millpond.cache.tiered.offloaded_pages import OffloadedPages
 from millpond.cache.tiered.page_fetch import PageFetch
+from millpond.cache.tiered.write_back import write_back
 from millpond.errors import DataError, PoolFullError
 from millpond.tiers.buffers import Slot, aligned_buffer
 from millpond.tiers.files import ScratchFile
@@ -75,7 +75,7 @@ class DiskTier:
         self._transit = Transit(self._loader, slots[:N_READING], slots[N_READING:])
         self._extents = {layer: LayerExtents(file, self._transit, self._take) for layer, file in files.items()}
         self._overlap = overlap
-        self._away: dict[tuple[int, RefCountedPool[Any]], AwayPages] = {}
+        self._offloaded: dict[tuple[int, RefCountedPool[Any]], OffloadedPages] = {}
         self._coming: dict[LayerCache, list[PageFetch]] = {}
         self._reserved: dict[str, int] = {}
 
@@ -148,12 +148,12 @@ class DiskTier:
         """Whether the pages of a layer leave after each pass."""
         return layer_cache.index in self.layers
 
-    def pages(self, layer: int, pool: RefCountedPool[Any]) -> AwayPages:
+    def pages(self, layer: int, pool: RefCountedPool[Any]) -> OffloadedPages:
         """The pages of a layer that have left a pool."""
         key = layer, pool
-        if key not in self._away:
-            self._away[key] = AwayPages(pool, self._extents[layer])
-        return self._away[key]
+        if key not in self._offloaded:
+            self._offloaded[key] = OffloadedPages(pool, self._extents[layer])
+        return self._offloaded[key]
 
     def window(self, layer_cache: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
         """Pages that a pass takes for a layer on the disk that may grow by `growth`: while it is here, and for good."""
@@ -164,10 +164,10 @@ class DiskTier:
             return here, stays
         for part in parts_of(table):
             lists, more = part.page_lists, growth.get(part.pool, 0)
-            away = self.pages(layer_cache.index, part.pool)
-            stays[away] = more
-            if lists.pool is away:
-                here[part.pool] = more + int((away.resident[lists.held()] < 0).sum())
+            offloaded = self.pages(layer_cache.index, part.pool)
+            stays[offloaded] = more
+            if lists.pool is offloaded:
+                here[part.pool] = more + int((offloaded.resident[lists.held()] < 0).sum())
         stays[table.pool] = min(growth.get(table.pool, 0), table.n_regions)
         return here, stays
 
@@ -190,7 +190,7 @@ class DiskTier:
         self, layer_cache: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]
     ) -> list[PageFetch]:
         table = layer_cache.table
-        if table is None or not table.is_away:
+        if table is None or not table.is_offloaded:
             return []
         parts = parts_of(table)
         fetches = self._coming.pop(layer_cache, None) or self._begin(layer_cache)
@@ -220,7 +220,7 @@ class DiskTier:
         spare = 1
         for layer_cache in then:
             table = layer_cache.table
-            if layer_cache in self._coming or table is None or not table.is_away:
+            if layer_cache in self._coming or table is None or not table.is_offloaded:
                 continue
             need = dict(growth)
             for part in parts_of(table):
@@ -237,16 +237,16 @@ class DiskTier:
         table = layer_cache.table
         if table is None:
             return self._abandon(fetches)
-        by_pool = {fetch.away: fetch for fetch in fetches}
+        by_pool = {fetch.offloaded: fetch for fetch in fetches}
         rewritten = None
         if layer_cache.merges_each_step:
             rewritten = np.ones(table.n_seq, dtype=bool)
         elif frames is not None and layer_cache.frames is not None and len(frames) == len(layer_cache.frames):
             rewritten = frames != layer_cache.frames
         for part in parts_of(table):
-            away = self.pages(layer_cache.index, part.pool)
-            fetch = by_pool.pop(away, None)
-            layer_cache.lost |= depart(part, away, fetch, appends=layer_cache.appends, rewritten=rewritten)
+            offloaded = self.pages(layer_cache.index, part.pool)
+            fetch = by_pool.pop(offloaded, None)
+            layer_cache.lost |= write_back(part, offloaded, fetch, appends=layer_cache.appends, rewritten=rewritten)
             if fetch is not None:
                 fetches.remove(fetch)
         self._abandon(fetches)
@@ -255,12 +255,12 @@ class DiskTier:
         """Give up the pages that these fetches hold on the disk."""
         while fetches:
             fetch = fetches.pop()
-            fetch.away.release(fetch.held)
+            fetch.offloaded.release(fetch.held)
 
     def _cancel(self) -> None:
         """Give up what was read ahead: the pass has ended."""
         for layer_cache, fetches in self._coming.items():
-            assert layer_cache.table is not None, "what comes was away"
+            assert layer_cache.table is not None, "what is fetched was offloaded"
             for part, fetch in zip(parts_of(layer_cache.table), fetches, strict=True):
                 fetch.cancel(part.pool)
         self._coming.clear()

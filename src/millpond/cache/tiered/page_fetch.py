@@ -12,8 +12,8 @@ from torch import Tensor
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap import Holder, read_pages, write_pages
-from millpond.cache.tiered.away_pages import AwayPages
 from millpond.cache.tiered.extents import Numbers
+from millpond.cache.tiered.offloaded_pages import OffloadedPages
 from millpond.errors import DataError
 from millpond.kernels.args import RunsInBuffer, WantedPages
 from millpond.kernels.page_rows import PagePart, RowArrays, move_rows, unpack_runs
@@ -52,7 +52,7 @@ class PageFetch:
     """Pages of one part of a table on their way into the pool, or there.
 
     Attributes:
-        away: pool that they are of while they are elsewhere. held: these pages, once per holder in the table.
+        offloaded: pool that they are of while they are elsewhere. held: these pages, once per holder in the table.
         ids, counts: each of them once, and how often it is held. inverse: (held,) which of `ids`.
         pages: (ids,) where their content is put. lives: of `pages`, see `RefCountedPool.lives`.
         moved: (ids,) the page is the one that held the content all the time. full: (ids,) there was no free slot.
@@ -60,7 +60,7 @@ class PageFetch:
         failed: place in `ids` -> why it has no content.
     """
 
-    away: AwayPages
+    offloaded: OffloadedPages
     held: PageIds
     ids: PageIds
     inverse: npt.NDArray[np.int64]
@@ -82,36 +82,36 @@ class PageFetch:
         Raises:
             PoolFullError: there is no room; nothing was changed.
         """
-        away, pool = _away(part), part.pool
+        offloaded, pool = _offloaded_pool(part), part.pool
         lists = part.page_lists
         ids, inverse, counts = once(lists)
-        stays = away.resident[ids] >= 0
-        moved = stays & (away.refs(ids) == counts)
+        stays = offloaded.resident[ids] >= 0
+        moved = stays & (offloaded.refs(ids) == counts)
         pages = np.zeros(len(ids), dtype=np.int32)
         pages[~moved] = pool.allocate(int((~moved).sum()))
         copied = stays & ~moved
         if copied.any():  # others hold it too
-            write_pages(pool, pages[copied], read_pages(pool, away.resident[ids[copied]]))
-        pages[moved] = away.hand_over(ids[moved])
+            write_pages(pool, pages[copied], read_pages(pool, offloaded.resident[ids[copied]]))
+        pages[moved] = offloaded.take_resident(ids[moved])
         free = (part.region_lengths[:, None] < (lists.columns + 1) * pool.slots)[lists.owned_mask()]
         full = np.bincount(inverse, free, len(ids)) == 0
-        fetch = cls(away, ids[inverse], ids, inverse, counts, pages, pool.lives(pages), moved, full)
+        fetch = cls(offloaded, ids[inverse], ids, inverse, counts, pages, pool.lives(pages), moved, full)
         fetch._read(pool, ~stays)
         return fetch
 
     def end(self, part: Holder) -> None:
         """Wait until all is there, and let the part hold it."""
-        pool, away = part.pool, self.away
+        pool, offloaded = part.pool, self.offloaded
         self._wait()
         if self.failed:
             self._fill_failed(pool)
-        if away.patches.nbytes:
-            found, slots, which = away.patches.of(self._places())
+        if offloaded.patches.nbytes:
+            found, slots, which = offloaded.patches.of(self._places())
             rows = self.pages[found].astype(np.int64) * pool.slots + slots
-            source, target = RowArrays.of_tensors(away.patches.rows), RowArrays.of_slots(pool.arrays)
+            source, target = RowArrays.of_tensors(offloaded.patches.rows), RowArrays.of_slots(pool.arrays)
             move_rows(source, which, target, rows, len(rows))
         sides = PagePart.SIDES
-        source, target = RowArrays.of_pages(away.arrays, sides), RowArrays.of_pages(pool.arrays, sides)
+        source, target = RowArrays.of_pages(offloaded.arrays, sides), RowArrays.of_pages(pool.arrays, sides)
         move_rows(source, self.ids, target, self.pages, len(self.ids))
         if len(self.held) > len(self.ids):
             pool.retain(np.repeat(self.pages, self.counts - 1))
@@ -121,7 +121,7 @@ class PageFetch:
         """Give the pages back that no table holds yet."""
         self._wait()
         pool.release(self.pages[~self.moved])
-        self.away.stay_in(self.ids[self.moved], self.pages[self.moved])
+        self.offloaded.set_resident(self.ids[self.moved], self.pages[self.moved])
 
     def lost_sequences(self, part: Holder) -> dict[int, DataError]:
         """The sequences that hold what could not be read."""
@@ -150,12 +150,12 @@ class PageFetch:
     # ------------------------------------------------------------------ internal
 
     def _places(self) -> npt.NDArray[np.int64]:
-        places = np.full(self.away.n_pages, -1)
+        places = np.full(self.offloaded.n_pages, -1)
         places[self.ids] = np.arange(len(self.ids))
         return places
 
     def _read(self, pool: RefCountedPool[Any], wanted: npt.NDArray[np.bool_]) -> None:
-        extents, (numbers, rows) = self.away.extents, self.away.runs_of(self.ids)
+        extents, (numbers, rows) = self.offloaded.extents, self.offloaded.runs_of(self.ids)
         for place in np.flatnonzero(wanted & (numbers < 0)).tolist():
             self.failed[place] = DataError("keys and values of this text could not be written to the disk before")
         chosen = np.flatnonzero(wanted & (numbers >= 0))
@@ -189,7 +189,7 @@ class PageFetch:
         def take(part: slice, data: Tensor, runs: RunsInBuffer) -> int:
             return reads.take(slice(number, number + 1), data, runs)
 
-        ((errand, _),) = self.away.extents.read(reads.runs[number : number + 1], take)
+        ((errand, _),) = self.offloaded.extents.read(reads.runs[number : number + 1], take)
         if (error := errand.finish()) is not None:
             self.failed |= dict.fromkeys(reads.places_of(number), error)
 
@@ -208,10 +208,10 @@ def once(lists: PageLists) -> tuple[PageIds, Numbers, Numbers]:
     return ids, inverse.reshape(-1), counts
 
 
-def _away(part: Holder) -> AwayPages:
-    away = part.page_lists.pool
-    assert isinstance(away, AwayPages), "what comes was away"
-    return away
+def _offloaded_pool(part: Holder) -> OffloadedPages:
+    offloaded = part.page_lists.pool
+    assert isinstance(offloaded, OffloadedPages), "what is fetched was offloaded"
+    return offloaded
 
 
 def lists_with(part: Holder, pool: RefCountedPool[Any], held: PageIds) -> PageLists:

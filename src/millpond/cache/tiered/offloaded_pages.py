@@ -127,7 +127,7 @@ class SideArrays(Arenas):
         raise AssertionError("keys and values are elsewhere")
 
 
-class AwayPages(RefCountedPool[SideArrays]):
+class OffloadedPages(RefCountedPool[SideArrays]):
     """Pages of one layer that have left their pool; tables name them in place of those.
 
     Positions, scores and masses are in memory and count against the limit of the pool.
@@ -177,7 +177,7 @@ class AwayPages(RefCountedPool[SideArrays]):
     # ------------------------------------------------------------------ content
 
     @property
-    def staying(self) -> PageIds:
+    def residents(self) -> PageIds:
         """Pages of the pool that hold content of some of these."""
         return self.resident[self.resident >= 0]
 
@@ -185,21 +185,21 @@ class AwayPages(RefCountedPool[SideArrays]):
         """Numbers of the runs that hold some pages, -1 for none, and which of their pages these are."""
         return self._run[ids], self._row[ids]
 
-    def lie_in(self, ids: PageIds, run: int) -> None:
+    def set_run(self, ids: PageIds, run: int) -> None:
         """The content of these pages, and nothing else, is in a run of `extents`, in this order."""
         self._leave(ids)
         self._run[ids], self._row[ids] = run, np.arange(len(ids))
 
-    def lie_nowhere(self, ids: PageIds) -> None:
+    def drop_content(self, ids: PageIds) -> None:
         """The content of these pages is lost."""
         self._leave(ids)
 
-    def stay_in(self, ids: PageIds, pages: PageIds) -> None:
+    def set_resident(self, ids: PageIds, pages: PageIds) -> None:
         """The content of these pages is in pages of the pool, of which the caller hands a holder over."""
         self._leave(ids)
         self.resident[ids] = pages
 
-    def hand_over(self, ids: PageIds) -> PageIds:
+    def take_resident(self, ids: PageIds) -> PageIds:
         """The pages of the pool that hold these, with the holder; their content is nowhere else."""
         pages = self.resident[ids].copy()
         self.resident[ids] = -1

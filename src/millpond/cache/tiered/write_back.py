@@ -11,27 +11,27 @@ import numpy.typing as npt
 
 from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.swap import Holder, read_pages, write_pages
-from millpond.cache.tiered.away_pages import NOTHING, AwayPages
+from millpond.cache.tiered.offloaded_pages import NOTHING, OffloadedPages
 from millpond.cache.tiered.page_fetch import PageFetch, lists_with, once
 from millpond.errors import DataError
 from millpond.kernels.page_rows import PagePart, RowArrays, pack_run, take
 from millpond.kernels.pages import PageArrays
 
 #: Entries of a region that wait in memory, at most, before the pages of its sequence are written again.
-MOST_PATCHES = 24
+MAX_PATCHES = 24
 #: Bytes of an entry that waits besides keys and values: its page and slot.
 _PATCH_BYTES = 12
 
 Mask = npt.NDArray[np.bool_]
 
 
-def depart(
-    part: Holder, away: AwayPages, fetch: PageFetch | None, *, appends: bool, rewritten: Mask | None
+def write_back(
+    part: Holder, offloaded: OffloadedPages, fetch: PageFetch | None, *, appends: bool, rewritten: Mask | None
 ) -> dict[int, DataError]:
-    """Let a part hold pages of `away` in place of those of its pool, which are given back.
+    """Let a part hold pages of `offloaded` in place of those of its pool, which are given back.
 
     A page that was not changed is where it was. Entries that were written into some of its slots wait in memory,
-    until a region of its sequence has `MOST_PATCHES` of them; then all pages of the sequence are written again.
+    until a region of its sequence has `MAX_PATCHES` of them; then all pages of the sequence are written again.
 
     Args:
         fetch: how its pages came; None: they are new. appends: entries are only added, so a page that is not full
@@ -71,10 +71,10 @@ def depart(
         positions = sides[0].numpy()[place[some] >= 0]
         changed[known] = positions >= 0
         if rewritten is None or not rewritten.all():
-            (before,) = take(RowArrays.of_tensors(away.arrays.positions), ids)
+            (before,) = take(RowArrays.of_tensors(offloaded.arrays.positions), ids)
             same = positions == before.numpy()
             changed[known] &= ~same if rewritten is None else (~same | rewritten[sequence[known], None])
-        alone[known] = away.refs(ids) == fetch.counts[place[known]]
+        alone[known] = offloaded.refs(ids) == fetch.counts[place[known]]
         place[known[~alone[known] & changed[known].any(1)]] = -1  # others keep what it was
     fresh = place < 0
     changed[fresh] = False
@@ -87,17 +87,17 @@ def depart(
     ids = np.zeros(len(pages), dtype=np.int32)
     if fetch is not None:
         ids[~fresh] = fetch.ids[place[~fresh]]
-        _hold(away, fetch, place, ids[inverse], ~fresh[inverse])
-    ids[fresh] = away.allocate(int(fresh.sum()))
-    away.retain(np.repeat(ids[fresh], counts[fresh] - 1))
+        _hold(offloaded, fetch, place, ids[inverse], ~fresh[inverse])
+    ids[fresh] = offloaded.allocate(int(fresh.sum()))
+    offloaded.retain(np.repeat(ids[fresh], counts[fresh] - 1))
     noted = fresh[some] | alone[some]
     if not noted.all():
         sides = tuple(take(RowArrays.of_tensors(sides), np.flatnonzero(noted)))
-    write_pages(away, ids[some[noted]], sides)
+    write_pages(offloaded, ids[some[noted]], sides)
     if not patched.any():
         anew = patched
     elif _slotwise(pool):
-        due = _due(part, away, ids, region, changed & patched[:, None])
+        due = _due(part, offloaded, ids, region, changed & patched[:, None])
         anew = due[sequence] & ~stays & alone
     else:
         anew = patched
@@ -106,17 +106,17 @@ def depart(
     if patched.any():
         which, slots = np.nonzero(changed & patched[:, None])
         rows = pages[which].astype(np.int64) * pool.slots + slots
-        away.patches.put(ids[which], slots, take(RowArrays.of_slots(pool.arrays), rows))
-    lost = _write(pool, away, pages, ids, sequence, written)
+        offloaded.patches.put(ids[which], slots, take(RowArrays.of_slots(pool.arrays), rows))
+    lost = _write(pool, offloaded, pages, ids, sequence, written)
     pool.retain(pages[stays])
-    away.stay_in(ids[stays], pages[stays])
+    offloaded.set_resident(ids[stays], pages[stays])
     pool.release(pages[inverse])
-    part.exchange(lists_with(part, away, ids[inverse]))
+    part.exchange(lists_with(part, offloaded, ids[inverse]))
     return lost
 
 
-def _hold(away: AwayPages, fetch: PageFetch, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
-    """Give up what a fetch holds of `away`, and hold some of it again.
+def _hold(offloaded: OffloadedPages, fetch: PageFetch, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
+    """Give up what a fetch holds of `offloaded`, and hold some of it again.
 
     Args:
         place: (n,) of the pages that leave, in the fetch; -1: other ones. ids: (held,) what the part will hold.
@@ -126,29 +126,29 @@ def _hold(away: AwayPages, fetch: PageFetch, place: npt.NDArray[np.int64], ids: 
     if len(held) == len(fetch.ids) and len(ids) == len(place):  # each once, before and after: most stay as they are
         gone = np.ones(len(held), dtype=bool)
         gone[place[known]] = False
-        away.release(fetch.ids[gone])
+        offloaded.release(fetch.ids[gone])
     else:
-        away.retain(ids[known])
-        away.release(held)
+        offloaded.retain(ids[known])
+        offloaded.release(held)
 
 
-def _due(part: Holder, away: AwayPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:
+def _due(part: Holder, offloaded: OffloadedPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:
     """(n_seq,) sequences whose pages are written again: a region has too many patches, or there is no room for them."""
     n_seq = len(part.region_lengths) // part.n_kv_heads
     contents = part.pool.arrays.contents
     by_region = np.zeros(len(part.region_lengths), dtype=np.int64)
-    np.add.at(by_region, region, changed.sum(1) + away.patches.counts(away.n_pages)[ids])
+    np.add.at(by_region, region, changed.sum(1) + offloaded.patches.counts(offloaded.n_pages)[ids])
     most: npt.NDArray[np.int64] = by_region.reshape(n_seq, part.n_kv_heads).max(1)
     row_bytes = _PATCH_BYTES + sum(arenas[0].shape[2] * arenas[0].element_size() for arenas in contents if arenas)
-    found: Mask = most > MOST_PATCHES
-    if not _has_room(away, int(changed.sum()) * row_bytes):
+    found: Mask = most > MAX_PATCHES
+    if not _has_room(offloaded, int(changed.sum()) * row_bytes):
         found = most > 0
     return found
 
 
-def _has_room(away: AwayPages, nbytes: int) -> bool:
+def _has_room(offloaded: OffloadedPages, nbytes: int) -> bool:
     """Whether the limit of the pool holds `nbytes` more."""
-    account = away.account
+    account = offloaded.account
     limit = None if account is None else account.limit_bytes
     return account is None or limit is None or account.nbytes + nbytes <= limit
 
@@ -160,7 +160,7 @@ def _slotwise(pool: RefCountedPool[Any]) -> bool:
 
 def _write(
     pool: RefCountedPool[Any],
-    away: AwayPages,
+    offloaded: OffloadedPages,
     pages: PageIds,
     ids: PageIds,
     sequence: npt.NDArray[np.int64],
@@ -169,15 +169,16 @@ def _write(
     """Write pages, those of a sequence together."""
     lost: dict[int, DataError] = {}
     content = RowArrays.of_pages(pool.arrays, PagePart.CONTENTS)
-    for which in _parts(sequence, np.flatnonzero(written), away.extents.transit.slot_bytes // pool.kv_bytes_per_page):
+    max_pages = offloaded.extents.transit.slot_bytes // pool.kv_bytes_per_page
+    for which in _parts(sequence, np.flatnonzero(written), max_pages):
         own = pages[which]
         try:
-            run = away.extents.write(partial(pack_run, content, own), len(own) * pool.kv_bytes_per_page, len(own))
+            run = offloaded.extents.write(partial(pack_run, content, own), len(own) * pool.kv_bytes_per_page, len(own))
         except DataError as error:
             lost[int(sequence[which[0]])] = error
-            away.lie_nowhere(ids[which])
+            offloaded.drop_content(ids[which])
         else:
-            away.lie_in(ids[which], run)
+            offloaded.set_run(ids[which], run)
     return lost
 
 
