@@ -235,10 +235,10 @@ def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tenso
         DataError: other choices of key channels than this codec makes; none was taken.
     """
     for name in ("channels", "balance", "reach"):
-        found, mine = numbers.get(name), own.get(name)
-        right = (found is None) == (mine is None)
-        if found is not None and mine is not None:
-            right = found.shape == mine.shape and found.dtype == mine.dtype
+        found, expected = numbers.get(name), own.get(name)
+        right = (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            right = found.shape == expected.shape and found.dtype == expected.dtype
             right = right and (name != "channels" or bool(((found >= 0) & (found < dim)).all()))
         if not right:
             raise DataError(f"layer {layer}: the file's {name} of keys are not of this codec; save the text again")

@@ -83,11 +83,11 @@ def grow(table: PageTable, positions: np.ndarray, budget: Callable[[PageTable, i
     budget: `budget(table, sequence, seen)` -> entries per KV head.
     """
     before = table.budgets()
-    caps = before.copy()
+    capacities = before.copy()
     for sequence in np.flatnonzero(positions >= 0).tolist():
-        caps[sequence] = budget(table, sequence, int(positions[sequence]) + 1)
-    if (caps != before).any():
-        table.set_budgets(caps)
+        capacities[sequence] = budget(table, sequence, int(positions[sequence]) + 1)
+    if (capacities != before).any():
+        table.set_budgets(capacities)
 
 
 #: On a GPU, columns between two looks at whether attention became NaN.

@@ -31,7 +31,8 @@ class PageTable:
     each (on the CPU the two are one memory), so that no step waits for a device.
 
     Attributes:
-        pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
+        pages: (R, n) int32 page ids. lens: (R,) int32 entries held.
+        capacities: (R,) int32 most entries a region may hold.
         regions: pages and lengths together, as the ops take them.
         recent: (R,) int32 how many newest positions are protected.
         head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
@@ -187,10 +188,10 @@ class PageTable:
 
     # ------------------------------------------------------------------ budgets
 
-    def set_budget(self, sequence: int, caps: Ints, recent: Ints | int) -> None:
+    def set_budget(self, sequence: int, capacities: Ints, recent: Ints | int) -> None:
         """How many entries each head of a sequence may hold, and how many of its newest ones are protected."""
         rows = self.rows(sequence)
-        self._budgets.capacities[rows] = caps
+        self._budgets.capacities[rows] = capacities
         self._budgets.recent[rows] = recent
         self._slack = 0
         self._publish(ids=False)
@@ -210,9 +211,9 @@ class PageTable:
         """(n_seq, n_kv_heads) the rule of each head, on the host."""
         return self._budgets.head_rules.reshape(self.n_seq, self.n_kv_heads).copy()
 
-    def set_budgets(self, caps: Ints) -> None:
+    def set_budgets(self, capacities: Ints) -> None:
         """How many entries each head may hold, (n_seq, n_kv_heads)."""
-        self._budgets.capacities[:] = caps.ravel()
+        self._budgets.capacities[:] = capacities.ravel()
         self._slack = 0
         self._publish(ids=False)
 
@@ -283,7 +284,7 @@ class PageTable:
             self._lengths.host[:] += grew.astype(np.int32)
 
     def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
-        """After regions of the sequences that are `due` (S,) went back to their caps from `before` (R,) entries.
+        """After regions of the sequences that are `due` (S,) went back to their capacities from `before` (R,) entries.
 
         Pages beyond them return to the pool.
         """

@@ -81,8 +81,8 @@ class HeadCompetition:
             pinned = pinned | best_of_spans(value, valid, whole, positions, least)
         if aside is not None:
             pinned &= ~aside
-        caps = table.budgets()
-        budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(value.device)
+        capacities = table.budgets()
+        budget = torch.from_numpy(capacities[self.sequences].sum(1) // n_heads - 1).to(value.device)
         budget = budget.repeat_interleave(n_heads)
         if aside is None:
             free, floor = valid & ~pinned, self.heads.floor(pinned.sum(1), budget)
@@ -96,10 +96,10 @@ class HeadCompetition:
             value.view(by_head), positions.view(by_head), free.view(by_head), spare.view(by_head[:2]), n_heads
         ).flatten(0, 1)
         lengths = slots.evict(leave).reshape(by_head[:2])
-        caps[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
+        capacities[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
         for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
             table.set_lengths(sequence, lens)
-        table.set_budgets(caps)
+        table.set_budgets(capacities)
 
     def _aside(self, positions: Tensor, kept: KeptSpans, sinks: int) -> Tensor | None:
         """(n, N) bool: which positions (n, N) of the competing sequences are kept, sinks left out; None: none is."""

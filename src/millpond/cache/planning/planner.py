@@ -118,9 +118,9 @@ class Planner:
         budget, window = self._entries(table, sequence, seen), self._attention.shape.window
         return min(budget, window) if window else budget
 
-    def set_budget(self, table: PageTable, sequence: int, budget: int, caps: Tensor | None = None) -> None:
-        """Hold a sequence to `budget` entries per KV head from now on, or to `caps` (H,) of each."""
-        numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
+    def set_budget(self, table: PageTable, sequence: int, budget: int, capacities: Tensor | None = None) -> None:
+        """Hold a sequence to `budget` entries per KV head from now on, or to `capacities` (H,) of each."""
+        numbers = np.full(table.n_kv_heads, budget) if capacities is None else capacities.cpu().numpy()
         if self._attention.shape.window:
             numbers = np.minimum(numbers, self._attention.shape.window)
         n_kept = self._n_kept(sequence)
@@ -145,10 +145,10 @@ class Planner:
         fair, window = self._tracker.marks.shares, self._attention.shape.window
         if not fair:
             return None
-        caps, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
-        budgets = caps.sum(1) // table.n_kv_heads
+        capacities, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
+        budgets = capacities.sum(1) // table.n_kv_heads
         # heads of which each has a protection of its own: the least that one of them leaves
-        free = (caps - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
+        free = (capacities - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
         sinks = self._policy.protect.sinks
         aside = self._tracker.marks.kept.counts(np.maximum(self._tracker.seen - window + 1, sinks) if window else sinks)
         return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
@@ -247,8 +247,8 @@ class Planner:
         if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
             for s in np.flatnonzero(active).tolist():
                 self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rotary)
-        caps = table.budgets().astype(np.int64)
-        due = active & (table.budgeted() - caps >= self._together(table)).any(1)
+        capacities = table.budgets().astype(np.int64)
+        due = active & (table.budgeted() - capacities >= self._together(table)).any(1)
         if merger is not None:
             marks = self._tracker.marks
             apart = due & (marks.kept.marked(table.n_seq) | marks.shares.marked(table.n_seq))
@@ -256,7 +256,7 @@ class Planner:
                 merger.merge(table, q_pos, due & ~apart)
             due = apart  # the kernel knows nothing of spans
         for s in np.flatnonzero(due).tolist():
-            budget = self._sequence_state.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
+            budget = self._sequence_state.ceilings.get(s, int(capacities[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
 
     def _together(self, table: PageTable) -> int:

@@ -35,7 +35,7 @@ class PromptQueries(NamedTuple):
 class HeadLimits(NamedTuple):
     """Values that are constant between steps, until a table has other budgets or rules."""
 
-    caps: Tensor  #: those of the table, by which a change is seen
+    capacities: Tensor  #: those of the table, by which a change is seen
     kinds: Tensor
     limited: np.ndarray  #: (S,) whether a head of the sequence lets entries go
     most: Tensor  #: (S,) int64, entries that all its heads may hold together
@@ -195,7 +195,7 @@ class HeadRuleState:
 
     def _limits_of(self, table: PageTable) -> HeadLimits:
         known = self._limits
-        if known is None or known.caps is not table.capacities or known.kinds is not table.head_rules:
+        if known is None or known.capacities is not table.capacities or known.kinds is not table.head_rules:
             most = table.budgets().astype(np.int64).sum(1)
             limited = (table.rules() < HeadRule.FULL).any(1) | (most < UNBOUNDED)
             device = table.lens.device

@@ -139,8 +139,8 @@ class PageFetch:
     def find(self, pool: RefCountedPool[Any], pages: PageIds) -> npt.NDArray[np.int64]:
         """(n,) places in `ids` of some pages (n,); -1: other ones, or such that were free meanwhile."""
         places = np.full(pool.end, -1, dtype=np.int32)
-        mine = np.flatnonzero(self.pages < pool.end)  # arenas at the end may be gone
-        places[self.pages[mine]] = mine
+        in_pool = np.flatnonzero(self.pages < pool.end)  # arenas at the end may be gone
+        places[self.pages[in_pool]] = in_pool
         place: Numbers = places[pages].astype(np.int64)
         known = np.flatnonzero(place >= 0)
         other = self.lives[place[known]] != pool.lives(pages[known])
