@@ -49,7 +49,7 @@ def read(policy: Policy, pool: PagePool, seed: int, length: int) -> BatchCache:
     stack = make(policy, pool)
     stack.reading = True
     run(stack, tokens(seed, length))
-    stack.settle()
+    stack.run_plans()
     return stack
 
 
@@ -120,7 +120,7 @@ def test_a_part_of_a_prompt_may_be_one_token() -> None:
             run(stack, [tuple(t[:, :, begin : begin + n] for t in own) for own in new])  # type: ignore[misc]
             begin += n
         assert stack.held().tolist() == [[[12, 12]]] * LAYERS
-        stack.settle()
+        stack.run_plans()
         assert stack.held().tolist() == [[[BUDGET, BUDGET]]] * LAYERS
     for a, b in zip(whole.layers, parts.layers, strict=True):
         assert torch.equal(a.read(0).positions, b.read(0).positions)

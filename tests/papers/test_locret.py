@@ -131,7 +131,7 @@ def test_keep_sets_are_those_of_a_plain_computation(passes: list[int], seed: int
             if chunk < 60:
                 assert int(cache.stored.max()) <= 14 + chunk
         cache.reading = False
-        cache.settle()
+        cache.run_plans()
         expected = [plain_locret(s, 60, 14, chunk, stabilizers, 2, 3) for s in score]
         assert sets(cache) == [kept for kept, _ in expected]
         assert all(most <= 14 + chunk for _, most in expected)

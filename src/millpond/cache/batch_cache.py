@@ -75,14 +75,14 @@ class BatchCache:
         for layer_cache in self.layers:
             layer_cache.reading = value
 
-    def settle(self) -> None:
+    def run_plans(self) -> None:
         """The prompt is complete: every layer plans what it keeps."""
         self.reading = False
         self._before_plan()
-        due = [layer_cache for layer_cache in self.layers if layer_cache.settles]
+        due = [layer_cache for layer_cache in self.layers if layer_cache.changes_at_prompt_end]
         for n, layer_cache in enumerate(due):
             with self.here(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
-                layer_cache.settle()
+                layer_cache.run_plans()
 
     def here(
         self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None

@@ -93,7 +93,7 @@ class MillpondCache(Cache):
         self.on_close(self.passes.close)
         self.entropies: TokenEntropyHook | None = None
         if needs.entropies is not None:
-            self.entropies = TokenEntropyHook(self, model, needs.entropies, settles=between_chunks)
+            self.entropies = TokenEntropyHook(self, model, needs.entropies, between_chunks=between_chunks)
             self.on_close(self.entropies.close)
         make = make_layer_cache(profile.latent)
         layer_caches = [
@@ -229,7 +229,7 @@ class MillpondCache(Cache):
         found = spans_in(chosen, self.tracker.seen, spans)
         check_forgets(self)
         check_not_kept(self, chosen, found)
-        self.draft_rollback.settle()
+        self.draft_rollback.commit()
         self.draft_rollback.truncatable = False
         for layer_cache in self.layer_caches:
             for number in chosen:
@@ -396,7 +396,7 @@ class MillpondCache(Cache):
     def _select(self, sequences: list[int]) -> None:
         if sequences == list(range(self.tracker.n_seq)):
             return
-        self.draft_rollback.settle()
+        self.draft_rollback.commit()
         self.text.select(sequences)
         if self.entropies is not None:
             self.entropies.select(sequences)
@@ -481,7 +481,7 @@ class MillpondCache(Cache):
         """Run the plans that need all layers, after the last one."""
         for layer_cache in self.layer_caches:
             if layer_cache.pending:
-                layer_cache.settle()
+                layer_cache.run_plans()
 
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
         """The first layer that has not seen `columns` columns, with its number in the model."""

@@ -109,7 +109,7 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
         )
     for layer_cache in cache.layer_caches:
         if layer_cache.pending:
-            layer_cache.settle()
+            layer_cache.run_plans()
     tensors = {
         f"{layer_cache.index}.{name}": t
         for layer_cache in cache.layer_caches

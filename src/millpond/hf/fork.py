@@ -35,7 +35,7 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
 
     A page that one of the two writes is copied first.
     """
-    cache.draft_rollback.settle()
+    cache.draft_rollback.commit()
     other.draft_rollback.truncatable = cache.draft_rollback.truncatable
     if cache.entropies is not None:
         cache.entropies.tell()

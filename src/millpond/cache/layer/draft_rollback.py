@@ -89,15 +89,15 @@ class DraftRollback:
         if n:
             self._check(layer_caches, n)
             if self._drafts:
-                self._take_back(layer_caches, n)
+                self._undo(layer_caches, n)
             else:
                 tokens = self.tracker.tokens_in_last(n)
                 self.tracker.rewind(self.tracker.columns - n, self.tracker.seen - tokens)
                 for layer_cache in layer_caches:
                     layer_cache.truncate(n, tokens)
-        self.settle()
+        self.commit()
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """What was drafted stays: it can be taken back no more."""
         for draft in self._drafts.values():
             draft.state.release()
@@ -105,11 +105,11 @@ class DraftRollback:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.settle()
+        self.commit()
         self.draft = None
         self.recording = False
 
-    def _take_back(self, layer_caches: list[LayerCache], n: int) -> None:
+    def _undo(self, layer_caches: list[LayerCache], n: int) -> None:
         self.tracker.rewind(self._columns, self._seen)
         for layer_cache in layer_caches:
             draft = self._drafts[layer_cache.index]

@@ -103,7 +103,7 @@ class LayerCache(LayerStorage):
         """
         return self.planner.views.moments(sequence)
 
-    def settle(self) -> None:
+    def run_plans(self) -> None:
         """Run the plan that waits for the end of the prompt, and quantize entries that are due."""
         table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.reconstruction)
         quantize.quantize_due(table, np.ones(table.n_seq, dtype=bool))

@@ -114,7 +114,7 @@ class LayerStorage:
         return bool(self.sequence_state.pending) or (self._table is not None and self._table.unplanned)
 
     @property
-    def settles(self) -> bool:
+    def changes_at_prompt_end(self) -> bool:
         """Whether the end of a prompt may change entries: a plan waits for it, or entries become codes."""
         return self.pending or (self._table is not None and self._table.quantized is not None)
 

@@ -303,7 +303,7 @@ class Planner:
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
         if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
-            self._sequence_state.head_rules.settle(table, sequence, plan)
+            self._sequence_state.head_rules.apply_plan(table, sequence, plan)
 
     def _choose(
         self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool

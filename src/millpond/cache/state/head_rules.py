@@ -101,7 +101,7 @@ class HeadRuleState:
         ]
         return torch.stack(sums, 1).view(n_kv_heads, -1, n)
 
-    def settle(self, table: PageTable, sequence: int, plan: NestedPlan | None) -> None:
+    def apply_plan(self, table: PageTable, sequence: int, plan: NestedPlan | None) -> None:
         """Let the heads of a sequence continue as planned; None: they keep everything."""
         self._asked.pop(sequence, None)
         if plan is None:

@@ -117,7 +117,7 @@ class PromptReconstruction:
             layer_cache.reconstruction = probe
         try:
             for layer_cache in cache.layer_caches:
-                layer_cache.settle()
+                layer_cache.run_plans()
         finally:
             for layer_cache in cache.layer_caches:
                 layer_cache.reconstruction = None

@@ -92,7 +92,7 @@ class TokenEntropyHook:
         UnsupportedModelError: the model predicts nothing.
     """
 
-    def __init__(self, cache: LayerCaches, model: PreTrainedModel, entropies: Entropies, settles: bool) -> None:
+    def __init__(self, cache: LayerCaches, model: PreTrainedModel, entropies: Entropies, between_chunks: bool) -> None:
         head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None:
             raise UnsupportedModelError(
@@ -101,7 +101,7 @@ class TokenEntropyHook:
             )
         self._cache = weakref.ref(cache)
         self._decay = entropies.decay
-        self._settles = settles
+        self._between_chunks = between_chunks
         self._asked: int | Tensor = 0  # which logits the running pass computes
         self._ids: Tensor | None = None
         self._start = -1  # columns before the running pass; -1 while there is none
@@ -213,9 +213,11 @@ class TokenEntropyHook:
         self.tell()
         factors = np.where(another_round, self._decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
-        for layer_cache in cache.layer_caches if self._settles and not cache.parts.waits(tracker.columns) else ():
+        for layer_cache in (
+            cache.layer_caches if self._between_chunks and not cache.parts.waits(tracker.columns) else ()
+        ):
             if layer_cache.pending:
-                layer_cache.settle()
+                layer_cache.run_plans()
         self._protected = 1
 
     def _wait(self, cache: LayerCaches, span: ForwardSpan, entropies: Tensor) -> None:
