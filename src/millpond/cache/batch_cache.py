@@ -90,12 +90,12 @@ class BatchCache:
         """While a layer reads or writes its pages, see `DiskTier.here`."""
         return nullcontext() if self.tier is None else self.tier.here(layer_cache, then, growth)
 
-    def take_lost(self) -> dict[int, DataError]:
+    def pop_failed(self) -> dict[int, DataError]:
         """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
-        lost: dict[int, DataError] = {}
+        failed: dict[int, DataError] = {}
         for layer_cache in [] if self.tier is None else self.layers:
-            lost, layer_cache.lost = {**layer_cache.lost, **lost}, {}
-        return lost
+            failed, layer_cache.failed = {**layer_cache.failed, **failed}, {}
+        return failed
 
     def mark(self, marks: PromptMarks) -> None:
         """Let every head of every layer keep what is to stay of the one text that is read, or begins next."""
@@ -166,16 +166,16 @@ class BatchCache:
 
     def part(self, sequences: list[int], into: BatchCache) -> None:
         """Move some sequences to `into`, an empty stack of the same kind."""
-        self.lend(sequences, into)
+        self.copy_to(sequences, into)
         self.select([s for s in range(self.n_seq) if s not in set(sequences)])
 
-    def lend(self, sequences: list[int], into: BatchCache) -> None:
+    def copy_to(self, sequences: list[int], into: BatchCache) -> None:
         """Let `into`, an empty stack of the same kind, hold some of the sequences too; a page is copied when written.
 
         States of a hybrid are copied.
         """
         for layer_cache, other in zip(self.layers, into.layers, strict=True):
-            layer_cache.lend(sequences, other)
+            layer_cache.copy_to(sequences, other)
         if self.states is not None and into.states is not None:
             self.states.part(sequences, into.states)
         into.tracker.join(self.tracker.copy(sequences))

@@ -119,7 +119,7 @@ class PrefixTree:
             found.append(last)
         return found
 
-    def bring_back(
+    def load(
         self, path: list[PrefixNode], stored: list[PrefixNode], room: Callable[[Pages], bool], request: int
     ) -> list[PrefixNode]:
         """Put blocks of the disk into memory again; returns the path with those that came.
@@ -139,7 +139,7 @@ class PrefixTree:
             _retain(node)
         found = list(path)
         for node in stored:
-            if not self._take_back(node, room):
+            if not self._load_node(node, room):
                 break
             found.append(node)
         for node in path:
@@ -276,7 +276,7 @@ class PrefixTree:
             if parent.n_children == 1 and parent.request >= 0:
                 self._rule.forbid(parent.number)
 
-    def _take_back(self, node: PrefixNode, room: Callable[[Pages], bool]) -> bool:
+    def _load_node(self, node: PrefixNode, room: Callable[[Pages], bool]) -> bool:
         """Read a block of the disk into fresh pages; False where there is no room, or it cannot be read."""
         assert self._store is not None, "it is on the disk"
         need: Counter[Pool] = Counter()
@@ -300,7 +300,7 @@ class PrefixTree:
         """A block leaves the memory, for the disk where there is one."""
         stored = None
         if self._store is not None:
-            stored = self._store.put(node.pools, node.pages, lambda: self._made_room(node))
+            stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node))
         self._leave(node)
         if stored is None:
             return self._forget(node)
@@ -324,7 +324,7 @@ class PrefixTree:
             if not parent.n_children:
                 self._rule.allow(parent.number)
 
-    def _made_room(self, node: PrefixNode) -> None:
+    def _on_evicted(self, node: PrefixNode) -> None:
         """The store gave a block up."""
         node.stored = None
         self._forget(node)

@@ -271,7 +271,7 @@ class PrefixSharing:
         """Put blocks of the disk into memory with which a prompt goes on."""
         path, stored = self._with_stored(live)
         if stored:
-            self.tree.bring_back(path, stored, self.has, self._access(live))
+            self.tree.load(path, stored, self.has, self._access(live))
 
     def _coming(self, live: RequestState) -> int:
         """Blocks that a prompt will begin with: known ones, with those that come back from the disk."""
@@ -280,7 +280,7 @@ class PrefixSharing:
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""
-        return live.group.recipe.within_reach(len(live.ids)) - max(1, live.group.recipe.policy.window)
+        return live.group.recipe.within_context(len(live.ids)) - max(1, live.group.recipe.policy.window)
 
     def _shares(self, live: RequestState) -> bool:
         exact = live.prompt_logprobs is None and not live.tainted and not live.rolled

@@ -55,7 +55,7 @@ class PromptEnd:
             self._prefix_cache.keep(state, later)
             if state.unfinished or self._sessions is not None:
                 batch_cache.run_plans()
-                for error in batch_cache.take_lost().values():
+                for error in batch_cache.pop_failed().values():
                     raise error
             self._shared_prefixes.planned(state)
         with state.own_work():

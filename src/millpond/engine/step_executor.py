@@ -212,11 +212,11 @@ class StepExecutor:
         """End the requests whose keys and values could not be read from the disk or written to it."""
         ended = []
         for state, _ in reading:
-            for error in [] if state.stack is None else state.stack.take_lost().values():
+            for error in [] if state.stack is None else state.stack.pop_failed().values():
                 state.fail(error)
                 ended.append(state)
         for group in groups:
-            for sequence, error in group.stack.take_lost().items():
+            for sequence, error in group.stack.pop_failed().items():
                 state = self._requests.owner(group.answers[sequence])
                 state.fail(error)
                 ended.append(state)

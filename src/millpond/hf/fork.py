@@ -43,7 +43,7 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
     sequences = list(range(cache.tracker.n_seq))
     for layer_cache, new in zip(cache.layer_caches, other.layer_caches, strict=True):
         if layer_cache.table is not None:
-            layer_cache.lend(sequences, new)
+            layer_cache.copy_to(sequences, new)
         new.columns = layer_cache.columns
     other.states.become(cache.states)
     other.text = cache.text.copy()

@@ -82,12 +82,12 @@ class MillpondLayer(CacheLayerMixin):
 
     @no_autograd
     def _offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer_cache.offer(k, v)
+        return self.layer_cache.before_rope(k, v)
 
     @no_autograd
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """See `LayerCache.attend`; k and v as the model made them of what `update` returned."""
-        k, v = self.layer_cache.accept(k, v)
+        k, v = self.layer_cache.after_rope(k, v)
         if self.observer is not None:
             self.observer(self.index, q, k, v, mask, shape)
         out = self.draft_rollback.attend(self.layer_cache, q, k, v, mask, shape)

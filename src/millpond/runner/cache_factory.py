@@ -175,7 +175,7 @@ class CacheFactory(CacheLayout):
     def _layer_caches(self, tracker: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
             kept = tracker.marks.kept.count(sequence, self.policy.protect.sinks)
-            return self._budgets.entries(layer, table, sequence, self.within_reach(max(seen, prompt)), kept)
+            return self._budgets.entries(layer, table, sequence, self.within_context(max(seen, prompt)), kept)
 
         layer_caches = [
             LayerCache(

@@ -50,9 +50,9 @@ class CacheLayout:
 
         kept: tokens that every layer keeps, see `LayerBudgets.entries`.
         """
-        return self._budgets.expected(layer, table, self.within_reach(seen), kept)
+        return self._budgets.expected(layer, table, self.within_context(seen), kept)
 
-    def within_reach(self, seen: int) -> int:
+    def within_context(self, seen: int) -> int:
         """Of `seen` tokens of a text those that may be held at a time, before any is evicted."""
         return seen if self.reach is None else min(seen, self.reach)
 

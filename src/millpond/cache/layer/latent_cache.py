@@ -194,7 +194,7 @@ class LatentCache(LayerCache):
 
     # ------------------------------------------------------------------ to the model and back
 
-    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def before_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The kept latents of all sequences (padded, in any order), then the new ones: (S, 1, n + Q, dim)."""
         self._offered = self.attention.expansion = None
         if (k.shape[-1], v.shape[-1]) != self._dims or k.shape[1] != 1:
@@ -210,7 +210,7 @@ class LatentCache(LayerCache):
         self._kept = dense.positions
         return torch.cat([dense.keys[:, None].to(k.dtype), k], 2), torch.cat([dense.values[:, None].to(v.dtype), v], 2)
 
-    def accept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def after_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The new latents; `k` and `v` (S, H, n + Q, D) are what the model made of all that it was offered."""
         if self._offered is None:
             return k, v

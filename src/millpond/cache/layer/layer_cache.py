@@ -110,12 +110,12 @@ class LayerCache(LayerStorage):
 
     # ------------------------------------------------------------------ the step
 
-    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def before_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that the model continues with, given its new ones: here the same."""
         return k, v
 
-    def accept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The new entries for `attend`, given what the model made of those that `offer` returned: here the same."""
+    def after_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """New entries for `attend` of what the model made of those that `before_rope` returned: here the same."""
         return k, v
 
     def forget(self) -> None:
@@ -142,7 +142,7 @@ class LayerCache(LayerStorage):
         if basis is not None:
             q, k, v = basis.stored(q, k, v)
         if self.shared is not None:
-            table = self._show(self.shared, table, k, v, span)
+            table = self._publish_to_readers(self.shared, table, k, v, span)
         if self._decodes(span):
             newest = None if scores is None else scores[..., 0]
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span, newest)[:, :, None]
@@ -304,7 +304,9 @@ class LayerCache(LayerStorage):
         assert heads is not None, "the heads of a model are found before its caches are made"
         return entry_scores(heads, self.index, rotary, q, k, v, span)
 
-    def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
+    def _publish_to_readers(
+        self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan
+    ) -> PageTable:
         """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""
         if self._decodes(span):
             if self.pending:

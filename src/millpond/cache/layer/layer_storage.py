@@ -83,7 +83,7 @@ class LayerStorage:
         index: of the layer.
         columns: columns (pads included) that this layer has seen.
         sequence_state: state of the sequences in addition to their entries.
-        lost: sequences whose keys and values could not be read from a disk or written to it, and why; zeros stand for
+        failed: sequences whose keys and values could not be read from a disk or written to it, and why; zeros stand for
             these until the sequence ends.
     """
 
@@ -93,7 +93,7 @@ class LayerStorage:
         self.tracker = tracker
         self.columns = 0
         self.sequence_state = sequence_state
-        self.lost: dict[int, DataError] = {}
+        self.failed: dict[int, DataError] = {}
         self._table: PageTable | None = None
 
     # ------------------------------------------------------------------ contents
@@ -182,7 +182,7 @@ class LayerStorage:
         other._table = None
         other.reset()
 
-    def lend(self, sequences: list[int], to: Self) -> None:
+    def copy_to(self, sequences: list[int], to: Self) -> None:
         """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too; pages are shared."""
         to._table = self._require_table().fork()
         to._table.select(sequences)
@@ -282,7 +282,7 @@ class LayerStorage:
         if self._table is not None:
             self._table.clear()
         self._table, self.columns = None, 0
-        self.lost = {}
+        self.failed = {}
         self.sequence_state.become(self.sequence_state.copy([]))
 
     def _take_over(self, other: Self) -> None:

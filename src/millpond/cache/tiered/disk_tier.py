@@ -197,7 +197,7 @@ class DiskTier:
         self._fetch_ahead(then, growth)
         for part, fetch in zip(parts, fetches, strict=True):
             fetch.end(part)
-            layer_cache.lost |= fetch.lost_sequences(part)
+            layer_cache.failed |= fetch.failed_sequences(part)
         return fetches
 
     def _begin(self, layer_cache: LayerCache) -> list[PageFetch]:
@@ -246,7 +246,7 @@ class DiskTier:
         for part in parts_of(table):
             offloaded = self.pages(layer_cache.index, part.pool)
             fetch = by_pool.pop(offloaded, None)
-            layer_cache.lost |= write_back(part, offloaded, fetch, appends=layer_cache.appends, rewritten=rewritten)
+            layer_cache.failed |= write_back(part, offloaded, fetch, appends=layer_cache.appends, rewritten=rewritten)
             if fetch is not None:
                 fetches.remove(fetch)
         self._abandon(fetches)

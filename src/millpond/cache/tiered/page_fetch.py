@@ -123,7 +123,7 @@ class PageFetch:
         pool.release(self.pages[~self.moved])
         self.offloaded.set_resident(self.ids[self.moved], self.pages[self.moved])
 
-    def lost_sequences(self, part: Holder) -> dict[int, DataError]:
+    def failed_sequences(self, part: Holder) -> dict[int, DataError]:
         """The sequences that hold what could not be read."""
         if not self.failed:
             return {}

@@ -127,7 +127,7 @@ def sequence_tensors(
     """`cache_tensors` of one sequence of a stack, which stays there."""
     one = recipe.stack()
     try:
-        stack.lend([place], one)
+        stack.copy_to([place], one)
         return cache_tensors(one, later_prompts=later_prompts)
     finally:
         one.clear()
@@ -196,7 +196,7 @@ def _closed(stored: Mapping[str, Tensor], recipe: CacheFactory, n_tokens: int) -
     given = stored.get("closed", torch.tensor(0))
     closed = int(given) if given.numel() == 1 and given.dtype == torch.int64 else -1
     most = 0 if recipe.reach is None else n_tokens
-    if not 0 <= closed <= most or recipe.within_reach(n_tokens - closed) < n_tokens - closed:
+    if not 0 <= closed <= most or recipe.within_context(n_tokens - closed) < n_tokens - closed:
         raise DataError(f"the request's cache has lost {closed} positions of {n_tokens} tokens; send the request again")
     return closed
 
