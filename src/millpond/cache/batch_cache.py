@@ -81,14 +81,14 @@ class BatchCache:
         self._before_plan()
         due = [layer_cache for layer_cache in self.layers if layer_cache.changes_at_prompt_end]
         for n, layer_cache in enumerate(due):
-            with self.here(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
+            with self.in_memory(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
                 layer_cache.run_plans()
 
-    def here(
+    def in_memory(
         self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
     ) -> AbstractContextManager[None]:
-        """While a layer reads or writes its pages, see `DiskTier.here`."""
-        return nullcontext() if self.tier is None else self.tier.here(layer_cache, then, growth)
+        """While a layer reads or writes its pages, see `DiskTier.in_memory`."""
+        return nullcontext() if self.tier is None else self.tier.in_memory(layer_cache, then, growth)
 
     def pop_failed(self) -> dict[int, DataError]:
         """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
@@ -111,7 +111,7 @@ class BatchCache:
             PoolFullError: no room for copies of pages that others hold; the sequence can only be forgotten.
         """
         for layer_cache in self.layers if spans else ():
-            with self.here(layer_cache):
+            with self.in_memory(layer_cache):
                 layer_cache.drop_spans(sequence, spans)
         self.tracker.marks.dropped.add(spans, sequence)
 
@@ -227,9 +227,9 @@ class BatchCache:
             if self.tier is None or not self.tier.is_on_disk(layer_cache):
                 need.update(more)
             else:
-                here, stays = self.tier.window(layer_cache, more)
+                in_memory, stays = self.tier.window(layer_cache, more)
                 need.update(stays)
-                most = {pool: max(most.get(pool, 0), here.get(pool, 0)) for pool in {**most, **here}}
+                most = {pool: max(most.get(pool, 0), in_memory.get(pool, 0)) for pool in {**most, **in_memory}}
         need.update(most)
         return dict(need)
 

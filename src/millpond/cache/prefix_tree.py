@@ -1,12 +1,12 @@
 """Prefix tree of the pages of prompts, shared by later prompts with the same beginning.
 
 What a page of a prompt holds before anything is planned depends on the tokens up to its end alone. So these pages are
-kept by a chain of blocks, one page per layer and head for each block of tokens, and a prompt that begins with known
-blocks takes them over instead of reading them. They are never written: a plan writes what it keeps to pages of the
-request's own, and a token behind a full block goes to a new page.
+kept by a chain of nodes, one page per layer and head for each block of tokens, and a prompt that begins with the tokens
+of cached nodes takes over their pages instead of reading the tokens. Shared pages are never written: a plan writes what
+it keeps to pages of the request's own, and a token after a full block goes to a new page.
 
-With a store, blocks that leave the memory go to a disk and come back when a prompt begins with them. All blocks behind
-one on the disk are there too.
+With a store, nodes that are evicted from memory are written to a disk and read again when a prompt begins with them.
+All nodes after one on the disk are there too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ Pages = dict[Pool, int]
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One block of tokens behind a certain text: which pages hold it, per layer one for each KV head.
+    """One block of tokens after a certain text, and its pages per layer, one for each KV head.
 
     Attributes:
-        number: under which the paging rule knows it; used again once the block is gone.
-        hash: of its tokens and all before them, 64 bits.
-        n_children: blocks in memory that follow it. request: the last one that used it.
-        sums: over the queries of all tokens up to its end, by what is summed, where a prompt had a breakpoint.
-        stored: where it lies on the disk; None: in memory. below: blocks on the disk that follow it.
+        key: Kind of entries, parent and tokens, exactly.
+        parent: Node of the block before it; None for the first.
+        pools: Pool of each layer.
+        pages: Pages of each layer.
+        number: Number under which the paging rule knows it; used again once the node is removed.
+        hash: Hash of its tokens and all before them, 64 bits.
+        n_children: Nodes in memory that follow it.
+        request: Last request that used it.
+        sums: Sums over the queries of all tokens up to its end, by kind, if a prompt had a breakpoint there.
+        stored: Its block on the disk; None while it is in memory.
+        below: Nodes on the disk that follow it.
     """
 
     key: tuple[Hashable, ...]
@@ -60,16 +66,19 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """Blocks by what they hold, exactly: no hash stands for the tokens. Holds its pages until they are evicted.
+    """Nodes by their exact tokens, whose pages it holds until they are evicted.
 
     Args:
-        rule: which block is evicted of those that none follows and no request holds; None: the longest unused.
-        sum_memory: what counts the bytes of sums; None: one of its own.
-        store: where blocks go that leave the memory, without their sums; None: they are forgotten.
+        rule: Rule that chooses which node is evicted among those without followers and requests; None for the least
+            recently used.
+        sum_memory: Counter of the bytes of sums; None for one of its own.
+        store: Store of evicted nodes, without their sums; None to drop them.
 
     Attributes:
-        evicted: blocks that were evicted by the rule so far. sum_memory: counts the bytes of sums.
-        returned: blocks that came back from the disk. lost: blocks on the disk that could not be read.
+        evicted: Nodes that were evicted by the rule so far.
+        sum_memory: Counter of the bytes of sums.
+        returned: Nodes that were read from the disk again.
+        lost: Nodes on the disk that could not be read.
     """
 
     def __init__(
@@ -87,48 +96,53 @@ class PrefixTree:
         self._requests = self.evicted = 0
 
     def __len__(self) -> int:
-        """Blocks in memory."""
+        """Return the number of nodes in memory."""
         return len(self._numbered) - len(self._unused)
 
     @property
     def n_stored(self) -> int:
-        """Blocks on the disk."""
+        """Nodes on the disk."""
         return len(self._blocks) - len(self)
 
     def find(self, kind: Hashable, tokens: Ids, slots: int) -> list[PrefixNode]:
-        """The blocks of `slots` tokens that this text begins with, as far as they are known and in memory.
+        """Return the nodes in memory, of `slots` tokens each, with which this text begins.
 
-        kind: of entries: blocks of different kinds are never taken for each other.
+        Args:
+            kind: Kind of entries; nodes of different kinds are never taken for each other.
+            tokens: Ids of the text.
+            slots: Tokens of a node.
         """
-        found: list[PrefixNode] = []
+        path: list[PrefixNode] = []
         for begin in range(0, len(tokens) - slots + 1, slots):
-            node = self._blocks.get(_key(kind, found[-1] if found else None, tokens[begin : begin + slots]))
+            node = self._blocks.get(_key(kind, path[-1] if path else None, tokens[begin : begin + slots]))
             if node is None or node.stored is not None:
                 break
-            found.append(node)
-        return found
+            path.append(node)
+        return path
 
     def find_stored(self, kind: Hashable, tokens: Ids, slots: int, path: list[PrefixNode]) -> list[PrefixNode]:
-        """The blocks on the disk with which this text goes on behind `path`, which `find` returned."""
-        found: list[PrefixNode] = []
+        """Return the nodes on the disk with which this text continues after `path` of `find`."""
+        stored: list[PrefixNode] = []
         last = path[-1] if path else None
         for begin in range(len(path) * slots, len(tokens) - slots + 1, slots):
             last = self._blocks.get(_key(kind, last, tokens[begin : begin + slots]))
             if last is None:
                 break
-            found.append(last)
-        return found
+            stored.append(last)
+        return stored
 
     def load(
         self, path: list[PrefixNode], stored: list[PrefixNode], room: Callable[[Pages], bool], request: int
     ) -> list[PrefixNode]:
-        """Put blocks of the disk into memory again; returns the path with those that came.
+        """Read nodes from the disk into memory; return the path with those that were read.
 
-        One that cannot be read is forgotten, with all that follow it.
+        A node that cannot be read is dropped, with all that follow it.
 
         Args:
-            path, stored: from `find` and `find_stored`. room: whether there is room for pages, or will be without other
-                blocks. request: that uses them.
+            path: Nodes that `find` returned.
+            stored: Nodes that `find_stored` returned.
+            room: Function that says whether there is room for pages, or will be after other nodes are evicted.
+            request: Request that uses the nodes.
         """
         if self._store is None or not stored:
             return path
@@ -137,53 +151,58 @@ class PrefixTree:
             self._store.use(node.stored)
         for node in path:  # which must stay meanwhile
             _retain(node)
-        found = list(path)
+        longer = list(path)
         for node in stored:
             if not self._load_node(node, room):
                 break
-            found.append(node)
+            longer.append(node)
         for node in path:
             _release(node)
-        if len(found) > len(path):
-            self._use(found, len(found), request)
-        return found
+        if len(longer) > len(path):
+            self._use(longer, len(longer), request)
+        return longer
 
     def new_request(self) -> int:
-        """A number for a request that keeps its prompt in several parts."""
+        """Return a number for a request that keeps its prompt in several parts."""
         self._requests += 1
         return self._requests
 
     def keep(
         self, kind: Hashable, tokens: Ids, tables: list[PageTable], request: int | None = None
     ) -> list[PrefixNode]:
-        """Hold the full blocks of a prompt of one sequence, `tables` of all layers, of which nothing has left.
+        """Hold the full blocks of a prompt of one sequence, and return their nodes.
 
-        The tables share these pages from now on. The paging rule sees one access to each block. Returns the blocks.
+        The tables share these pages from now on. The paging rule sees one access to each node.
 
-        request: the same for each part of one prompt, which begins with the parts before it; None: this is all of it.
+        Args:
+            kind: Kind of entries.
+            tokens: Ids of the prompt.
+            tables: Tables of all layers, from which nothing was evicted.
+            request: Number shared by all parts of one prompt, which begin with the parts before them; None if this is
+                all of it.
         """
         slots = tables[0].pool.slots
         path = self.find(kind, tokens, slots)
-        known = len(path)
-        for number in range(known, len(tokens) // slots):
+        num_cached = len(path)
+        for number in range(num_cached, len(tokens) // slots):
             pages = [table.page_column(number) for table in tables]
             part = tokens[number * slots : (number + 1) * slots]
             path.append(self._add(kind, path[-1] if path else None, part, [table.pool for table in tables], pages))
         for table in tables:
             table.share()
-        self._use(path, known, self.new_request() if request is None else request)
+        self._use(path, num_cached, self.new_request() if request is None else request)
         return path
 
     def keep_sums(self, node: PrefixNode, kind: SumKind, sums: PromptSums) -> None:
-        """Keep sums at the end of a block, until it is evicted; those that are there already stay."""
+        """Keep sums at the end of a node until it is evicted; existing ones stay."""
         if kind not in node.sums:
             node.sums[kind] = sums
             self.sum_memory.take(sums.nbytes)
 
     def evict(self, enough: Callable[[], bool]) -> bool:
-        """Release blocks in the order of the rule, none before those after it, until there is `enough`.
+        """Evict nodes in the order of the rule until there is `enough`, followers first.
 
-        Blocks whose pages are all held by requests as well stay: without them no page would be free.
+        Nodes all of whose pages requests hold as well stay: their eviction would free no page.
 
         Returns:
             Whether there is enough.
@@ -193,7 +212,7 @@ class PrefixTree:
         self._allow_released()
         while (number := self._rule.victim()) is not None:
             node = self._numbered[number]
-            assert node is not None, "the rule forgets blocks that are gone"
+            assert node is not None, "the rule forgets evicted nodes"
             if not _alone(node):
                 self._rule.forbid(number)
                 self._in_use[node] = None
@@ -206,14 +225,18 @@ class PrefixTree:
         return False
 
     def shorten(self, path: list[PrefixNode]) -> bool:
-        """Release the last block of a path, whoever holds its pages; False where none is left or others follow it."""
+        """Evict the last node of a path, whoever holds its pages.
+
+        Returns:
+            False if the path is empty, or other nodes follow its last.
+        """
         if not path or path[-1].n_children:
             return False
         self._drop(path.pop())
         return True
 
     def clear(self) -> None:
-        """Release all, on the disk too."""
+        """Remove all nodes, those on the disk too."""
         while self._blocks:
             node = next(reversed(self._blocks.values()))  # followers came later
             if node.stored is None:
@@ -221,7 +244,7 @@ class PrefixTree:
             self._forget(node)
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
-        """The pages of one pool that blocks hold."""
+        """Return the pages of one pool that nodes hold."""
         return [
             ids
             for node in self._blocks.values()
@@ -236,7 +259,7 @@ class PrefixTree:
             ids[:] = places[ids]
 
     def check_sums(self) -> None:
-        """Assert that the bytes of sums are those that are counted, and that no sums outlive those before them."""
+        """Assert that all bytes of sums are counted, and that no sums outlive those before them."""
         held = {id(sums): sums for node in self._blocks.values() for sums in node.sums.values()}
         self.sum_memory.check_integrity(sum(sums.nbytes for sums in held.values()))
         befores = [id(sums.before) for sums in held.values() if sums.before is not None]
@@ -258,7 +281,7 @@ class PrefixTree:
         return node
 
     def _enter(self, node: PrefixNode) -> None:
-        """A block is in memory from now on, and no longer on the disk."""
+        """Record that a node is in memory, and no longer on the disk."""
         parent = node.parent
         if node.stored is not None:
             assert self._store is not None, "it is on the disk"
@@ -277,7 +300,7 @@ class PrefixTree:
                 self._rule.forbid(parent.number)
 
     def _load_node(self, node: PrefixNode, room: Callable[[Pages], bool]) -> bool:
-        """Read a block of the disk into fresh pages; False where there is no room, or it cannot be read."""
+        """Read a node from the disk into fresh pages; False without room or if the read fails."""
         assert self._store is not None, "it is on the disk"
         need: Counter[Pool] = Counter()
         for pool, n in zip(node.pools, [] if node.stored is None else node.stored.counts, strict=False):
@@ -297,7 +320,7 @@ class PrefixTree:
         return True
 
     def _drop(self, node: PrefixNode) -> None:
-        """A block leaves the memory, for the disk where there is one."""
+        """Evict a node from memory, to the disk if there is a store."""
         stored = None
         if self._store is not None:
             stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node))
@@ -309,7 +332,7 @@ class PrefixTree:
             node.parent.below[node] = None
 
     def _leave(self, node: PrefixNode) -> None:
-        """A block gives its pages back."""
+        """Release the pages of a node."""
         _release(node)
         self.sum_memory.release(sum(sums.nbytes for sums in node.sums.values()))
         node.sums.clear()
@@ -325,38 +348,38 @@ class PrefixTree:
                 self._rule.allow(parent.number)
 
     def _on_evicted(self, node: PrefixNode) -> None:
-        """The store gave a block up."""
+        """Forget a node that the store evicted."""
         node.stored = None
         self._forget(node)
 
     def _forget(self, node: PrefixNode) -> None:
-        """A block is not in memory, and no longer on the disk; so are those that follow it."""
+        """Remove a node that is not in memory, and all that follow it, from the disk."""
         if node.parent is not None:
             node.parent.below.pop(node, None)
-        gone = [node]
-        while gone:
-            node = gone.pop()
+        removed = [node]
+        while removed:
+            node = removed.pop()
             if node.stored is not None:
                 assert self._store is not None, "it is on the disk"
                 self._store.free(node.stored)
                 node.stored = None
-            gone += node.below
+            removed += node.below
             node.below = {}
             del self._blocks[node.key]
 
-    def _use(self, path: list[PrefixNode], known: int, request: int) -> None:
-        """A request uses these blocks, the first `known` of which were there before it."""
+    def _use(self, path: list[PrefixNode], num_cached: int, request: int) -> None:
+        """Record that a request uses these nodes, of which `num_cached` existed before it."""
         for depth, node in enumerate(path):
             if node.request != request:
                 node.request = request
                 parent = -1 if node.parent is None else node.parent.number
-                self._rule.touch(node.number, PageFacts(node.hash, parent, request, depth, len(path), known))
+                self._rule.touch(node.number, PageFacts(node.hash, parent, request, depth, len(path), num_cached))
         if path and not path[-1].n_children:
             self._in_use.pop(path[-1], None)
             self._rule.allow(path[-1].number)
 
     def _allow_released(self) -> None:
-        """Let the rule choose blocks again whose pages were held by requests, where some page was released since."""
+        """Let the rule choose nodes again of whose pages requests have released some."""
         if not self._in_use or self._releases == (releases := self._count_releases()):
             return
         self._releases = releases
@@ -380,14 +403,14 @@ def _release(node: PrefixNode) -> None:
 
 
 def _alone(node: PrefixNode) -> bool:
-    """Whether memory is free without a block: some page has no other holder, or there are sums."""
+    """Whether evicting a node frees memory: some page has no other holder, or there are sums."""
     return bool(node.sums) or any(
         bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True)
     )
 
 
 def tables_of(path: list[PrefixNode]) -> list[PageTable]:
-    """New tables of one sequence, one per layer, that hold the blocks of a path."""
+    """Return new tables of one sequence, one per layer, that hold the pages of a path."""
     tables = []
     for layer, pool in enumerate(path[0].pools):
         columns = np.stack([node.pages[layer] for node in path], 1)

@@ -133,7 +133,11 @@ class SegmentedAttention:
         """(n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
         layer_cache, stack = segment.layer_caches[index], segment.stack
-        with nullcontext() if stack is None else stack.here(layer_cache, self._following(number, index), self._growth):
+        with (
+            nullcontext()
+            if stack is None
+            else stack.in_memory(layer_cache, self._following(number, index), self._growth)
+        ):
             if segment.decoding:
                 return layer_cache.attend_newest(q, k, v, shape)
             if segment.partial is not None:

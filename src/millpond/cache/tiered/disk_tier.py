@@ -1,4 +1,4 @@
-"""KV on a disk: each layer's pages come before the layer runs, and leave after it, while others are computed."""
+"""KV on a disk: the pages of a layer are read before it runs and written after it, while others are computed."""
 
 from __future__ import annotations
 
@@ -31,20 +31,24 @@ SLOT_BYTES, LEAST_SLOT_BYTES = 1 << 20, 256 << 10
 
 
 class DiskTier:
-    """The layers whose keys and values lie on a disk, of all requests of an engine.
+    """Layers whose keys and values are stored on a disk, for all requests of an engine.
 
-    Positions, scores and masses stay in memory; so do pages that are not full of methods that keep what they have, and
-    entries that were written over others until there are enough of them. `here` brings the rest for one pass.
+    Positions, scores and masses stay in memory. So do pages that are not full, for methods that keep their entries, and
+    entries that were written over others until there are enough of them. `in_memory` reads the rest for one pass.
 
     Args:
-        folder: where the bytes lie, in files without a name. layers: which. slot_bytes: of the four slots.
-        ledger: what the slots are taken of, from the tier "host", and the files, from "disk"; None: of none.
-        micro_batch: sequences whose pages of a layer are here at a time; None: all that decode with one method.
-        backend: who reads and writes; None: two threads. overlap: read the next layer while one is computed.
-        open_file: makes a file in the folder.
+        folder: Folder of the files, which have no name there.
+        layers: Indices of the layers.
+        ledger: Ledger that counts the slots in the tier "host" and the files in "disk"; None for none.
+        slot_bytes: Bytes of each of the four slots.
+        micro_batch: Sequences whose pages of a layer are in memory at a time; None for all that decode with one method.
+        backend: Executor of reads and writes; None for two threads.
+        overlap: Whether the next layer is read while one is computed.
+        open_file: Function that creates a file in the folder.
 
     Raises:
-        DataError: no file can be made there. BudgetError: the ledger has too few bytes.
+        DataError: no file can be made there.
+        BudgetError: the ledger has too few bytes.
     """
 
     def __init__(
@@ -83,17 +87,17 @@ class DiskTier:
 
     @property
     def bytes_read(self) -> int:
-        """Of files, so far."""
+        """Bytes of files that were read so far."""
         return self._transit.bytes_read
 
     @property
     def bytes_written(self) -> int:
-        """To files, so far."""
+        """Bytes that were written to files so far."""
         return self._transit.bytes_written
 
     @property
     def bytes_used(self) -> int:
-        """Of files, now."""
+        """Bytes of files that are in use now."""
         return sum(extents.used for extents in self._extents.values())
 
     # ------------------------------------------------------------------ room
@@ -113,21 +117,22 @@ class DiskTier:
             raise
 
     def release(self, name: str) -> None:
-        """A request has ended; its bytes are for others."""
+        """End the reservation of a request."""
         self._reserved.pop(name, None)
 
     # ------------------------------------------------------------------ a pass
 
     @contextmanager
-    def here(
+    def in_memory(
         self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Mapping[Pool, int] | None = None
     ) -> Iterator[None]:
-        """While a layer runs its pages are in their pool.
+        """Keep the pages of a layer in their pool while it runs.
 
         Args:
-            then: caches that run next, in their order, whose pages are read meanwhile: of the first where there is room
-                for them, of each later one where there is room for twice as many.
-            growth: pages that the rest of the pass may take, for which room is left.
+            layer_cache: Cache of the layer.
+            then: Caches that run next, in their order, whose pages are read meanwhile: of the first if there is room
+                for them, of each later one if there is room for twice as many.
+            growth: Pages that the rest of the pass may take, for which room is left.
         """
         if layer_cache.index not in self.layers:
             self._fetch_ahead(then, growth or {})
@@ -145,34 +150,37 @@ class DiskTier:
             raise
 
     def is_on_disk(self, layer_cache: LayerCache) -> bool:
-        """Whether the pages of a layer leave after each pass."""
+        """Whether the pages of a layer are written back after each pass."""
         return layer_cache.index in self.layers
 
     def pages(self, layer: int, pool: RefCountedPool[Any]) -> OffloadedPages:
-        """The pages of a layer that have left a pool."""
+        """Return the offloaded pages of a layer that belong to a pool."""
         key = layer, pool
         if key not in self._offloaded:
             self._offloaded[key] = OffloadedPages(pool, self._extents[layer])
         return self._offloaded[key]
 
     def window(self, layer_cache: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
-        """Pages that a pass takes for a layer on the disk that may grow by `growth`: while it is here, and for good."""
-        here: dict[Pool, int] = dict(growth)
+        """Return the pages that a pass takes for a layer that may grow by `growth`.
+
+        The first are taken while the layer is in memory, the second for good.
+        """
+        in_memory: dict[Pool, int] = dict(growth)
         stays: dict[Pool, int] = {}
         table = layer_cache.table
         if table is None:
-            return here, stays
+            return in_memory, stays
         for part in parts_of(table):
             lists, more = part.page_lists, growth.get(part.pool, 0)
             offloaded = self.pages(layer_cache.index, part.pool)
             stays[offloaded] = more
             if lists.pool is offloaded:
-                here[part.pool] = more + int((offloaded.resident[lists.held()] < 0).sum())
+                in_memory[part.pool] = more + int((offloaded.resident[lists.held()] < 0).sum())
         stays[table.pool] = min(growth.get(table.pool, 0), table.n_regions)
-        return here, stays
+        return in_memory, stays
 
     def close(self) -> None:
-        """End reads and writes and give the disk back; a second call changes nothing."""
+        """End reads and writes and free the disk; a second call changes nothing."""
         self._loader.close()
         for extents in self._extents.values():
             extents.close()
@@ -182,7 +190,7 @@ class DiskTier:
     # ------------------------------------------------------------------ internal
 
     def _take(self, nbytes: int) -> None:
-        """Note that the files have grown."""
+        """Count bytes by which the files have grown."""
         if self._ledger is not None:
             self._holdings.append(self._ledger.take("disk", "kv", nbytes))
 
@@ -252,13 +260,13 @@ class DiskTier:
         self._abandon(fetches)
 
     def _abandon(self, fetches: list[PageFetch]) -> None:
-        """Give up the pages that these fetches hold on the disk."""
+        """Release the offloaded pages that these fetches hold."""
         while fetches:
             fetch = fetches.pop()
             fetch.offloaded.release(fetch.held)
 
     def _cancel(self) -> None:
-        """Give up what was read ahead: the pass has ended."""
+        """Cancel reads ahead, as the pass has ended."""
         for layer_cache, fetches in self._coming.items():
             assert layer_cache.table is not None, "what is fetched was offloaded"
             for part, fetch in zip(parts_of(layer_cache.table), fetches, strict=True):

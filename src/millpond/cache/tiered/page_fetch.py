@@ -22,12 +22,14 @@ from millpond.tiers.loader import Errand
 
 @dataclass(frozen=True, slots=True)
 class WantedRuns:
-    """Runs of which pages come into a pool.
+    """Runs on the disk whose pages are read into a pool.
 
     Attributes:
-        runs: (n,) their numbers, in the order of their places. places: (m,) in `PageFetch.ids`, those of a run
-            together. first: (n + 1,) where those of each run begin in `places`, and the last ends.
-        wanted: (m,) which of their pages, and those of the pool. pages: of the pool.
+        runs: Numbers of the runs (n,), in the order of their offsets.
+        places: Places in `PageFetch.ids` (m,), those of a run together.
+        first: Where the places of each run begin in `places`, and where the last ends, (n + 1,).
+        wanted: Pages of the runs that are read, and pages of the pool that receive them, (m,).
+        pages: Arrays of the pool.
     """
 
     runs: Numbers
@@ -42,22 +44,28 @@ class WantedRuns:
         return unpack_runs(data, runs, self.pages, self.wanted, first)
 
     def places_of(self, number: int) -> list[int]:
-        """Places of the pages of the run that is the `number`-th here."""
-        found: list[int] = self.places[self.first[number] : self.first[number + 1]].tolist()
-        return found
+        """Return the places in `PageFetch.ids` of the pages of the `number`-th run."""
+        places: list[int] = self.places[self.first[number] : self.first[number + 1]].tolist()
+        return places
 
 
 @dataclass(slots=True)
 class PageFetch:
-    """Pages of one part of a table on their way into the pool, or there.
+    """Pages of one part of a table that are read into the pool for a pass.
 
     Attributes:
-        offloaded: pool that they are of while they are elsewhere. held: these pages, once per holder in the table.
-        ids, counts: each of them once, and how often it is held. inverse: (held,) which of `ids`.
-        pages: (ids,) where their content is put. lives: of `pages`, see `RefCountedPool.lives`.
-        moved: (ids,) the page is the one that held the content all the time. full: (ids,) there was no free slot.
-        reads: what is read; None: nothing. errands: reads under way, with the runs of each, a slice of `reads`.
-        failed: place in `ids` -> why it has no content.
+        offloaded: Pool that the pages belong to between passes.
+        held: These pages, once per holder in the table.
+        ids: Each of these pages once.
+        inverse: Index in `ids` of each page of `held`, (held,).
+        counts: Holders of each page of `ids` in the table.
+        pages: Pages of the pool that receive the content, (ids,).
+        lives: Lives of `pages`, see `RefCountedPool.lives`.
+        moved: Whether the page of the pool held the content already, (ids,).
+        full: Whether no slot of the page was free, (ids,).
+        reads: Runs that are read; None if there are none.
+        errands: Reads under way, with the slice of `reads` that each reads.
+        failed: Error of each place in `ids` whose content could not be read.
     """
 
     offloaded: OffloadedPages
@@ -77,7 +85,7 @@ class PageFetch:
 
     @classmethod
     def begin(cls, part: Holder) -> PageFetch:
-        """Take pages of the pool, and begin to read.
+        """Allocate pages of the pool, and begin to read.
 
         Raises:
             PoolFullError: there is no room; nothing was changed.
@@ -100,14 +108,14 @@ class PageFetch:
         return fetch
 
     def end(self, part: Holder) -> None:
-        """Wait until all is there, and let the part hold it."""
+        """Wait until all pages are read, and let the part hold them."""
         pool, offloaded = part.pool, self.offloaded
         self._wait()
         if self.failed:
             self._fill_failed(pool)
         if offloaded.patches.nbytes:
-            found, slots, which = offloaded.patches.of(self._places())
-            rows = self.pages[found].astype(np.int64) * pool.slots + slots
+            places, slots, which = offloaded.patches.of(self._places())
+            rows = self.pages[places].astype(np.int64) * pool.slots + slots
             source, target = RowArrays.of_tensors(offloaded.patches.rows), RowArrays.of_slots(pool.arrays)
             move_rows(source, which, target, rows, len(rows))
         sides = PagePart.SIDES
@@ -118,13 +126,13 @@ class PageFetch:
         part.exchange(lists_with(part, pool, self.pages[self.inverse]))
 
     def cancel(self, pool: RefCountedPool[Any]) -> None:
-        """Give the pages back that no table holds yet."""
+        """Release the pages of the pool that no table holds yet."""
         self._wait()
         pool.release(self.pages[~self.moved])
         self.offloaded.set_resident(self.ids[self.moved], self.pages[self.moved])
 
     def failed_sequences(self, part: Holder) -> dict[int, DataError]:
-        """The sequences that hold what could not be read."""
+        """Return the error of each sequence that holds a page that could not be read."""
         if not self.failed:
             return {}
         regions = np.nonzero(part.page_lists.owned_mask())[0]
@@ -137,14 +145,14 @@ class PageFetch:
     # ------------------------------------------------------------------ after it was there
 
     def find(self, pool: RefCountedPool[Any], pages: PageIds) -> npt.NDArray[np.int64]:
-        """(n,) places in `ids` of some pages (n,); -1: other ones, or such that were free meanwhile."""
+        """Return the places in `ids` of some pages, (n,); -1 for pages that are new since."""
         places = np.full(pool.end, -1, dtype=np.int32)
         in_pool = np.flatnonzero(self.pages < pool.end)  # arenas at the end may be gone
         places[self.pages[in_pool]] = in_pool
         place: Numbers = places[pages].astype(np.int64)
-        known = np.flatnonzero(place >= 0)
-        other = self.lives[place[known]] != pool.lives(pages[known])
-        place[known[other]] = -1
+        fetched = np.flatnonzero(place >= 0)
+        reused = self.lives[place[fetched]] != pool.lives(pages[fetched])
+        place[fetched[reused]] = -1
         return place
 
     # ------------------------------------------------------------------ internal
@@ -158,24 +166,24 @@ class PageFetch:
         extents, (numbers, rows) = self.offloaded.extents, self.offloaded.runs_of(self.ids)
         for place in np.flatnonzero(wanted & (numbers < 0)).tolist():
             self.failed[place] = DataError("keys and values of this text could not be written to the disk before")
-        chosen = np.flatnonzero(wanted & (numbers >= 0))
-        if lost := extents.lost(numbers[chosen]):
-            without = np.isin(numbers[chosen], [*lost])
-            for place in chosen[without].tolist():
+        readable = np.flatnonzero(wanted & (numbers >= 0))
+        if lost := extents.lost(numbers[readable]):
+            without = np.isin(numbers[readable], [*lost])
+            for place in readable[without].tolist():
                 self.failed[place] = lost[int(numbers[place])]
-            chosen = chosen[~without]
-        if not len(chosen):
+            readable = readable[~without]
+        if not len(readable):
             return
-        chosen = chosen[np.argsort(extents.runs.offset[numbers[chosen]], kind="stable")]
-        of_each = numbers[chosen]
-        first = np.concatenate([[0], np.flatnonzero(np.diff(of_each)) + 1, [len(chosen)]])
-        to = WantedPages(rows[chosen], self.pages[chosen].astype(np.int64))
+        readable = readable[np.argsort(extents.runs.offset[numbers[readable]], kind="stable")]
+        of_each = numbers[readable]
+        first = np.concatenate([[0], np.flatnonzero(np.diff(of_each)) + 1, [len(readable)]])
+        to = WantedPages(rows[readable], self.pages[readable].astype(np.int64))
         pages = RowArrays.of_pages(pool.arrays, PagePart.CONTENTS)
-        self.reads = WantedRuns(of_each[first[:-1]], chosen, first, to, pages)
+        self.reads = WantedRuns(of_each[first[:-1]], readable, first, to, pages)
         self.errands = extents.read(self.reads.runs, self.reads.take)
 
     def _wait(self) -> None:
-        """Of what was read together and failed, each run is read once more alone: it may be whole, or be so now."""
+        """Wait for all reads, and repeat each failed one run by run: some runs may be intact."""
         errands, self.errands = self.errands, []
         for errand, part in errands:
             if errand.finish() is not None:
@@ -200,7 +208,10 @@ class PageFetch:
 
 
 def once(lists: PageLists) -> tuple[PageIds, Numbers, Numbers]:
-    """The pages of lists once each, which of them each list holds, in the order of `PageLists.held`, and how often."""
+    """Return each page of lists once, the index of each held page, and the holders.
+
+    Indices are in the order of `PageLists.held`.
+    """
     held = lists.held()
     if not lists.may_share:
         return held, np.arange(len(held)), np.ones(len(held), dtype=np.int64)
@@ -215,7 +226,7 @@ def _offloaded_pool(part: Holder) -> OffloadedPages:
 
 
 def lists_with(part: Holder, pool: RefCountedPool[Any], held: PageIds) -> PageLists:
-    """The page lists of a part with other pages, in the order of `held`."""
+    """Return the page lists of a part with other pages, in the order of `held`."""
     before = part.page_lists
     lists = PageLists(pool, len(before.owned))
     lists.ids, lists.may_share = np.zeros_like(before.ids), before.may_share

@@ -1,4 +1,4 @@
-"""Departure of a table's pages from their pool: what is written, what waits in memory, what is elsewhere already."""
+"""Write-back of a table's pages to the disk after a pass: pages to write, and patches that stay in memory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ Mask = npt.NDArray[np.bool_]
 def write_back(
     part: Holder, offloaded: OffloadedPages, fetch: PageFetch | None, *, appends: bool, rewritten: Mask | None
 ) -> dict[int, DataError]:
-    """Let a part hold pages of `offloaded` in place of those of its pool, which are given back.
+    """Let a part hold pages of `offloaded` in place of those of its pool, and release these.
 
-    A page that was not changed is where it was. Entries that were written into some of its slots wait in memory,
-    until a region of its sequence has `MAX_PATCHES` of them; then all pages of the sequence are written again.
+    An unchanged page keeps its run. Entries that were written into some of its slots wait in memory as patches, until a
+    region of its sequence has `MAX_PATCHES` of them; then all pages of the sequence are written again.
 
     Args:
-        fetch: how its pages came; None: they are new. appends: entries are only added, so a page that is not full
-            stays in the pool. rewritten: (n_seq,) all entries of these sequences have changed; None: of none.
+        part: Plain or quantized part of a table.
+        offloaded: Pool that holds the pages between passes.
+        fetch: Fetch that read the pages; None if they are new.
+        appends: Whether entries are only added, so that a page that is not full stays in the pool.
+        rewritten: Sequences all of whose entries have changed, (n_seq,) bool; None for none.
 
     Returns:
-        Sequences whose pages could not be written, and why.
+        Errors of the sequences whose pages could not be written.
 
     Raises:
         PoolFullError: the limit has no room for positions and scores.
@@ -65,17 +68,17 @@ def write_back(
         sides[0].numpy()[np.arange(pool.slots) >= used[some, None]] = NOTHING
     changed = np.zeros((len(pages), pool.slots), dtype=bool)
     alone = np.ones(len(pages), dtype=bool)
-    known = some[place[some] >= 0]
-    if fetch is not None and len(known):
-        ids = fetch.ids[place[known]]
+    fetched = some[place[some] >= 0]
+    if fetch is not None and len(fetched):
+        ids = fetch.ids[place[fetched]]
         positions = sides[0].numpy()[place[some] >= 0]
-        changed[known] = positions >= 0
+        changed[fetched] = positions >= 0
         if rewritten is None or not rewritten.all():
             (before,) = take(RowArrays.of_tensors(offloaded.arrays.positions), ids)
             same = positions == before.numpy()
-            changed[known] &= ~same if rewritten is None else (~same | rewritten[sequence[known], None])
-        alone[known] = offloaded.refs(ids) == fetch.counts[place[known]]
-        place[known[~alone[known] & changed[known].any(1)]] = -1  # others keep what it was
+            changed[fetched] &= ~same if rewritten is None else (~same | rewritten[sequence[fetched], None])
+        alone[fetched] = offloaded.refs(ids) == fetch.counts[place[fetched]]
+        place[fetched[~alone[fetched] & changed[fetched].any(1)]] = -1  # others keep what it was
     fresh = place < 0
     changed[fresh] = False
     loose = fresh.copy()  # content that is nowhere but in the page
@@ -115,46 +118,54 @@ def write_back(
     return lost
 
 
-def _hold(offloaded: OffloadedPages, fetch: PageFetch, place: npt.NDArray[np.int64], ids: PageIds, known: Mask) -> None:
-    """Give up what a fetch holds of `offloaded`, and hold some of it again.
+def _hold(
+    offloaded: OffloadedPages, fetch: PageFetch, place: npt.NDArray[np.int64], ids: PageIds, fetched: Mask
+) -> None:
+    """Release the pages of `offloaded` that a fetch holds, and retain those that stay.
 
     Args:
-        place: (n,) of the pages that leave, in the fetch; -1: other ones. ids: (held,) what the part will hold.
-        known: (held,) which of these the fetch held.
+        offloaded: Pool that holds the pages between passes.
+        fetch: Fetch that read the pages.
+        place: Places in the fetch of the pages of the part, (n,); -1 for other pages.
+        ids: Pages of `offloaded` that the part will hold, (held,).
+        fetched: Whether the fetch held them, (held,).
     """
     held, fetch.held = fetch.held, fetch.held[:0]
     if len(held) == len(fetch.ids) and len(ids) == len(place):  # each once, before and after: most stay as they are
-        gone = np.ones(len(held), dtype=bool)
-        gone[place[known]] = False
-        offloaded.release(fetch.ids[gone])
+        evicted = np.ones(len(held), dtype=bool)
+        evicted[place[fetched]] = False
+        offloaded.release(fetch.ids[evicted])
     else:
-        offloaded.retain(ids[known])
+        offloaded.retain(ids[fetched])
         offloaded.release(held)
 
 
 def _due(part: Holder, offloaded: OffloadedPages, ids: PageIds, region: npt.NDArray[np.int64], changed: Mask) -> Mask:
-    """(n_seq,) sequences whose pages are written again: a region has too many patches, or there is no room for them."""
+    """Return the sequences whose pages are written again, (n_seq,) bool.
+
+    One of their regions has too many patches, or memory has no room for them.
+    """
     n_seq = len(part.region_lengths) // part.n_kv_heads
     contents = part.pool.arrays.contents
     by_region = np.zeros(len(part.region_lengths), dtype=np.int64)
     np.add.at(by_region, region, changed.sum(1) + offloaded.patches.counts(offloaded.n_pages)[ids])
-    most: npt.NDArray[np.int64] = by_region.reshape(n_seq, part.n_kv_heads).max(1)
+    max_patches: npt.NDArray[np.int64] = by_region.reshape(n_seq, part.n_kv_heads).max(1)
     row_bytes = _PATCH_BYTES + sum(arenas[0].shape[2] * arenas[0].element_size() for arenas in contents if arenas)
-    found: Mask = most > MAX_PATCHES
+    due: Mask = max_patches > MAX_PATCHES
     if not _has_room(offloaded, int(changed.sum()) * row_bytes):
-        found = most > 0
-    return found
+        due = max_patches > 0
+    return due
 
 
 def _has_room(offloaded: OffloadedPages, nbytes: int) -> bool:
-    """Whether the limit of the pool holds `nbytes` more."""
+    """Whether the limit of the pool has room for `nbytes` more."""
     account = offloaded.account
     limit = None if account is None else account.limit_bytes
     return account is None or limit is None or account.nbytes + nbytes <= limit
 
 
 def _slotwise(pool: RefCountedPool[Any]) -> bool:
-    """Whether an entry is a row of each array, and not spread over a page as codes are."""
+    """Whether an entry is a row of each array; codes are spread over a page."""
     return isinstance(pool.arrays, PageArrays)
 
 
@@ -166,14 +177,18 @@ def _write(
     sequence: npt.NDArray[np.int64],
     written: Mask,
 ) -> dict[int, DataError]:
-    """Write pages, those of a sequence together."""
+    """Write pages, those of a sequence together; return errors by sequence."""
     lost: dict[int, DataError] = {}
     content = RowArrays.of_pages(pool.arrays, PagePart.CONTENTS)
     max_pages = offloaded.extents.transit.slot_bytes // pool.kv_bytes_per_page
     for which in _parts(sequence, np.flatnonzero(written), max_pages):
-        own = pages[which]
+        written_pages = pages[which]
         try:
-            run = offloaded.extents.write(partial(pack_run, content, own), len(own) * pool.kv_bytes_per_page, len(own))
+            run = offloaded.extents.write(
+                partial(pack_run, content, written_pages),
+                len(written_pages) * pool.kv_bytes_per_page,
+                len(written_pages),
+            )
         except DataError as error:
             lost[int(sequence[which[0]])] = error
             offloaded.drop_content(ids[which])
@@ -183,10 +198,10 @@ def _write(
 
 
 def _parts(
-    sequence: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], most: int
+    sequence: npt.NDArray[np.int64], selected: npt.NDArray[np.int64], max_pages: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """The chosen pages of each sequence, in parts of at most `most` pages."""
-    chosen = chosen[np.argsort(sequence[chosen], kind="stable")]
-    for own in np.split(chosen, np.flatnonzero(np.diff(sequence[chosen])) + 1) if len(chosen) else []:
-        for begin in range(0, len(own), most):
-            yield own[begin : begin + most]
+    """Yield the selected pages of each sequence, in parts of at most `max_pages` pages."""
+    selected = selected[np.argsort(sequence[selected], kind="stable")]
+    for pages in np.split(selected, np.flatnonzero(np.diff(sequence[selected])) + 1) if len(selected) else []:
+        for begin in range(0, len(pages), max_pages):
+            yield pages[begin : begin + max_pages]
