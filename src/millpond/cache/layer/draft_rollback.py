@@ -1,8 +1,8 @@
 """Exact rollback of draft tokens, after entries were evicted to make room for them.
 
-A pass that may be taken back holds tokens that are certain and then draft tokens. The certain ones are taken in as
-ever. Then the layer's state is kept (its pages are shared, copied only when written), and the draft is decoded token
-by token, as it would have been without drafting. `crop` goes back to the kept state and repeats the accepted tokens.
+A pass that may be rolled back holds tokens that are certain and then draft tokens. The certain ones are read as in any
+pass. Then the layer's state is kept (its pages are shared, copied only when written), and the draft is decoded token
+by token, as it would have been without drafting. `crop` restores the kept state and repeats the accepted tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millpond.kernels.args import AttentionShape
 
 @dataclass(slots=True)
 class _Draft:
-    """The state before a layer's draft tokens, and the tokens: q, k, v of shape (B, heads, draft, D)."""
+    """State before a layer's draft tokens, and these tokens: q, k, v (B, heads, draft, D)."""
 
     state: LayerSnapshot
     q: Tensor
@@ -46,12 +46,14 @@ class _Draft:
 
 @dataclass(slots=True)
 class DraftRollback:
-    """What is needed to take back the last pass, for all layers of one cache.
+    """Record of the last pass that a rollback needs, for all layers of one cache.
 
     Attributes:
-        recording: set by `activate_past_recording`; off, passes are stored as usual.
-        draft: how many of the next pass's last tokens may be taken back; None: all but the first.
-        truncatable: nothing ever leaves any layer, so that the newest entries can be cut off without a recording.
+        tracker: Positions of the sequences.
+        truncatable: Whether nothing ever leaves any layer, so that the newest entries can be cut off without a
+            recording.
+        recording: Whether passes are recorded, set by `activate_past_recording`.
+        draft: Last tokens of the next pass that may be rolled back; None for all but the first.
     """
 
     tracker: PositionTracker
@@ -65,7 +67,7 @@ class DraftRollback:
     def attend(
         self, layer_cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
     ) -> Tensor:
-        """`LayerCache.attend`, remembering what `crop` will need."""
+        """Attend as `LayerCache.attend`, and record what `crop` will need."""
         self._discard(layer_cache.index)
         length = q.shape[2]
         draft = min(length - 1, length - 1 if self.draft is None else self.draft)
@@ -81,7 +83,7 @@ class DraftRollback:
         return torch.cat([out, *self._drafts[layer_cache.index].replay(layer_cache, draft)], 2)
 
     def crop(self, layer_caches: list[LayerCache], n: int) -> None:
-        """Take back the last `n` tokens of every layer.
+        """Roll back the last `n` tokens of every layer.
 
         Raises:
             CacheMismatchError: entries have been evicted and no recording covers these tokens.
@@ -98,13 +100,13 @@ class DraftRollback:
         self.commit()
 
     def commit(self) -> None:
-        """What was drafted stays: it can be taken back no more."""
+        """Keep the drafted tokens: they can no longer be rolled back."""
         for draft in self._drafts.values():
             draft.state.release()
         self._drafts.clear()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all drafts and settings."""
         self.commit()
         self.draft = None
         self.recording = False
@@ -135,5 +137,5 @@ class DraftRollback:
 
 
 def _until(mask: Tensor | None, hidden: int) -> Tensor | None:
-    """The padding mask without its last `hidden` columns."""
+    """Return the padding mask without its last `hidden` columns."""
     return mask if mask is None or hidden == 0 else mask[:, :-hidden]

@@ -26,11 +26,16 @@ def entry_scores(
     v: Tensor,
     span: ForwardSpan,
 ) -> Tensor:
-    """(S, Hkv, Q) float32: the scores of the new tokens of one pass; any number at pads.
+    """Return scores of the new tokens of one pass, (S, Hkv, Q) float32; any number at pads.
 
     Args:
-        rotary: how the layer has rotated q (S, Hq, Q, key_dim) and k (S, Hkv, Q, key_dim); None: not at all.
-        v: (S, Hkv, Q, value_dim).
+        heads: Trained heads that give the scores.
+        layer: Index of the layer.
+        rotary: Rotary embedding that was applied to q and k; None if there was none.
+        q: Queries (S, Hq, Q, key_dim).
+        k: Keys (S, Hkv, Q, key_dim).
+        v: Values (S, Hkv, Q, value_dim).
+        span: Positions of the pass.
 
     Raises:
         CacheMismatchError: the heads are of a model of another shape.
@@ -49,12 +54,19 @@ def gate_scores(
     span: ForwardSpan,
     contexts: PerSequence[GateContext],
 ) -> Tensor:
-    """(S, Hkv, Q) float32: how surely each KV head keeps the new tokens of one pass; 0 at pads.
+    """Return how surely each KV head keeps the new tokens, (S, Hkv, Q) float32; 0 at pads.
 
-    Each sequence is taken alone, so the rest of the batch changes nothing.
+    Each sequence is computed alone, so the rest of the batch changes nothing.
 
     Args:
-        contexts: what the gate has read of each sequence; the new tokens join it. The others: as of `entry_scores`.
+        gates: Trained gates that give the scores.
+        layer: Index of the layer.
+        rotary: Rotary embedding that was applied to q and k; None if there was none.
+        q: Queries (S, Hq, Q, key_dim).
+        k: Keys (S, Hkv, Q, key_dim).
+        v: Values (S, Hkv, Q, value_dim).
+        span: Positions of the pass.
+        contexts: Tokens that the gate has read of each sequence; the new tokens join them.
 
     Raises:
         CacheMismatchError: the gates are of a model of another shape.
@@ -76,7 +88,7 @@ def gate_scores(
 def _features(
     rotary: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, *, cut: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of a pass, and the features (S, n, inputs) of their tokens; all at once unless it may be cut."""
+    """Yield columns of a pass and the features (S, n, inputs) of their tokens, cut if asked."""
     parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rotary, q, k, v, span))
     if cut:
         yield from parts
@@ -87,7 +99,10 @@ def _features(
 def _gate_tokens(
     gate: LayerGate, features: Tensor, contexts: PerSequence[GateContext], sequence: int, before: int
 ) -> Tensor:
-    """(KV heads, n): p of tokens with features (n, inputs), which come behind the first `before` of their sequence."""
+    """Return p (KV heads, n) of tokens with features (n, inputs).
+
+    They follow the first `before` tokens of their sequence.
+    """
     queries, keys, values = gate.take(features)
     known = contexts.get(sequence)
     context = GateContext.of(keys, values) if known is None else known.extended(before, keys, values)
@@ -103,7 +118,7 @@ class _Part(NamedTuple):
 
 
 def _unrotated(rotary: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Iterator[_Part]:
-    """The columns of a pass, `BLOCK` at a time."""
+    """Yield the columns of a pass, `BLOCK` at a time."""
     grid = None if rotary is None else span.grid().clamp(min=0).long()
     for begin in range(0, q.shape[2], BLOCK):
         part = slice(begin, begin + BLOCK)

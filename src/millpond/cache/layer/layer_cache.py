@@ -38,24 +38,27 @@ class LayerCache(LayerStorage):
     """The cache of one attention layer for a batch of sequences.
 
     Args:
-        index: of the layer.
-        policy: what is kept.
-        entries: `entries(table, sequence, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
-        pool: where pages of a shape lie. reading: where those of a prompt lie until its plan; None: in the same pool.
-        tracker: shared by all layers.
-        between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
-        rotary: how keys are rotated by position, for policies with cache-relative positions.
-        quantized: `quantized(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None:
-            they stay as they are.
+        index: Index of the layer.
+        policy: Policy that chooses which entries are kept.
+        entries: Budget in entries per KV head, `entries(table, sequence, seen)`, of a sequence of `seen` tokens.
+        pool: Function that returns the pool of pages of a shape.
+        tracker: Positions of the sequences, shared by all layers.
+        between_chunks: Whether to plan at the end of every multi-token pass; else once, before the next single-token
+            pass.
+        rotary: Rotary embedding of the keys, for policies with cache-relative positions.
+        quantized: Maker of the quantized part,
+            `quantized(layer, n_seq, n_kv_heads, key_dim, value_dim, device)`; None if all entries stay plain.
+        reading: Function that returns the pool of a prompt's pages until its plan; None for the same pool.
 
     Attributes:
-        probe: while set, it observes multi-token passes, and their tokens are not stored.
-        reconstruction: while set, scores count as at least what this observed.
-        reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
-        scores_answers: what is decoded gets a score of its own too, where the policy scores entries when they are
-            written; False where nothing is planned or evicted behind the prompt.
-        shared: what other layers read of a pass; None: none does, as in most models. Set by the model integration.
-        attention: attention of queries to entries. planner: chooses the entries that are kept.
+        probe: Observer of multi-token passes, whose tokens are not stored while it is set.
+        reconstruction: Probe whose scores are lower bounds of all scores while it is set.
+        reading: Whether a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
+        scores_answers: Whether decoded tokens are scored as they are written too, if the policy scores entries; False
+            if nothing is planned or evicted after the prompt.
+        shared: Entries of a pass that other layers read, set by the model integration; None in most models.
+        attention: Attention of queries to entries.
+        planner: Planner that chooses the entries that are kept.
     """
 
     _attention_type = PagedAttention  # a subclass may read elsewhere
@@ -92,11 +95,11 @@ class LayerCache(LayerStorage):
     # ------------------------------------------------------------------ scores and plans
 
     def measure(self, sequence: int, of: Callable[[View], T]) -> T:
-        """What is measured `of` one sequence as a plan would see it now."""
+        """Return `of` of one sequence as a plan would see it now."""
         return self.planner.measure(self._require_table(), sequence, of, self.reconstruction)
 
     def moments(self, sequence: int) -> QueryMoments:
-        """Sums over the queries of one sequence so far, for a policy that asks for them.
+        """Return sums over the queries of one sequence so far, for a policy that needs them.
 
         Raises:
             CacheMismatchError: nothing was summed.
@@ -111,22 +114,26 @@ class LayerCache(LayerStorage):
     # ------------------------------------------------------------------ the step
 
     def before_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that the model continues with, given its new ones: here the same."""
+        """Return the keys and values that the model continues with: here its new ones."""
         return k, v
 
     def after_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """New entries for `attend` of what the model made of those that `before_rope` returned: here the same."""
+        """Return the entries for `attend`, from the model's result of `before_rope`: itself."""
         return k, v
 
     def forget(self) -> None:
         """Drop state of the last pass that only a rollback of its tokens would need: here nothing."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
-        """Take in new tokens and return their attention over what is kept and themselves.
+        """Add new tokens and return their attention over the kept entries and themselves.
 
         Args:
-            q: (B, Hq, Q, key_dim). k: (B, Hkv, Q, key_dim). v: (B, Hkv, Q, value_dim), keys after RoPE.
-            mask: (B, >= Q) bool, newest columns last, False for pads; None: no pads. Pads are never stored.
+            q: Queries (B, Hq, Q, key_dim) after RoPE.
+            k: Keys (B, Hkv, Q, key_dim) after RoPE.
+            v: Values (B, Hkv, Q, value_dim).
+            mask: Mask (B, >= Q) bool, newest columns last, False for pads, which are never stored; None if there are
+                none.
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (B, Hq, Q, value_dim); zero at pads.
@@ -156,12 +163,16 @@ class LayerCache(LayerStorage):
         return out if basis is None else basis.values(out)
 
     def attend_partial(self, q: Tensor, k: Tensor, v: Tensor, part: PartialSpan, shape: AttentionShape) -> Tensor:
-        """Take in the tokens of a span of which only some are computed; returns the attention of these.
+        """Add the tokens of a span of which only some are computed; return the attention of these.
 
         Each of them sees the entries at positions up to its own. The plan of the prompt waits.
 
         Args:
-            q: (Hq, R, key_dim), k: (Hkv, R, key_dim), v: (Hkv, R, value_dim), keys after RoPE, of the computed tokens.
+            q: Queries (Hq, R, key_dim) of the computed tokens, after RoPE.
+            k: Keys (Hkv, R, key_dim) of these, after RoPE.
+            v: Values (Hkv, R, value_dim) of these.
+            part: Span, and which of its tokens are computed.
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (Hq, R, value_dim).
@@ -182,10 +193,13 @@ class LayerCache(LayerStorage):
         return out if basis is None else basis.values(out)
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """`attend` for one new token of every sequence, none a pad.
+        """Attend as `attend` for one new token of every sequence, none a pad.
 
         Args:
-            q: (S, Hq, key_dim). k: (S, Hkv, key_dim). v: (S, Hkv, value_dim), keys after RoPE.
+            q: Queries (S, Hq, key_dim) after RoPE.
+            k: Keys (S, Hkv, key_dim) after RoPE.
+            v: Values (S, Hkv, value_dim).
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (S, Hq, value_dim).
@@ -210,7 +224,7 @@ class LayerCache(LayerStorage):
         return self._decodes(self._newest_span(table, n_seq)) and self._decode_step.plain(table, shape)
 
     def begin_step(self, n_seq: int, shape: AttentionShape) -> PendingStep:
-        """Of a layer that `is_fusable`: one new token of every sequence, none a pad.
+        """Begin a step of a layer that `is_fusable`: one new token of every sequence, none a pad.
 
         Raises:
             PoolFullError: see `attend`; nothing was changed.
@@ -220,9 +234,12 @@ class LayerCache(LayerStorage):
         return self._decode_step.begin(table, span.token(0), span.device, span.q_pos)
 
     def check_layers(self, lse: Tensor) -> None:
-        """Look for NaN in the attention of all layers, of which this is the first; before their `end_step`.
+        """Refuse NaN in the attention of all layers, of which this is the first.
 
-        lse: (layers, S, Hq) on a device, which no step waits for.
+        It is called before `end_step`.
+
+        Args:
+            lse: Log-sum-exp (layers, S, Hq) on a device, for which no step waits.
 
         Raises:
             NumericsError: attention is NaN.
@@ -230,7 +247,11 @@ class LayerCache(LayerStorage):
         self._decode_step.check_layers(lse, self.columns)
 
     def end_step(self, step: PendingStep, lse: Tensor | None) -> None:
-        """Behind `ops.decode`, whose log-sum-exp is `lse` (S, Hq); None after `check_layers`.
+        """End a step after `ops.decode`.
+
+        Args:
+            step: Step that `begin_step` returned.
+            lse: Log-sum-exp (S, Hq) of the attention; None after `check_layers`.
 
         Raises:
             NumericsError: attention is NaN.
@@ -239,10 +260,10 @@ class LayerCache(LayerStorage):
         self.columns += 1
 
     def reopen(self, dtype: torch.dtype) -> None:
-        """More of a prompt follows what was planned: entries move to the pages that prompts are read into.
+        """Move the entries to the pages that prompts are read into, as more of a prompt follows.
 
         Args:
-            dtype: that the model computes in.
+            dtype: Type in which the model computes.
 
         Raises:
             PoolFullError: no room; nothing was changed.
@@ -251,9 +272,13 @@ class LayerCache(LayerStorage):
             self._table = self._prompt.begin(self._require_table(), dtype)
 
     def allocate(self, k: Tensor, v: Tensor, shape: AttentionShape, *, planned: bool = False) -> PageTable:
-        """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim).
+        """Return an empty table for entries of the shapes of k and v.
 
-        planned: they come from a cache that has planned them.
+        Args:
+            k: Keys (B, Hkv, any, key_dim).
+            v: Values (B, Hkv, any, value_dim).
+            shape: Scale, soft cap and window of the layer.
+            planned: Whether the entries come from a cache that has planned them.
         """
         pool = self._prompt.pool(k, v, planned=planned)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
@@ -271,11 +296,11 @@ class LayerCache(LayerStorage):
     # ------------------------------------------------------------------ decoding
 
     def _decodes(self, span: ForwardSpan) -> bool:
-        """Whether a pass brings every sequence its next token, or a pad, behind a prompt that was read."""
+        """Whether a pass adds one token, or a pad, to every sequence after a prompt that was read."""
         return span.length == 1 and span.begun and self.probe is None and not self.reading
 
     def _decodes_rows(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> bool:
-        """Whether a pass brings every sequence, behind a prompt that was read, a few tokens that decode together."""
+        """Whether a pass adds a few tokens after the prompt of every sequence, decoded together."""
         if not span.begun or self.probe is not None or self.reading or self.pending:
             return False
         return self._decode_step.takes_rows(table, span.length, dtype)
@@ -283,15 +308,15 @@ class LayerCache(LayerStorage):
     def _newest(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
     ) -> Tensor:
-        """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
+        """Decode q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
         if self.pending:
             table = self._table = self.planner.run_deferred(table, self._prompt)
         return self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
 
     def _entry_scores(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor | None:
-        """(S, Hkv, Q) float32: the scores that new tokens are written with; None where the policy has no such scores.
+        """Return the scores that new tokens are written with, (S, Hkv, Q) float32.
 
-        q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
+        None if the policy has no such scores. q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
         """
         if not self.policy.scores_entries or self.probe is not None:
             return None
@@ -307,7 +332,10 @@ class LayerCache(LayerStorage):
     def _publish_to_readers(
         self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan
     ) -> PageTable:
-        """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""
+        """Let other layers see the entries of this pass, after a plan that waits for it.
+
+        Returns the table from then on.
+        """
         if self._decodes(span):
             if self.pending:
                 table = self._table = self.planner.run_deferred(table, self._prompt)
@@ -316,7 +344,7 @@ class LayerCache(LayerStorage):
         return table
 
     def _newest_span(self, table: PageTable, n_seq: int) -> ForwardSpan:
-        """One more token of every sequence."""
+        """Return the span of one more token of every sequence."""
         return self.tracker.span(self.columns, 1, n_seq, None, table.pool.arrays.device)
 
     # ------------------------------------------------------------------ prompts
@@ -338,7 +366,7 @@ class LayerCache(LayerStorage):
     # ------------------------------------------------------------------ pages
 
     def pages_for(self, n_tokens: int) -> int:
-        """Pages that the next `n_tokens` of a prompt take; 0 for a layer that has read nothing."""
+        """Return the pages that the next `n_tokens` of a prompt take; 0 before the first token."""
         table, policy = self._table, self.policy
         if table is None:
             return 0
@@ -349,17 +377,17 @@ class LayerCache(LayerStorage):
         return table.pages_for(n_tokens, policy.observes_all or policy.prefill != "once")
 
     def pages_for_step(self) -> dict[Pool, int]:
-        """Most pages that the next decoding step may take of each pool."""
+        """Return the most pages that the next decoding step may take of each pool."""
         return {} if self._table is None else self._decode_step.pages(self._table)
 
     @property
     def appends(self) -> bool:
-        """Whether the next pass only adds entries behind those that it holds, or makes new pages of them."""
+        """Whether the next pass only adds entries after the stored ones, or writes them to new pages."""
         return self.reading or self._decode_step.appends
 
     @property
     def frames(self) -> np.ndarray | None:
-        """(n_seq,) of cache-relative positions, see `Rerotation.frames`; None: keys stay as they are."""
+        """Frames of cache-relative positions (n_seq,), see `Rerotation.frames`; None if keys stay."""
         return None if self.sequence_state.rolling is None else self.sequence_state.rolling.frames
 
     @property
@@ -369,7 +397,7 @@ class LayerCache(LayerStorage):
 
     @property
     def truncatable(self) -> bool:
-        """Whether the newest entries can simply be cut off: nothing ever left."""
+        """Whether the newest entries can simply be cut off, as nothing was ever evicted."""
         follows = self.sequence_state.selective is None or self.sequence_state.selective.truncatable
         return self.policy.keeps_all and not self.attention.shape.window and follows and not self.tracker.marks.dropped
 

@@ -27,19 +27,22 @@ from millpond.prompt_marks import Span
 
 
 def positions_of(table: PageTable, sequence: int) -> Tensor:
-    """(H, n) int64: positions of codes, then of plain entries, slot by slot; -1 where there is no entry."""
+    """Return positions of codes, then of plain entries, by slot, (H, n) int64; -1 for none."""
     rows = table.rows(sequence)
     plain = table.plain_positions(rows).long()
     return plain if table.quantized is None else torch.cat([table.quantized.positions(rows).long(), plain], 1)
 
 
 def least_end(at: Tensor, sinks: int) -> int:
-    """The position behind the entries at `at` (H, n), -1 for none, when all gaps in front of them are closed."""
+    """Return the position after entries at `at` (H, n), -1 for none, once gaps are closed."""
     return sinks + int((at >= sinks).sum(1).max()) if at.numel() else sinks
 
 
 def consecutive(at: Tensor, sinks: int, end: int) -> Tensor:
-    """(H, n) positions in place of `at` (H, n), in the same order: sinks stay, the others end at `end` - 1."""
+    """Return positions in place of `at` (H, n), in the same order, without gaps.
+
+    Sinks stay, the others end at `end` - 1.
+    """
     moving = at >= sinks
     order = by_position(torch.where(moving, at, -1))  # without an entry last
     ranks = torch.empty_like(order)
@@ -54,10 +57,14 @@ def renumber(
     rotary: RotaryEmbedding | None,
     rolling: CacheRelativePositions | None = None,
 ) -> None:
-    """Give the entries of a sequence the positions `new` (H, n), in the order of `positions_of`.
+    """Give the entries of a sequence the positions `new`, in the order of `positions_of`.
 
     Args:
-        rotary: of the layer's keys; None: they have no rotary position. rolling: where its keys lie now.
+        table: Table of the layer.
+        sequence: Sequence in the table.
+        new: New positions (H, n).
+        rotary: Rotary embedding of the layer's keys; None if they have no rotary position.
+        rolling: Frames in which its keys are stored now.
 
     Raises:
         PoolFullError: no room for copies of pages that others hold; nothing was changed.
@@ -77,14 +84,14 @@ def renumber(
 
 
 class LayerStorage:
-    """What one attention layer holds of a batch of sequences.
+    """Entries and state of one attention layer for a batch of sequences.
 
     Attributes:
-        index: of the layer.
-        columns: columns (pads included) that this layer has seen.
-        sequence_state: state of the sequences in addition to their entries.
-        failed: sequences whose keys and values could not be read from a disk or written to it, and why; zeros stand for
-            these until the sequence ends.
+        index: Index of the layer.
+        columns: Columns (pads included) that this layer has seen.
+        sequence_state: State of the sequences in addition to their entries.
+        failed: Error of each sequence whose keys and values could not be read from a disk or written to it; zeros stand
+            for these until the sequence ends.
     """
 
     def __init__(self, index: int, policy: Policy, tracker: PositionTracker, sequence_state: SequenceState) -> None:
@@ -105,7 +112,7 @@ class LayerStorage:
 
     @property
     def stored(self) -> np.ndarray:
-        """(n_seq, n_kv_heads) entries held."""
+        """Entries that are held, (n_seq, n_kv_heads)."""
         return self._table.entries() if self._table is not None else np.zeros((0, 0), dtype=np.int32)
 
     @property
@@ -119,7 +126,7 @@ class LayerStorage:
         return self.pending or (self._table is not None and self._table.quantized is not None)
 
     def read(self, sequence: int) -> PaddedEntries:
-        """The entries of one sequence, one row per KV head, in the order of their positions, padded at the end."""
+        """Return the entries of one sequence by position, one row per KV head, padded at the end."""
         table = self._require_table()
         found = read_write.in_order(read_write.read(table, sequence))
         if (basis := table.basis) is not None:
@@ -134,9 +141,12 @@ class LayerStorage:
     # ------------------------------------------------------------------ batches
 
     def begin_with(self, table: PageTable, columns: int, sums: LayerSums | None = None) -> None:
-        """Begin with `columns` tokens of a prompt that were read before, which `table` holds; its plan comes later.
+        """Begin with `columns` tokens of a prompt that `table` holds; its plan comes later.
 
-        sums: over their queries, from `sums`; None for a policy that needs none.
+        Args:
+            table: Table of the tokens that were read before.
+            columns: Number of these tokens.
+            sums: Sums over their queries, from `sums`; None for a policy that needs none.
         """
         self._table, self.columns = table, columns
         state = self.sequence_state
@@ -152,9 +162,10 @@ class LayerStorage:
             state.head_rules.adopt(0, sums.queries)
 
     def sums(self, begin: int) -> LayerSums:
-        """What the policy has summed over the queries of the only sequence, whose prompt is still being read.
+        """Return the policy's sums over the queries of the only sequence, during its prompt.
 
-        begin: tokens whose queries are left out, where queries are kept.
+        Args:
+            begin: Tokens whose queries are left out, if queries are kept.
         """
         table, state = self._require_table(), self.sequence_state
         columns = None
@@ -167,7 +178,7 @@ class LayerStorage:
         return LayerSums(columns, state.queries.moments(0), asked)
 
     def join(self, other: Self) -> None:
-        """Take over the sequences of `other`, a cache of the same layer and policy; it holds nothing afterwards.
+        """Take the sequences of `other`, a cache of the same layer and policy, and empty it.
 
         Pages move, none is copied. Both trackers must be joined as well.
         """
@@ -183,14 +194,17 @@ class LayerStorage:
         other.reset()
 
     def copy_to(self, sequences: list[int], to: Self) -> None:
-        """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too; pages are shared."""
+        """Let `to`, an empty cache of the same layer and policy, hold some of the sequences too.
+
+        Pages are shared.
+        """
         to._table = self._require_table().fork()
         to._table.select(sequences)
         to._take_over(self)
         to.sequence_state.become(self.sequence_state.copy(sequences))
 
     def select(self, sequences: list[int]) -> None:
-        """Become the given sequences, in this order (beams, batch selection, repetition)."""
+        """Keep the given sequences, in this order (beams, batch selection, repetition)."""
         if self._table is not None:
             self._table.select(sequences)
             self.sequence_state.become(self.sequence_state.copy(sequences))
@@ -198,7 +212,10 @@ class LayerStorage:
     # ------------------------------------------------------------------ positions
 
     def text_positions(self, sequence: int, at: Tensor) -> Tensor:
-        """(H, n) int64: positions in the text of entries at `at` (H, n), -1 for none; gaps may have closed between."""
+        """Return the positions in the text of entries at `at` (H, n), -1 for none.
+
+        The result is (H, n) int64; it differs from `at` once gaps have closed.
+        """
         at = at.long()
         closed = int(self.tracker.closed[sequence])
         if not closed:
@@ -209,16 +226,18 @@ class LayerStorage:
         return torch.where((at >= 0) & (at < n), older, torch.where(at >= 0, at + closed, -1))
 
     def least_end(self, sequence: int) -> int:
-        """The position behind the entries of a sequence when all gaps between them are closed."""
+        """Return the position after the entries of a sequence once all gaps are closed."""
         return least_end(positions_of(self._require_table(), sequence), self.policy.protect.sinks)
 
     def close_gaps(self, sequence: int, end: int, rotary: RotaryEmbedding | None) -> None:
-        """Move the entries of a sequence to consecutive positions that end before `end`, with keys turned to them.
+        """Move the entries of a sequence to consecutive positions that end before `end`.
 
-        Sinks stay where they are. The tracker follows when all layers have moved.
+        Keys are rotated to them. Sinks stay at their positions. The tracker follows when all layers have moved.
 
         Args:
-            rotary: of the layer's keys; None: they have no rotary position.
+            sequence: Sequence in the table.
+            end: Position after the last entry.
+            rotary: Rotary embedding of the layer's keys; None if they have no rotary position.
 
         Raises:
             PoolFullError: no room for copies of pages that others hold; nothing was changed.
@@ -235,7 +254,7 @@ class LayerStorage:
         self.sequence_state.turns[sequence] = end
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
-        """Evict the entries of a sequence in spans of its text from every head; the others stay as they are.
+        """Evict the entries of a sequence in spans of its text from every head.
 
         The tracker follows when all layers have dropped them.
 
@@ -255,7 +274,7 @@ class LayerStorage:
     # ------------------------------------------------------------------ earlier states
 
     def truncate(self, columns: int, tokens: np.ndarray) -> None:
-        """Cut off the newest `columns`, which hold `tokens` (n_seq,) entries of every region of a sequence."""
+        """Cut off the newest `columns`, which hold `tokens` (n_seq,) entries of every region."""
         if self._table is not None:
             for sequence, lens in enumerate(self._table.lengths()):
                 gone = tokens[sequence].astype(np.int32)
@@ -265,12 +284,12 @@ class LayerStorage:
             self.columns -= columns
 
     def fork(self) -> LayerSnapshot:
-        """The state as it is now, to `restore` later or to `release`."""
+        """Return the present state, to `restore` later or to `release`."""
         table = self._table.fork() if self._table is not None else None
         return LayerSnapshot(table, self.columns, self.sequence_state.copy())
 
     def restore(self, state: LayerSnapshot) -> None:
-        """Go back to a forked state, which is used up."""
+        """Return to a forked state, which is used up."""
         if self._table is not None:
             self._table.clear()
         self._table, state.table = state.table, None
