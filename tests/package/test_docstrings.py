@@ -17,7 +17,7 @@ PACKAGES = (
     *("tiers", "codec", "policy", "models", "kernels"),
     *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "registry"),
     *("scalar", "typed_json"),
-    *("cache/tiered", "cache/layer", "cache/prefix_tree"),
+    *("cache/attention", "cache/entries", "cache/layer", "cache/planning", "cache/tiered", "cache/prefix_tree"),
 )
 #: First words that do not name the subject.
 RIDDLES = ("What", "Who", "Whose", "One that", "Of", "Those", "It", "Nothing", "Such", "Once", "Raises:", "Args:")

@@ -317,10 +317,10 @@ class BatchCache:
         slots = {0 if table is None or table.quantized is not None else table.pool.slots for table in tables}
         if len(slots) == 1 and 0 not in slots:  # all at once: called at every step
             page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
-            found: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
+            nbytes: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
         else:
-            found = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
-        return found
+            nbytes = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
+        return nbytes
 
     def used_bytes(self, held: np.ndarray) -> np.ndarray:
         """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
@@ -328,5 +328,5 @@ class BatchCache:
         if not tables or any(table.quantized is not None for table in tables):
             return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
         slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])
-        found: np.ndarray = slot_bytes @ held.sum(2)
-        return found
+        nbytes: np.ndarray = slot_bytes @ held.sum(2)
+        return nbytes

@@ -41,8 +41,8 @@ def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[s
     table, sequence_state = layer_cache.table, layer_cache.sequence_state
     assert table is not None, "a text was read"
     width = int(table.lengths().max(initial=0))
-    found = ops.read(table.regions, width)
-    out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
+    entries = ops.read(table.regions, width)
+    out = {name: t.contiguous() for name, t in zip(ENTRIES, entries, strict=True) if t is not None}
     out |= {name: getattr(table, attribute).clone() for name, attribute in STORED_NAMES.items()}
     shape = layer_cache.attention.shape
     out["shape"] = torch.tensor([shape.scale, shape.softcap, shape.window], dtype=torch.float64)

@@ -26,7 +26,7 @@ class PromptChunk(NamedTuple):
     sequence: int
     q: Tensor  #: (Hq, Q, key_dim)
     q_pos: Tensor  #: (Q,) int32
-    found: Entries  #: stored entries (padded), then those of the new tokens
+    entries: Entries  #: stored entries (padded), then those of the new tokens
     budget: Callable[[], int]  #: entries per KV head that the sequence may keep after this pass
 
 

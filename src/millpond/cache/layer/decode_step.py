@@ -134,8 +134,8 @@ class NanCheck:
         Raises:
             NumericsError: attention of one of them is NaN.
         """
-        found = lse.isnan().flatten(1).any(1)
-        self._nan = found if self._nan is None else self._nan | found
+        is_nan = lse.isnan().flatten(1).any(1)
+        self._nan = is_nan if self._nan is None else self._nan | is_nan
         if columns % NAN_CHECK_COLUMNS:
             return
         nan, self._nan = self._nan.tolist(), None

@@ -40,8 +40,8 @@ def entry_scores(
     Raises:
         CacheMismatchError: the heads are of a model of another shape.
     """
-    found = [heads.scores(layer, *part.qkv) for part in _unrotated(rotary, q, k, v, span)]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+    scores = [heads.scores(layer, *part.qkv) for part in _unrotated(rotary, q, k, v, span)]
+    return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
 def gate_scores(
@@ -71,7 +71,7 @@ def gate_scores(
     Raises:
         CacheMismatchError: the gates are of a model of another shape.
     """
-    found = torch.zeros(*k.shape[:3], device=k.device)
+    scores = torch.zeros(*k.shape[:3], device=k.device)
     valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)
     read = span.before.copy()
     for columns, features in _features(rotary, q, k, v, span, cut=gates.causal):
@@ -80,9 +80,9 @@ def gate_scores(
             own = slice(None) if valid is None else valid[s, columns]
             tokens = features[s, own]
             if len(tokens):
-                found[s, :, columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
+                scores[s, :, columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
                 read[s] += len(tokens)
-    return found
+    return scores
 
 
 def _features(

@@ -48,8 +48,8 @@ class LatentExpansion:
 
     def of(self, sequence: slice, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values (S, H, n, D) of the tokens at `positions` (S, n), any where -1."""
-        found = torch.searchsorted(self._sorted[sequence].contiguous(), positions.contiguous())
-        columns = self._order[sequence].gather(1, found.clamp(max=self._order.shape[1] - 1))
+        ranks = torch.searchsorted(self._sorted[sequence].contiguous(), positions.contiguous())
+        columns = self._order[sequence].gather(1, ranks.clamp(max=self._order.shape[1] - 1))
         index = columns[:, None, :, None]
         keys, values = self.keys[sequence], self.values[sequence]
         return (
@@ -75,47 +75,49 @@ class MLAAttention(PagedAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.expansion is None:
             return super().chunk(chunk, reduce, decay)
-        found = self._expanded(chunk.sequence, chunk.found)
-        out, lse, sums = super().chunk(chunk._replace(found=found), None if reduce is None else Reduce.SUM, decay)
+        entries = self._expanded(chunk.sequence, chunk.entries)
+        out, lse, sums = super().chunk(chunk._replace(entries=entries), None if reduce is None else Reduce.SUM, decay)
         if reduce is Reduce.MAX:  # the largest of all heads, query by query: column sums per head do not tell it
-            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, found, reduce, decay)
+            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, entries, reduce, decay)
         if sums is not None and reduce is Reduce.MEAN:
             sums = sums / chunk.q.shape[0]
         return out, lse, None if sums is None else sums.sum(0, keepdim=True)
 
-    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce) -> Tensor:
+    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, entries: Entries, reduce: Reduce) -> Tensor:
         if self.expansion is None:
-            return super().look_back(sequence, q, q_pos, found, reduce)
-        return self._window_by_query(q, q_pos, self._expanded(sequence, found), reduce)
+            return super().look_back(sequence, q, q_pos, entries, reduce)
+        return self._window_by_query(q, q_pos, self._expanded(sequence, entries), reduce)
 
-    def keys(self, sequence: int, found: Entries) -> Tensor:
-        return self._expanded(sequence, found).keys
+    def keys(self, sequence: int, entries: Entries) -> Tensor:
+        return self._expanded(sequence, entries).keys
 
-    def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
+    def contents(self, table: PageTable, entries: Entries, part: Literal["keys", "values"]) -> Tensor:
         """Refuse to read latents without an expansion.
 
         Raises:
             UnsupportedModelError: the stored entries are latents.
         """
         if self.expansion is None:
-            return super().contents(table, found, part)
+            return super().contents(table, entries, part)
         raise UnsupportedModelError(
             f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
             "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
         )
 
-    def _expanded(self, sequence: int, found: Entries) -> Entries:
+    def _expanded(self, sequence: int, entries: Entries) -> Entries:
         """Return entries with keys and values of each head, (H, N, D), at the positions of all."""
         if self.expansion is None:
-            return found
-        (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), found.positions)
-        return Entries(keys, values, found.positions.expand(len(keys), -1), found.scores)
+            return entries
+        (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), entries.positions)
+        return Entries(keys, values, entries.positions.expand(len(keys), -1), entries.scores)
 
-    def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce, decay: float = 1.0) -> Tensor:
+    def _window_by_query(
+        self, q: Tensor, q_pos: Tensor, entries: Entries, reduce: Reduce, decay: float = 1.0
+    ) -> Tensor:
         """Return sum_i decay**(w - 1 - i) reduce_h A[h, i, j], (1, N), over queries q (Hq, w, D)."""
-        total = torch.zeros(1, found.positions.shape[1], device=q.device)
+        total = torch.zeros(1, entries.positions.shape[1], device=q.device)
         for i in range(q.shape[1]):
-            one = q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions
+            one = q[:, i : i + 1], entries.keys, q_pos[i : i + 1], entries.positions
             by_head = ops.window_signal(WindowSignalArgs(*one, self.shape, reduce))
             total = decay * total + softmax.reduce_group(by_head, reduce, 0)
         return total

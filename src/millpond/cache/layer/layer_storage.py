@@ -128,10 +128,10 @@ class LayerStorage:
     def read(self, sequence: int) -> PaddedEntries:
         """Return the entries of one sequence by position, one row per KV head, padded at the end."""
         table = self._require_table()
-        found = read_write.in_order(read_write.read(table, sequence))
+        entries = read_write.in_order(read_write.read(table, sequence))
         if (basis := table.basis) is not None:
-            found = found._replace(keys=basis.keys_back(found.keys), values=basis.values(found.values))
-        return found
+            entries = entries._replace(keys=basis.keys_back(entries.keys), values=basis.values(entries.values))
+        return entries
 
     def _require_table(self) -> PageTable:
         if self._table is None:
@@ -266,10 +266,10 @@ class LayerStorage:
         gone = in_spans(at, torch.tensor(spans, dtype=at.dtype, device=at.device).expand(len(at), -1, -1))
         if not bool(gone.any()):
             return
-        found = read_write.read(table, sequence)
-        own = torch.tensor(spans, dtype=found.positions.dtype, device=found.positions.device)
-        gone = in_spans(found.positions, own.expand(len(found.positions), -1, -1))
-        read_write.drop(table, sequence, found, gone, last=not self.pending)
+        entries = read_write.read(table, sequence)
+        own = torch.tensor(spans, dtype=entries.positions.dtype, device=entries.positions.device)
+        gone = in_spans(entries.positions, own.expand(len(entries.positions), -1, -1))
+        read_write.drop(table, sequence, entries, gone, last=not self.pending)
 
     # ------------------------------------------------------------------ earlier states
 

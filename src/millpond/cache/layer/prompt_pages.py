@@ -65,7 +65,7 @@ class PromptPages:
             return table
         into, lens = table.emptied(pool), table.lengths()
         width = int(lens.max(initial=0))
-        found = ops.read(table.regions, width)
+        entries = ops.read(table.regions, width)
         index = torch.arange(width, dtype=torch.int32, device=arrays.device).expand(table.n_regions, -1).contiguous()
         try:
             for sequence in range(table.n_seq):
@@ -73,14 +73,14 @@ class PromptPages:
         except BaseException:
             _let_go(into)
             raise
-        ops.write(into.regions, EntryRows(torch.zeros_like(table.lens), table.lens.clone(), index, *found))
+        ops.write(into.regions, EntryRows(torch.zeros_like(table.lens), table.lens.clone(), index, *entries))
         for sequence in range(table.n_seq):
             into.set_lengths(sequence, lens[sequence])
         _let_go(table)
         return into
 
     def end(self, table: PageTable, sequences: Sequence[int], plan: Plan) -> PageTable:
-        """Return the table after the plans of `sequences`: another one for a prompt with own pages.
+        """Return the table after the plans of `sequences`: another one if it had own pages.
 
         In that case every sequence is planned, since all move.
 
@@ -111,9 +111,9 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
     """Let a sequence hold in `target` the plain entries that it holds in `source`."""
     rows, lens = source.rows(sequence), source.lengths()[sequence]
     width = int(lens.max(initial=0))
-    found = Entries(*ops.read(source.regions_of(rows), width))
+    entries = Entries(*ops.read(source.regions_of(rows), width))
     index = torch.arange(width, device=source.lens.device).expand(len(lens), -1)
-    write_fresh_pages(target, sequence, found, index, torch.from_numpy(lens).to(source.lens.device))
+    write_fresh_pages(target, sequence, entries, index, torch.from_numpy(lens).to(source.lens.device))
 
 
 def _let_go(table: PageTable) -> None:

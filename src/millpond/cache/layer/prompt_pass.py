@@ -169,9 +169,9 @@ class PromptPass:
         """
         positions = span.positions(0)
         q_pos = positions[part.rows.to(positions.device)]
-        found = read_write.join(read_write.read(table, 0), k, v, positions)
-        part.observe(self.attention.index, q, found.keys, found.positions, self.attention.shape)
-        out = attend_scattered(q, found.keys, found.values, q_pos, found.positions, self.attention.shape)
+        entries = read_write.join(read_write.read(table, 0), k, v, positions)
+        part.observe(self.attention.index, q, entries.keys, entries.positions, self.attention.shape)
+        out = attend_scattered(q, entries.keys, entries.values, q_pos, entries.positions, self.attention.shape)
         self.planner.add_partial(table, q, q_pos, k, v, positions)
         return out
 
@@ -231,16 +231,18 @@ class PromptPass:
         columns = None if probe is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them
             past = past._replace(scores=columns)
-        found = read_write.join(past, k, v, q_pos, scores)
-        chunk = PromptChunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
+        entries = read_write.join(past, k, v, q_pos, scores)
+        chunk = PromptChunk(
+            sequence, q, q_pos, entries, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1)
+        )
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
         if probe is not None:
-            met = self.attention.keys(sequence, found)
-            positions = found.positions.expand(len(met), -1)
-            probe.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
+            met = self.attention.keys(sequence, entries)
+            positions = entries.positions.expand(len(met), -1)
+            probe.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, entries.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
-            read_write.keep_all(table, sequence, k, v, q_pos, found, last=not waits)
+            read_write.keep_all(table, sequence, k, v, q_pos, entries, last=not waits)
         else:
             self.planner.add_chunk(table, chunk, lse, sums, defer=waits, until=until)
         return out

@@ -81,14 +81,16 @@ def _attend(part: _Part, q: Tensor, skip: int, shape: AttentionShape) -> Tensor:
     if part.basis is not None:
         q = part.basis.queries(q)
     out = q.new_zeros(*q.shape[:3], part.met[0].values.shape[-1])
-    for sequence, found in enumerate(part.met):
+    for sequence, entries in enumerate(part.met):
         columns = torch.arange(part.span.length, device=q.device)[part.span.columns(sequence)]
         asked = columns >= skip
         if not bool(asked.any()):
             continue
         here, positions = columns[asked] - skip, part.span.positions(sequence)[asked]
-        n_past = found.positions.shape[1] - len(positions)
-        past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
-        args = PrefillArgs(q[sequence, :, here], found.keys, found.values, positions, shape, past, masses)
+        n_past = entries.positions.shape[1] - len(positions)
+        past, masses = (
+            None if t is None or not n_past else t[:, :n_past] for t in (entries.positions, entries.log_masses)
+        )
+        args = PrefillArgs(q[sequence, :, here], entries.keys, entries.values, positions, shape, past, masses)
         out[sequence, :, here] = ops.prefill(args).out
     return out if part.basis is None else part.basis.values(out)

@@ -197,17 +197,17 @@ class QuantizedStore:
         """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are quantized."""
         self._keys.collect(sequence, q, k)
 
-    def write(self, sequence: int, count: Tensor, index: Tensor, found: PaddedEntries) -> None:
-        """Quantize rows index (H, width) of `found`, count (H,) of each head, behind what is quantized.
+    def write(self, sequence: int, count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
+        """Quantize rows index (H, width) of `entries`, count (H,) of each head, behind what is quantized.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
             NumericsError: a number that the format cannot hold.
         """
-        self.write_all(np.array([sequence]), count, index.int().contiguous(), found)
+        self.write_all(np.array([sequence]), count, index.int().contiguous(), entries)
 
-    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, found: PaddedEntries) -> None:
-        """The same of several sequences: count (n,), index (n, width) int32 and `found` of their regions, in order."""
+    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
+        """Quantize entries of several sequences: count (n,), index (n, width) int32 of their regions."""
         more = count.cpu().numpy().astype(np.int32)
         if not more.any():
             return
@@ -217,9 +217,9 @@ class QuantizedStore:
         rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
-            self._rope.reach(int(found.positions.max()) + 1)
+            self._rope.reach(int(entries.positions.max()) + 1)
         start = self._there(self.lens[rows])
-        ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *found))
+        ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *entries))
         self.lens[rows] += more
         self._changed()
 

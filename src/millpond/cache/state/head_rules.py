@@ -65,9 +65,9 @@ class HeadRuleState:
         """The queries of a sequence since its last plan; None: none are kept."""
         return self._asked.get(sequence)
 
-    def adopt(self, sequence: int, found: PromptQueries) -> None:
+    def adopt(self, sequence: int, queries: PromptQueries) -> None:
         """Remember of a sequence what `asked` of another state gave."""
-        self._asked[sequence] = found
+        self._asked[sequence] = queries
 
     def received(
         self,

@@ -65,12 +65,12 @@ class QueryBuffer:
         """Sums over the queries of a sequence so far; None where nothing was summed."""
         return self._moments.get(sequence)
 
-    def adopt(self, sequence: int, found: tuple[Tensor, Tensor] | QueryMoments) -> None:
+    def adopt(self, sequence: int, queries: tuple[Tensor, Tensor] | QueryMoments) -> None:
         """Remember of a sequence what `last` or `moments` of another memory gave."""
-        if isinstance(found, QueryMoments):
-            self._moments[sequence] = found
+        if isinstance(queries, QueryMoments):
+            self._moments[sequence] = queries
         else:
-            self._last[sequence] = found
+            self._last[sequence] = queries
 
     def copy(self, sequences: list[int] | None = None) -> QueryBuffer:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
