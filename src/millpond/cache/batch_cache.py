@@ -30,16 +30,21 @@ READ_AHEAD = 4
 
 
 class BatchCache:
-    """A batch of sequences that read or decode in step. Holds pages until it is cleared.
+    """The caches of all layers for a batch of sequences that read or decode in step.
+
+    It holds pages until it is cleared.
 
     Args:
-        layers: one per layer with attention, new ones. tracker: theirs. before_plan: called when the prompt is about
-            to be planned. states: of the layers that hold some, in a hybrid. tier: of the layers whose pages lie on a
-            disk between passes; None: all stay. rotations: how each layer's keys turn, None for one whose keys have no
-            rotary position; empty where gaps never close.
+        layer_caches: New caches, one per layer with attention.
+        tracker: Positions of the sequences, shared by the layers.
+        before_plan: Function that is called when the prompt is about to be planned.
+        states: States of the layers that hold some, in a hybrid.
+        tier: Tier of the layers whose pages are on a disk between passes; None if all stay in memory.
+        rotations: Rotary embedding of each layer's keys, None for one whose keys have no rotary position; empty if gaps
+            never close.
 
     Attributes:
-        reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
+        reading: Whether the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class BatchCache:
             layer_cache.reading = value
 
     def run_plans(self) -> None:
-        """The prompt is complete: every layer plans what it keeps."""
+        """End the prompt: every layer plans which entries it keeps."""
         self.reading = False
         self._before_plan()
         due = [layer_cache for layer_cache in self.layers if layer_cache.changes_at_prompt_end]
@@ -87,25 +92,25 @@ class BatchCache:
     def in_memory(
         self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
     ) -> AbstractContextManager[None]:
-        """While a layer reads or writes its pages, see `DiskTier.in_memory`."""
+        """Keep the pages of a layer in memory while it uses them, see `DiskTier.in_memory`."""
         return nullcontext() if self.tier is None else self.tier.in_memory(layer_cache, then, growth)
 
     def pop_failed(self) -> dict[int, DataError]:
-        """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
+        """Return errors of sequences whose pages failed to be read or written since the last call."""
         failed: dict[int, DataError] = {}
         for layer_cache in [] if self.tier is None else self.layers:
             failed, layer_cache.failed = {**layer_cache.failed, **failed}, {}
         return failed
 
     def mark(self, marks: PromptMarks) -> None:
-        """Let every head of every layer keep what is to stay of the one text that is read, or begins next."""
+        """Mark spans of the one text that is read, or begins next, in every layer."""
         if self.n_seq:
             self.tracker.marks.add(marks, 0)
         else:
             self.tracker.marks.expect(marks)
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
-        """Let the entries in spans of the text of a sequence leave every head of every layer; later ones stay.
+        """Evict entries in spans of the text of a sequence from every head; later ones stay.
 
         Raises:
             PoolFullError: no room for copies of pages that others hold; the sequence can only be forgotten.
@@ -121,7 +126,9 @@ class BatchCache:
         """Begin one sequence with the tokens of a prompt that these tables hold, one per layer.
 
         Args:
-            ids: (n,) the tokens, which a policy may need. sums: over their queries, see `sums`; None: none are needed.
+            tables: Table of each layer.
+            ids: Tokens (n,), which a policy may need.
+            sums: Sums over their queries, see `sums`; None if none are needed.
         """
         columns = int(tables[0].lengths()[0, 0])
         each: Sequence[LayerSums | None] = sums or [None] * len(tables)
@@ -133,17 +140,17 @@ class BatchCache:
             self.tracker.begin_with(columns)
 
     def sums(self, begin: int) -> list[LayerSums]:
-        """What the policy has summed over the queries of the only sequence so far, see `LayerCache.sums`."""
+        """Return the policy's sums over the queries of the only sequence, see `LayerCache.sums`."""
         return [layer_cache.sums(begin) for layer_cache in self.layers]
 
     # ------------------------------------------------------------------ the batch
 
     def begin(self, ids: Tensor) -> None:
-        """A pass with these tokens (n_seq, columns) begins."""
+        """Begin a pass with these tokens (n_seq, columns)."""
         self.tracker.begin_pass(ids)
 
     def join(self, other: BatchCache) -> None:
-        """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
+        """Take the sequences of another batch cache of the same kind, and empty it."""
         for layer_cache, joining in zip(self.layers, other.layers, strict=True):
             layer_cache.join(joining)
         if self.states is not None and other.states is not None:
@@ -152,7 +159,7 @@ class BatchCache:
         other.tracker.reset()
 
     def select(self, sequences: list[int]) -> None:
-        """Become the given sequences, in this order; of none, hold nothing."""
+        """Keep the given sequences, in this order; for none, hold nothing."""
         if sequences == list(range(self.n_seq)):
             return
         if not sequences:
@@ -165,14 +172,14 @@ class BatchCache:
         self.tracker.select(sequences)
 
     def part(self, sequences: list[int], into: BatchCache) -> None:
-        """Move some sequences to `into`, an empty stack of the same kind."""
+        """Move some sequences to `into`, an empty batch cache of the same kind."""
         self.copy_to(sequences, into)
         self.select([s for s in range(self.n_seq) if s not in set(sequences)])
 
     def copy_to(self, sequences: list[int], into: BatchCache) -> None:
-        """Let `into`, an empty stack of the same kind, hold some of the sequences too; a page is copied when written.
+        """Let `into`, an empty batch cache of the same kind, hold some of the sequences too.
 
-        States of a hybrid are copied.
+        A page is copied when it is written. States of a hybrid are copied.
         """
         for layer_cache, other in zip(self.layers, into.layers, strict=True):
             layer_cache.copy_to(sequences, other)
@@ -181,7 +188,7 @@ class BatchCache:
         into.tracker.join(self.tracker.copy(sequences))
 
     def clear(self) -> None:
-        """Give every page back and forget every sequence."""
+        """Release every page and forget every sequence."""
         for layer_cache in self.layers:
             layer_cache.reset()
         if self.states is not None:
@@ -192,7 +199,7 @@ class BatchCache:
     # ------------------------------------------------------------------ positions
 
     def close_gaps(self, sequence: int) -> None:
-        """Give what a sequence holds consecutive positions, so that its text goes on right behind it.
+        """Give the entries of a sequence consecutive positions, after which its text continues.
 
         All layers have planned. A key keeps its order in its head; heads with fewer entries end at the same position.
 
@@ -207,11 +214,11 @@ class BatchCache:
     # ------------------------------------------------------------------ room
 
     def pages_for_step(self) -> Pages:
-        """Most pages that the next decoding step may take of each pool."""
+        """Return the most pages that the next decoding step may take of each pool."""
         return self._pages_of_pass([layer_cache.pages_for_step() for layer_cache in self.layers])
 
     def pages_for(self, n_tokens: int) -> Pages:
-        """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
+        """Return pages that the next `n_tokens` of the prompt take, if it has begun."""
         return self._pages_of_pass(
             [
                 {} if layer_cache.table is None else {layer_cache.table.pool: layer_cache.pages_for(n_tokens)}
@@ -220,7 +227,7 @@ class BatchCache:
         )
 
     def _pages_of_pass(self, growth: Sequence[Pages]) -> Pages:
-        """Pages that a pass takes in which each layer grows; of layers on a disk, those of the largest one."""
+        """Return pages of a pass in which each layer grows; on a disk, of the largest one."""
         need: Counter[Pool] = Counter()
         most: Pages = {}
         for layer_cache, more in zip(self.layers, growth, strict=True):
@@ -237,11 +244,11 @@ class BatchCache:
 
     @property
     def is_swapped_out(self) -> bool:
-        """Whether the pages lie outside the pool."""
+        """Whether the pages are outside the pool."""
         return self._swapped is not None
 
     def swap_out(self, files: SwapFiles | None = None) -> None:
-        """Copy all pages and states to the host's memory, or to a file, and give them back.
+        """Copy all pages and states to the host's memory, or to a file, and release them.
 
         Raises:
             DataError: the file cannot be written; nothing was changed.
@@ -258,7 +265,7 @@ class BatchCache:
             states.drop()
 
     def swap_in(self) -> None:
-        """Take the pages and states in again. Ask `pages_to_swap_in` for room first.
+        """Read the pages and states again. Ask `pages_to_swap_in` for room first.
 
         Raises:
             DataError: the file with them is gone or broken; they can only be forgotten.
@@ -278,7 +285,7 @@ class BatchCache:
         self._forget_swapped()
 
     def pages_to_swap_in(self) -> Pages:
-        """Pages of each pool that `swap_in` takes, and sequences whose states it brings back."""
+        """Return pages of each pool that `swap_in` takes, and sequences whose states it restores."""
         need: Counter[Pool] = Counter()
         for part in chain.from_iterable(self._swapped or []):
             need[part.pool] += part.n_pages
@@ -287,7 +294,7 @@ class BatchCache:
         return dict(need)
 
     def _tables(self) -> list[PageTable]:
-        """Those whose pages are in their pool."""
+        """Tables whose pages are in their pool."""
         return [
             layer_cache.table
             for layer_cache in self.layers
@@ -303,7 +310,7 @@ class BatchCache:
     # ------------------------------------------------------------------ figures
 
     def held(self) -> np.ndarray:
-        """(n_layers, n_seq, n_kv_heads) entries held; heads that a layer lacks count 0."""
+        """Return entries held, (n_layers, n_seq, n_kv_heads); heads that a layer lacks count 0."""
         stored = [layer_cache.stored for layer_cache in self.layers]
         heads = max((s.shape[1] for s in stored), default=0)
         found = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
@@ -312,7 +319,10 @@ class BatchCache:
         return found
 
     def kv_bytes(self, held: np.ndarray) -> np.ndarray:
-        """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
+        """Return bytes of keys and values in the pages that `held` entries need, (n_seq,).
+
+        held: see `held`.
+        """
         tables = [layer_cache.table for layer_cache in self.layers]
         slots = {0 if table is None or table.quantized is not None else table.pool.slots for table in tables}
         if len(slots) == 1 and 0 not in slots:  # all at once: called at every step
@@ -323,7 +333,7 @@ class BatchCache:
         return nbytes
 
     def used_bytes(self, held: np.ndarray) -> np.ndarray:
-        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
+        """Return those of `kv_bytes` in slots that hold an entry, (n_seq,)."""
         tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
         if not tables or any(table.quantized is not None for table in tables):
             return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))

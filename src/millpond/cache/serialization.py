@@ -33,10 +33,12 @@ STORED_PARTS = {"rolling": "rolling", "focus": "selective"}
 
 
 def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
-    """All that the layer needs to continue with the one sequence that it holds, whose prompt was planned.
+    """Return all that the layer needs to continue its only sequence after its plan.
 
-    later_prompts: more prompts may be read behind it, and their plans look at the queries of this one; False: decoding
-        alone follows, for which queries are stored only where the policy plans at each step.
+    Args:
+        layer_cache: Cache of the layer.
+        later_prompts: Whether more prompts may follow, whose plans look at the queries of this one. If only decoding
+            follows, queries are stored only for policies that plan at each step.
     """
     table, sequence_state = layer_cache.table, layer_cache.sequence_state
     assert table is not None, "a text was read"
@@ -73,7 +75,7 @@ def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[s
 
 
 def from_tensors(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int, device: torch.device) -> None:
-    """Fill an empty layer with what `put_away` gave of a text of `n_tokens`.
+    """Fill an empty layer with the tensors that `to_tensors` returned of a text of `n_tokens`.
 
     Raises:
         PoolFullError: there is no room.
@@ -87,9 +89,11 @@ def from_tensors(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: i
 
 
 def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
-    """
+    """Check that the tensors of a file fit together.
+
     Raises:
-        DataError: tensors that do not fit together. KeyError: one that is missing.
+        DataError: they do not.
+        KeyError: one is missing.
     """
 
     def need(right: bool, rule: str) -> None:
@@ -125,7 +129,7 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
 
 
 def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
-    """Of queries, sums over them and the memory of a merge, where there are any."""
+    """Check queries, sums over them and the memory of a merge, if there are any."""
     if (q := stored.get("queries")) is not None:
         at = stored["queries.at"]
         need(q.ndim == 3 and len(q) % heads == 0 and q.shape[2] == dim, "queries are (query heads, n, channels)")
@@ -140,7 +144,7 @@ def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: in
 
 
 def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
-    """Of positions inside the cache, and of blocks that are looked up, where there are any."""
+    """Check positions inside the cache, and blocks that are looked up, if there are any."""
     if (base := stored.get("rolling.base")) is not None:
         need(base.numel() == 1 and 0 <= int(base) <= n_tokens, f"a frame begins at 0 to {n_tokens}")
     if (origins := stored.get("origins")) is not None:
@@ -211,12 +215,15 @@ def _fill(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> 
 
 
 def part_prefix(number: int) -> str:
-    """How the names of the tensors of a packed part begin, the first of which has the newest codes."""
+    """Return the prefix of the names of a packed part's tensors; part 0 has the newest codes."""
     return f"sealed{number or ''}."
 
 
 def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Tensor], n_tokens: int, dim: int) -> None:
-    """Fill an empty packed part with the tensors whose names begin with `own`; dim: channels of a key."""
+    """Fill an empty packed part with the tensors whose names begin with `own`.
+
+    dim: channels of a key.
+    """
     numbers = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own) and "pages" not in name}
     n_arrays = sum(name.startswith(f"{own}pages.") for name in stored)
     content = tuple(stored[f"{own}pages.{i}"] for i in range(n_arrays))
@@ -230,9 +237,10 @@ def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Ten
 
 
 def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dim: int) -> None:
-    """
+    """Check the choice of key channels.
+
     Raises:
-        DataError: other choices of key channels than this codec makes; none was taken.
+        DataError: this codec makes other choices; none was taken.
     """
     for name in ("channels", "balance", "reach"):
         found, expected = numbers.get(name), own.get(name)
@@ -245,7 +253,8 @@ def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tenso
 
 
 def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]) -> None:
-    """
+    """Check the numbers of pages and entries.
+
     Raises:
         DataError: not as many pages, or entries in them, as the numbers say; none was taken.
     """
@@ -258,9 +267,10 @@ def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor]
 
 
 def _check_pages(layer: int, pool: RefCountedPool[Any], content: tuple[Tensor, ...]) -> None:
-    """
+    """Check the content of pages. A pool without memory accepts any.
+
     Raises:
-        DataError: pages that this pool cannot hold; nothing was written. A pool without memory holds none.
+        DataError: pages that this pool cannot hold; nothing was written.
     """
     arrays = pool.arrays.arrays
     same = len(content) == len(arrays) and all(

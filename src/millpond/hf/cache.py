@@ -469,11 +469,9 @@ class MillpondCache(Cache):
     def _rebuild(self) -> None:
         """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""
         rebuilder = self.rebuilder
-        if (
-            rebuilder is not None
-            and not rebuilder.running
-            and any(layer_cache.pending for layer_cache in self.layer_caches)
-        ):
+        if rebuilder is None or rebuilder.running:
+            return
+        if any(layer_cache.pending for layer_cache in self.layer_caches):
             rebuilder.run(self)
 
     @no_autograd
