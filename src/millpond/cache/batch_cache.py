@@ -275,8 +275,8 @@ class BatchCache:
         if self._file is not None:
             *pages, (of_states,) = self._file.read()
             self._swapped = [
-                [replace(part, arrays=arrays) for part, arrays in zip(parts, found, strict=True)]
-                for parts, found in zip(self._swapped, pages, strict=True)
+                [replace(part, arrays=arrays) for part, arrays in zip(parts, arrays, strict=True)]
+                for parts, arrays in zip(self._swapped, pages, strict=True)
             ]
         for table, carried in zip(self._tables(), self._swapped, strict=True):
             restore(table, carried)
@@ -313,10 +313,10 @@ class BatchCache:
         """Return entries held, (n_layers, n_seq, n_kv_heads); heads that a layer lacks count 0."""
         stored = [layer_cache.stored for layer_cache in self.layers]
         heads = max((s.shape[1] for s in stored), default=0)
-        found = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
+        counts = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
         for layer, entries in enumerate(stored):
-            found[layer, : entries.shape[0], : entries.shape[1]] = entries
-        return found
+            counts[layer, : entries.shape[0], : entries.shape[1]] = entries
+        return counts
 
     def kv_bytes(self, held: np.ndarray) -> np.ndarray:
         """Return bytes of keys and values in the pages that `held` entries need, (n_seq,).

@@ -106,8 +106,8 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
     need(values.shape[:2] == keys.shape[:2], "there is one value for each key")
     need(keys.is_floating_point() and values.dtype == keys.dtype, "keys and values are of one type")
     for name, dtype in (("positions", torch.int32), ("scores", torch.float32), ("log_masses", torch.float32)):
-        if (found := stored[name] if name != "log_masses" else stored.get(name)) is not None:
-            need(found.shape == (heads, width) and found.dtype == dtype, f"{name} are (heads, entries)")
+        if (tensor := stored[name] if name != "log_masses" else stored.get(name)) is not None:
+            need(tensor.shape == (heads, width) and tensor.dtype == dtype, f"{name} are (heads, entries)")
     for name in STORED_NAMES:
         need(stored[name].shape == (heads,) and not stored[name].is_floating_point(), f"{name} has one number a head")
     need(bool(((lens >= 0) & (lens <= width)).all()), f"a head holds 0 to {width} entries")
@@ -243,11 +243,11 @@ def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tenso
         DataError: this codec makes other choices; none was taken.
     """
     for name in ("channels", "balance", "reach"):
-        found, expected = numbers.get(name), own.get(name)
-        right = (found is None) == (expected is None)
-        if found is not None and expected is not None:
-            right = found.shape == expected.shape and found.dtype == expected.dtype
-            right = right and (name != "channels" or bool(((found >= 0) & (found < dim)).all()))
+        stored, expected = numbers.get(name), own.get(name)
+        right = (stored is None) == (expected is None)
+        if stored is not None and expected is not None:
+            right = stored.shape == expected.shape and stored.dtype == expected.dtype
+            right = right and (name != "channels" or bool(((stored >= 0) & (stored < dim)).all()))
         if not right:
             raise DataError(f"layer {layer}: the file's {name} of keys are not of this codec; save the text again")
 
@@ -262,7 +262,7 @@ def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor]
     right = all(t.shape == (heads,) and not t.is_floating_point() for t in (owned, lens, dead))
     for low, high in ((0 * lens, dead), (dead, lens), (lens, owned * slots)):
         right = right and bool((low <= high).all())
-    if not right or any(len(found) != int(owned.sum()) for found in content):
+    if not right or any(len(array) != int(owned.sum()) for array in content):
         raise DataError(f"layer {layer}: the file has other pages than it says; save the text again")
 
 
@@ -274,8 +274,8 @@ def _check_pages(layer: int, pool: RefCountedPool[Any], content: tuple[Tensor, .
     """
     arrays = pool.arrays.arrays
     same = len(content) == len(arrays) and all(
-        not arenas or (found.shape[1:], found.dtype) == (arenas[0].shape[1:], arenas[0].dtype)
-        for found, arenas in zip(content, arrays, strict=True)
+        not arenas or (array.shape[1:], array.dtype) == (arenas[0].shape[1:], arenas[0].dtype)
+        for array, arenas in zip(content, arrays, strict=True)
     )
     if not same:
         raise DataError(f"layer {layer}: the file's pages are not of this codec; save the text again")

@@ -458,7 +458,7 @@ class MillpondCache(Cache):
             self._rebuild()
             waited = in_parts or (self.policy.needs_all_layers and self.rebuilder is None)  # which plans for itself
             if waited and self.entropies is None:  # these plan when the model's head has run
-                self._settle()
+                self._run_plans()
 
     def _clear_shared(self) -> None:
         """What layers that have no keys of their own read is of one pass."""
@@ -475,7 +475,7 @@ class MillpondCache(Cache):
             rebuilder.run(self)
 
     @no_autograd
-    def _settle(self) -> None:
+    def _run_plans(self) -> None:
         """Run the plans that need all layers, after the last one."""
         for layer_cache in self.layer_caches:
             if layer_cache.pending:

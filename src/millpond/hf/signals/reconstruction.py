@@ -60,7 +60,7 @@ class PromptReconstruction:
             found = [layer_cache.probe for layer_cache in cache.layer_caches]
             for layer_cache in cache.layer_caches:
                 layer_cache.probe = None
-        self._settle(cache, found)
+        self._run_plans(cache, found)
         self._done = seen
 
     def select(self, sequences: list[int]) -> None:
@@ -111,9 +111,9 @@ class PromptReconstruction:
         )
 
     @no_autograd
-    def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:
-        """Plan every layer; the plan of one may depend on what was found in all."""
-        for layer_cache, probe in zip(cache.layer_caches, found, strict=True):
+    def _run_plans(self, cache: LayerCaches, probes: list[ReconstructionProbe | None]) -> None:
+        """Plan every layer; the plan of one may depend on the probes of all."""
+        for layer_cache, probe in zip(cache.layer_caches, probes, strict=True):
             layer_cache.reconstruction = probe
         try:
             for layer_cache in cache.layer_caches:
