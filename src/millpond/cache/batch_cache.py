@@ -275,8 +275,8 @@ class BatchCache:
         if self._file is not None:
             *pages, (of_states,) = self._file.read()
             self._swapped = [
-                [replace(part, arrays=arrays) for part, arrays in zip(parts, arrays, strict=True)]
-                for parts, arrays in zip(self._swapped, pages, strict=True)
+                [replace(part, arrays=arrays) for part, arrays in zip(parts, contents, strict=True)]
+                for parts, contents in zip(self._swapped, pages, strict=True)
             ]
         for table, carried in zip(self._tables(), self._swapped, strict=True):
             restore(table, carried)
