@@ -106,12 +106,12 @@ def test_codes_do_not_depend_on_the_batch(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4_paper", "fp8", "think"])
-def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_first_pages_are_quantized_as_sorted_entries_are(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing leaves, whole plain pages become codes as they lie: the same codes, and the same entries beside."""
     qkv, mask = tokens(460, batch=2, seed=3), torch.ones(2, 200, dtype=torch.bool)
     mask[1, :45] = False
     taken: list[bool] = []
-    first_pages = quantize._seal_first_pages
+    first_pages = quantize._quantize_first_pages
 
     def watched(*given: Any) -> bool:
         taken.append(first_pages(*given))
@@ -119,7 +119,7 @@ def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypa
 
     found = []
     for way in (watched, lambda *given: False):
-        monkeypatch.setattr(quantize, "_seal_first_pages", way)
+        monkeypatch.setattr(quantize, "_quantize_first_pages", way)
         cache = make(codec)
         feed(cache, qkv, 0, 200, mask=mask)
         outs = torch.cat(decode(cache, qkv, 200, 460), 2)
