@@ -42,8 +42,8 @@ def predictions(model: Any, ids: Tensor, prompt: int, codec: str) -> tuple[Tenso
     """Log probabilities (scored, V) behind a prompt, and the share of the full cache's bytes that is held after it."""
     with mp.compress(model, "full", codec=codec) as cache, torch.no_grad():
         model(ids[:, :prompt], **cache_argument(cache), logits_to_keep=1)
-        for core in cache.layer_caches:
-            core.settle()
+        for layer_cache in cache.layer_caches:
+            layer_cache.run_plans()
         stats = cache.stats()
         logits = model(ids[:, prompt:], **cache_argument(cache)).logits
     return logits[0].float().log_softmax(-1), stats.kv_bytes / stats.full_kv_bytes

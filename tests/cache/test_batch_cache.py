@@ -19,13 +19,13 @@ SHAPE = AttentionShape(0.5)
 
 
 def make(policy: Policy, pool: PagePool) -> BatchCache:
-    timeline = PositionTracker()
+    tracker = PositionTracker()
     return BatchCache(
         [
-            LayerCache(i, policy, lambda *_: BUDGET, lambda *_: pool, timeline, between_chunks=False)
+            LayerCache(i, policy, lambda *_: BUDGET, lambda *_: pool, tracker, between_chunks=False)
             for i in range(LAYERS)
         ],
-        timeline,
+        tracker,
     )
 
 
@@ -40,14 +40,16 @@ def tokens(seed: int, n: int, n_seq: int = 1) -> list[tuple[Tensor, Tensor, Tens
 
 def run(stack: BatchCache, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     stack.begin(torch.zeros(new[0][0].shape[0], new[0][0].shape[2], dtype=torch.int64))
-    return torch.stack([core.attend(*own, None, SHAPE) for core, own in zip(stack.layers, new, strict=True)])
+    return torch.stack(
+        [layer_cache.attend(*own, None, SHAPE) for layer_cache, own in zip(stack.layers, new, strict=True)]
+    )
 
 
 def read(policy: Policy, pool: PagePool, seed: int, length: int) -> BatchCache:
     stack = make(policy, pool)
     stack.reading = True
     run(stack, tokens(seed, length))
-    stack.settle()
+    stack.run_plans()
     return stack
 
 
@@ -118,7 +120,7 @@ def test_a_part_of_a_prompt_may_be_one_token() -> None:
             run(stack, [tuple(t[:, :, begin : begin + n] for t in own) for own in new])  # type: ignore[misc]
             begin += n
         assert stack.held().tolist() == [[[12, 12]]] * LAYERS
-        stack.settle()
+        stack.run_plans()
         assert stack.held().tolist() == [[[BUDGET, BUDGET]]] * LAYERS
     for a, b in zip(whole.layers, parts.layers, strict=True):
         assert torch.equal(a.read(0).positions, b.read(0).positions)

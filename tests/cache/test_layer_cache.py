@@ -75,7 +75,7 @@ def test_selected_sequences_go_their_own_ways(method: str) -> None:
     cache, alone = make(method, 7, **options), make(method, 7, **options)
     run(cache, qkv, 0, 10)
     cache.select(order)
-    cache.timeline.select(order)
+    cache.tracker.select(order)
     run(alone, tuple(t[order] for t in qkv), 0, 10)  # type: ignore[arg-type]
     later = tokens(24, batch=3, seed=5)
     for t in range(10, 24):
@@ -89,19 +89,19 @@ def test_selected_sequences_go_their_own_ways(method: str) -> None:
 def test_draft_tokens_are_taken_back_exactly(method: str) -> None:
     options = {"window": 3, "kernel": 3} if method == "snapkv" else {}
     cache, plain, qkv = make(method, 8, **options), make(method, 8, **options), tokens(40)
-    journal = DraftRollback(cache.timeline, recording=True)
+    draft_rollback = DraftRollback(cache.tracker, recording=True)
     run(plain, qkv, 0, 10)
     parts = [t[:, :, :10] for t in qkv]
-    journal.draft = 0
-    journal.attend(cache, *parts, None, SHAPE)
+    draft_rollback.draft = 0
+    draft_rollback.attend(cache, *parts, None, SHAPE)
     at = 10
     wrong = tokens(40, seed=8)
     for accepted, draft in [(2, 4), (0, 3), (4, 4), (1, 1), (3, 5)]:
         good = [t[:, :, at : at + 1 + accepted] for t in qkv]
         bad = [t[:, :, at : at + draft - accepted] for t in wrong]
-        journal.draft = draft
-        out = journal.attend(cache, *(torch.cat([g, b], 2) for g, b in zip(good, bad, strict=True)), None, SHAPE)
-        journal.crop([cache], draft - accepted)
+        draft_rollback.draft = draft
+        out = draft_rollback.attend(cache, *(torch.cat([g, b], 2) for g, b in zip(good, bad, strict=True)), None, SHAPE)
+        draft_rollback.crop([cache], draft - accepted)
         for i in range(1 + accepted):
             assert torch.allclose(out[:, :, i : i + 1], run(plain, qkv, at, at + 1), atol=1e-12)
             at += 1
@@ -116,7 +116,7 @@ def test_going_back_without_a_recording_is_refused() -> None:
     cache, qkv = make("h2o", 6, sinks=1), tokens(20)
     run(cache, qkv, 0, 10)
     with pytest.raises(CacheMismatchError, match="cannot take back 2 tokens"):
-        DraftRollback(cache.timeline).crop([cache], 2)
+        DraftRollback(cache.tracker).crop([cache], 2)
 
 
 def test_another_batch_size_is_refused() -> None:

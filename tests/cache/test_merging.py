@@ -16,7 +16,7 @@ from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
 from tests.helpers.hf.families import left_padded, one, shared_model
 from tests.helpers.matrix.models import llama, prompts
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 from tests.helpers.papers.keyed import text
 
 METHODS_: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ METHODS_: dict[str, dict[str, Any]] = {
 
 def started(method: str, n: int = 20) -> tuple[LayerCache, tuple[Tensor, Tensor, Tensor]]:
     qkv = text(heads=2, n=40)
-    cache = layer_cache(METHODS.get(method)(**METHODS_[method]), 10, slots=4)
+    cache = make_layer_cache(METHODS.get(method)(**METHODS_[method]), 10, slots=4)
     go(cache, qkv, 0, n)
     return cache, qkv
 
@@ -47,7 +47,7 @@ def steps(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, las
 def test_going_back_leaves_no_trace_of_a_merge(method: str) -> None:
     cache, qkv = started(method)
     steps(cache, qkv, 20, 23)
-    state, before, columns, seen = cache.fork(), cache.read(0), cache.columns, cache.timeline.seen.copy()
+    state, before, columns, seen = cache.fork(), cache.read(0), cache.columns, cache.tracker.seen.copy()
     first = steps(cache, qkv, 23, 33)
     assert state.table is not None
     shared = LayerCache.read(_holding(cache, state.table), 0)
@@ -56,7 +56,7 @@ def test_going_back_leaves_no_trace_of_a_merge(method: str) -> None:
         if a is not None and b is not None:
             assert torch.equal(a, b)  # no shared page was written
     cache.restore(state)
-    cache.timeline.rewind(columns, seen)
+    cache.tracker.rewind(columns, seen)
     again = steps(cache, qkv, 23, 33)
     assert torch.equal(first, again)
     assert cache.table is not None

@@ -15,7 +15,7 @@ def test_lengths_that_are_behind_stay_so_until_they_are_read() -> None:
     device = SimpleNamespace(type="cuda")
     table: Any = SimpleNamespace(
         _slack=9,
-        sealed=SimpleNamespace(stepped=lambda buries: None),
+        quantized=SimpleNamespace(stepped=lambda buries: None),
         _lengths=SimpleNamespace(behind=False),
         lens=SimpleNamespace(device=device),
     )

@@ -11,13 +11,13 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.types import PerSequence
 from millpond.kernels.args import AttentionShape
 from millpond.methods import METHODS
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "last queries": ("snapkv", {"window": 4, "kernel": 3}),
     "sums of queries": ("expected_attention", {}),
     "memories": ("d2o", {"sinks": 1}),
-    "focus": ("infllm", {"sinks": 1, "local": 4, "block": 3, "representatives": 2, "together": 1}),
+    "selective": ("infllm", {"sinks": 1, "local": 4, "block": 3, "representatives": 2, "together": 1}),
 }
 
 
@@ -29,8 +29,8 @@ def go(cache: LayerCache, n: int, seed: int = 0) -> None:
 
 def remembered(cache: LayerCache) -> list[tuple[int, Any]]:
     """What each companion knows of each sequence, with the sequence's number."""
-    parts = cache.companions
-    known = [parts.memories, parts.queries._last, parts.queries._moments, getattr(parts.focus, "_known", {})]
+    parts = cache.sequence_state
+    known = [parts.memories, parts.queries._last, parts.queries._moments, getattr(parts.selective, "_known", {})]
     return [(sequence, value) for part in known for sequence, value in part.items()]
 
 
@@ -46,8 +46,8 @@ def test_values_follow_their_sequences() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_all_of_a_layer_follows(case: str) -> None:
     method, options = CASES[case]
-    cache = layer_cache(METHODS.get(method)(**options), 20)
-    parts = cache.companions
+    cache = make_layer_cache(METHODS.get(method)(**options), 20)
+    parts = cache.sequence_state
     go(cache, 30)
     before = remembered(cache)
     assert {sequence for sequence, _ in before} == {0, 1}
@@ -56,13 +56,13 @@ def test_all_of_a_layer_follows(case: str) -> None:
     assert {sequence for sequence, _ in remembered(cache)} == {0, 1, 2}
     cache.reset()
     assert remembered(cache) == []
-    assert cache.companions is parts  # which the planner and the attention hold
+    assert cache.sequence_state is parts  # which the planner and the attention hold
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_fork_goes_back(case: str) -> None:
     method, options = CASES[case]
-    cache = layer_cache(METHODS.get(method)(**options), 20)
+    cache = make_layer_cache(METHODS.get(method)(**options), 20)
     go(cache, 30)
     before, state = remembered(cache), cache.fork()
     go(cache, 12, seed=1)

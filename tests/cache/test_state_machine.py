@@ -46,9 +46,9 @@ class Tables(RuleBasedStateMachine):
     def step(self, pick: int, cap: int, evicts: bool) -> None:
         i = pick % len(self.tables)
         table, model, clock = self.tables[i], self.models[i], self.clock[i]
-        caps = np.maximum(table.lengths().max(1), cap)
+        capacities = np.maximum(table.lengths().max(1), cap)
         for s in range(table.n_seq):
-            table.set_budget(s, np.full(H, caps[s], dtype=np.int32), 1)
+            table.set_budget(s, np.full(H, capacities[s], dtype=np.int32), 1)
         rule_ = DecodeRule(signal=Signal.SUM, evict=Evict.OLDEST) if evicts else DecodeRule()
         try:
             table.copy_on_write(whole=evicts)
@@ -78,7 +78,7 @@ class Tables(RuleBasedStateMachine):
             if gone[r] >= 0:
                 del model[r][int(gone[r])]
             model[r][clock[r // H]] = float(value[r // H, r % H, 0])
-            assert not evicts or len(model[r]) <= caps[r // H]
+            assert not evicts or len(model[r]) <= capacities[r // H]
         for s in range(n):
             clock[s] += 1
 

@@ -20,7 +20,7 @@ from millpond.policy.policy import Policy
 from millpond.policy.step_merge import slot_plan
 from millpond.policy.view import View
 from tests.helpers.matrix.models import llama, prompts
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 from tests.helpers.papers.keyed import text
 
 CASES: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def planned(policy: Policy) -> Policy:
 def after(policy: Policy, dtype: torch.dtype, budget: int = 12) -> tuple[LayerCache, Tensor]:
     """The cache of one layer after a prompt of 20 and 24 steps in a batch of two, and the outputs of those."""
     q, k, v = (torch.stack([a, b]).to(dtype) for a, b in zip(text(n=44), text(n=44, seed=1), strict=True))
-    cache = layer_cache(policy, budget, slots=4)
+    cache = make_layer_cache(policy, budget, slots=4)
     mask = torch.ones(2, 44, dtype=torch.bool)
     mask[1, :3] = False  # a pad in front
     mask[0, 29:31] = False  # one sequence pauses
@@ -89,7 +89,7 @@ def test_equals_a_plan_at_each_step(case: str, dtype: torch.dtype) -> None:
         for x, y in ((a.keys, b.keys), (a.values, b.values), (a.scores, b.scores), (a.log_masses, b.log_masses)):
             assert (x is None) is (y is None)
             assert x is None or y is None or torch.allclose(x, y, atol=bound)
-    assert ours.companions.memories.keys() == theirs.companions.memories.keys()
+    assert ours.sequence_state.memories.keys() == theirs.sequence_state.memories.keys()
     for cache in (ours, theirs):
         assert cache.table is not None
         cache.table.pool.check_integrity([cache.table.held()])

@@ -13,10 +13,10 @@ import torch
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool
-from millpond.cache.tiered.away_pages import AwayPages, Patches
-from millpond.cache.tiered.departure import MOST_PATCHES, depart
 from millpond.cache.tiered.extents import LayerExtents, Transit
-from millpond.cache.tiered.visit import PageVisit
+from millpond.cache.tiered.offloaded_pages import OffloadedPages, Patches
+from millpond.cache.tiered.page_fetch import PageFetch
+from millpond.cache.tiered.write_back import MAX_PATCHES, write_back
 from millpond.kernels import ops, page_rows
 from millpond.kernels.args import EntryRows
 from millpond.tiers.buffers import Slot, aligned_buffer
@@ -37,7 +37,7 @@ class Bench:
         slots = [Slot(aligned_buffer(1 << 16)) for _ in range(4)]
         self.transit = Transit(self.loader, slots[:2], slots[2:])
         self.extents = LayerExtents(ScratchFile(folder), self.transit)
-        self.away = AwayPages(self.pool, self.extents)
+        self.offloaded = OffloadedPages(self.pool, self.extents)
 
     def table(self, *lens: int) -> PageTable:
         """A table of as many sequences, with random entries."""
@@ -56,20 +56,20 @@ class Bench:
         return table
 
     def leave(
-        self, table: PageTable, visit: PageVisit | None = None, *, appends: bool = False, rewritten: Any = None
+        self, table: PageTable, fetch: PageFetch | None = None, *, appends: bool = False, rewritten: Any = None
     ) -> None:
-        assert depart(table, self.away, visit, appends=appends, rewritten=rewritten) == {}
+        assert write_back(table, self.offloaded, fetch, appends=appends, rewritten=rewritten) == {}
 
-    def come(self, table: PageTable) -> PageVisit:
-        visit = PageVisit.begin(table)
-        visit.end(table)
-        return visit
+    def come(self, table: PageTable) -> PageFetch:
+        fetch = PageFetch.begin(table)
+        fetch.end(table)
+        return fetch
 
     def check(self, *tables: PageTable) -> None:
         """Every page is held by those that name it."""
-        here = [t.held() for t in tables if not t.is_away]
-        self.pool.check_integrity([*here, self.away.staying])
-        self.away.check_integrity([t.held() for t in tables if t.is_away])
+        here = [t.held() for t in tables if not t.is_offloaded]
+        self.pool.check_integrity([*here, self.offloaded.residents])
+        self.offloaded.check_integrity([t.held() for t in tables if t.is_offloaded])
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -101,18 +101,18 @@ def test_what_comes_back_is_what_left(appends: bool, bench: Bench) -> None:
     table = bench.table(20, 5, 33)
     before = content(table)
     bench.leave(table, appends=appends)
-    assert table.is_away
+    assert table.is_offloaded
     assert bench.pool.n_live == (3 * HEADS if appends else 0), "the pages that are not full stay"
     bench.check(table)
     for _ in range(2):
-        visit = bench.come(table)
+        fetch = bench.come(table)
         assert same(content(table), before)
         written = bench.transit.bytes_written
-        bench.leave(table, visit, appends=appends)
+        bench.leave(table, fetch, appends=appends)
         assert bench.transit.bytes_written == written, "nothing has changed"
         bench.check(table)
     table.clear()
-    assert (bench.pool.n_live, bench.away.n_live, bench.extents.used) == (0, 0, 0)
+    assert (bench.pool.n_live, bench.offloaded.n_live, bench.extents.used) == (0, 0, 0)
 
 
 def test_sequences_are_chosen_joined_and_shared_while_they_are_away(bench: Bench) -> None:
@@ -123,13 +123,13 @@ def test_sequences_are_chosen_joined_and_shared_while_they_are_away(bench: Bench
     one.join(two)
     one.select([2, 0, 2])
     bench.check(one)
-    visit = bench.come(one)
+    fetch = bench.come(one)
     n = 20 * HEADS
     expected = [torch.cat([b, a[:n], b]) for a, b in zip(*parts, strict=True)]
     assert same(content(one), expected)
     assert bench.pool.n_live == HEADS * (2 + 3), "what two sequences hold is here once"
     one.copy_on_write(whole=True)
-    bench.leave(one, visit)
+    bench.leave(one, fetch)
     bench.check(one)
     bench.come(one)
     assert same(content(one), expected)
@@ -139,9 +139,9 @@ def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) ->
     table = bench.table(4 * SLOTS)
     bench.leave(table)
     first = bench.transit.bytes_written
-    steps = 2 * MOST_PATCHES
+    steps = 2 * MAX_PATCHES
     for step in range(steps):
-        visit = bench.come(table)
+        fetch = bench.come(table)
         for head in range(HEADS):  # as a kernel does: another entry in the place of a victim
             slot = (7 * step + head) % (4 * SLOTS)
             page = int(table.pages[head, slot // SLOTS])
@@ -149,21 +149,21 @@ def test_entries_that_are_overwritten_wait_until_there_are_many(bench: Bench) ->
             arrays.keys[0][page, slot % SLOTS] = step
             arrays.positions[0][page, slot % SLOTS] = 1000 + step
         before = content(table)
-        bench.leave(table, visit)
+        bench.leave(table, fetch)
         bench.check(table)
-        visit = bench.come(table)
+        fetch = bench.come(table)
         assert same(content(table), before)
-        bench.leave(table, visit)
-    assert 0 < bench.transit.bytes_written - first <= first * (steps // MOST_PATCHES)
+        bench.leave(table, fetch)
+    assert 0 < bench.transit.bytes_written - first <= first * (steps // MAX_PATCHES)
     table.clear()
-    assert (bench.away.patches.nbytes, bench.extents.used) == (0, 0)
+    assert (bench.offloaded.patches.nbytes, bench.extents.used) == (0, 0)
 
 
 def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> None:
     """Two heads hold the same positions, so a page that changes hands looks the same by its positions alone."""
     table = bench.table(2 * SLOTS)
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     keys = ops.read(table.regions, 2 * SLOTS).keys
     swapped = torch.stack([keys[1], keys[0]])
     table.renew(0, np.full(HEADS, 2 * SLOTS, dtype=np.int32))
@@ -171,7 +171,7 @@ def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> No
     start, count = torch.zeros(HEADS, dtype=torch.int32), torch.full((HEADS,), 2 * SLOTS, dtype=torch.int32)
     ops.write(table.regions, EntryRows(start, count, index, swapped, swapped, index, torch.zeros(HEADS, 2 * SLOTS)))
     table.set_lengths(0, np.full(HEADS, 2 * SLOTS, dtype=np.int32))
-    bench.leave(table, visit)
+    bench.leave(table, fetch)
     bench.come(table)
     assert torch.equal(ops.read(table.regions, 2 * SLOTS).keys, swapped)
 
@@ -179,20 +179,20 @@ def test_a_page_that_was_freed_and_used_again_is_another_one(bench: Bench) -> No
 def test_all_entries_of_a_sequence_have_changed(bench: Bench) -> None:
     table = bench.table(2 * SLOTS, 2 * SLOTS)
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     pages = torch.from_numpy(table.held()).long()
     bench.pool.arrays.values[0][pages] += 1  # a merge, which no position tells of
     before = content(table)
-    bench.leave(table, visit, rewritten=np.array([True, True]))
+    bench.leave(table, fetch, rewritten=np.array([True, True]))
     bench.come(table)
     assert same(content(table), before)
 
 
-def test_a_visit_that_is_given_up_changes_nothing(bench: Bench) -> None:
+def test_a_fetch_that_is_cancelled_changes_nothing(bench: Bench) -> None:
     table = bench.table(20)
     before = content(table)
     bench.leave(table, appends=True)
-    PageVisit.begin(table).cancel(bench.pool)
+    PageFetch.begin(table).cancel(bench.pool)
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
@@ -202,14 +202,14 @@ def test_without_room_for_patches_pages_are_written(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limit=64 << 10)
     table = bench.table(2 * SLOTS)
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     page = int(table.pages[0, 0])
     bench.pool.arrays.positions[0][page, 0] = 77
     bench.account.limit_bytes = bench.account.nbytes  # others have taken the rest
     written = bench.transit.bytes_written
-    bench.leave(table, visit)
+    bench.leave(table, fetch)
     assert bench.transit.bytes_written > written
-    assert bench.away.patches.nbytes == 0
+    assert bench.offloaded.patches.nbytes == 0
     bench.loader.close()
     bench.extents.close()
 
@@ -239,14 +239,14 @@ def test_a_slot_that_was_free_holds_a_new_entry_whatever_lay_there(bench: Bench)
     for page in last:
         arrays.positions[0][page, 3] = 500  # of an entry that is long gone
     bench.leave(table)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     lens = np.full(HEADS, SLOTS + 4, dtype=np.int32)
     for head in range(HEADS):
         page = int(table.pages[head, 1])
         arrays.positions[0][page, 3], arrays.keys[0][page, 3] = 500, float(head + 7)
     table.set_lengths(0, lens)
     before = content(table)
-    bench.leave(table, visit)
+    bench.leave(table, fetch)
     bench.come(table)
     assert same(content(table), before)
 
@@ -256,7 +256,7 @@ def test_pages_that_several_sequences_hold_leave_once(bench: Bench) -> None:
     table.select([0, 0, 0])
     before = content(table)
     bench.leave(table)
-    assert bench.away.n_live == HEADS * 3
+    assert bench.offloaded.n_live == HEADS * 3
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
@@ -265,11 +265,11 @@ def test_pages_that_several_sequences_hold_leave_once(bench: Bench) -> None:
 def test_a_table_that_held_nothing_when_it_came(bench: Bench) -> None:
     table, full = bench.table(0), bench.table(20)
     bench.leave(table, appends=True)
-    visit = bench.come(table)
+    fetch = bench.come(table)
     table.join(full)
     table.select([1])
     before = content(table)
-    bench.leave(table, visit, appends=True)
+    bench.leave(table, fetch, appends=True)
     bench.check(table)
     bench.come(table)
     assert same(content(table), before)
@@ -282,14 +282,14 @@ def test_pages_that_others_hold_are_not_written_again_with_those_of_their_sequen
     other, pages = table.fork(), HEADS * bench.pool.kv_bytes_per_page
     written = []
     for step in range(3):
-        visit = bench.come(table)
+        fetch = bench.come(table)
         for page in table.pages[:, :4].flatten().tolist():  # more entries than may wait
             bench.pool.arrays.keys[0][page] = step
             bench.pool.arrays.positions[0][page] = 1000 * (step + 1) + torch.arange(SLOTS, dtype=torch.int32)
         before = bench.transit.bytes_written
-        bench.leave(table, visit)
+        bench.leave(table, fetch)
         written.append(bench.transit.bytes_written - before)
-    assert 4 * SLOTS > MOST_PATCHES
+    assert 4 * SLOTS > MAX_PATCHES
     assert written == [4 * pages] * 3
     bench.check(table, other)
     bench.come(other)

@@ -121,7 +121,7 @@ def test_each_layer_holds_what_its_own_codec_makes_of_it() -> None:
     for codec in ("0=int4,*=int8", "int4", "int8"):
         with torch.no_grad(), mp.compress(model(), "full", codec=codec) as kept:
             model()(prompt(), cache=kept)
-            held[codec] = [core.read(0) for core in kept.layer_caches]
+            held[codec] = [layer_cache.read(0) for layer_cache in kept.layer_caches]
     mixed = held["0=int4,*=int8"]
     assert torch.equal(mixed[0].keys, held["int4"][0].keys)
     assert not torch.equal(mixed[0].keys, held["int8"][0].keys)

@@ -1,4 +1,4 @@
-"""Long eviction at every step: what is sealed again as pages empty, where scales stay and where they move."""
+"""Long eviction at every step: what is quantized again as pages empty, where scales stay and where they move."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.helpers.codec.layers import decode, feed, make, parts, tokens
 FIRST, LAST = 240, 700
 
 
-def error(found: Tensor, positions: Tensor, sealed: Tensor, keys: Tensor) -> float:
-    """Of the sealed keys of the first tokens."""
-    chosen = (positions >= 0) & (positions < FIRST) & torch.isin(positions, sealed)
+def error(found: Tensor, positions: Tensor, quantized: Tensor, keys: Tensor) -> float:
+    """Of the quantized keys of the first tokens."""
+    chosen = (positions >= 0) & (positions < FIRST) & torch.isin(positions, quantized)
     exact = keys[positions[chosen].long()]
     return float((found[chosen] - exact).norm() / exact.norm())
 
@@ -24,8 +24,8 @@ def test_formats_whose_scales_stay_do_not_drift(codec: str, most: float) -> None
     feed(cache, qkv, 0, FIRST)
     errors = []
     for _ in range(2):
-        row, sealed = cache.read(0), parts(cache)[1].positions(slice(0, 1))[0]
-        errors.append(error(row.keys[0], row.positions[0], sealed[sealed >= 0], qkv[1][0, 0]))
+        row, quantized = cache.read(0), parts(cache)[1].positions(slice(0, 1))[0]
+        errors.append(error(row.keys[0], row.positions[0], quantized[quantized >= 0], qkv[1][0, 0]))
         if cache.columns == FIRST:
             decode(cache, qkv, FIRST, LAST)
     assert errors[0] > 0

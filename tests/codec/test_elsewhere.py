@@ -50,13 +50,13 @@ def tour(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor) ->
     outs += [near(feed(cache, qkv, 195, 200))]
     order = torch.tensor([1, 0, 1]).to(qkv[0].device)
     cache.select(order.tolist())
-    cache.timeline.select(order.tolist())
+    cache.tracker.select(order.tolist())
     q, k, v = (t[order] for t in qkv)
     outs += run(cache, (q, k, v), 200, 203)
     table = parts(cache)[0]
     restore(table, release_all(table, copy_out(table)))
     if cache.truncatable:
-        cache.timeline.rewind(cache.columns - 2, cache.timeline.seen - 2)
+        cache.tracker.rewind(cache.columns - 2, cache.tracker.seen - 2)
         cache.truncate(2, np.full(3, 2))
     return [*outs, *run(cache, (q, k, v), 203, 206)]
 
@@ -118,7 +118,7 @@ def test_a_text_put_away_elsewhere_goes_on(codec: str, method: str) -> None:
         run(first, far, 188, 190)
         stored = to_tensors(first)
         assert not any(isinstance(t, Far) for t in stored.values())
-        second.timeline.begin_with(190)
+        second.tracker.begin_with(190)
         from_tensors(second, stored, 190, ELSEWHERE)
         second.columns = 190
         assert parts(second)[1].regions().table.device == ELSEWHERE

@@ -1,4 +1,4 @@
-"""Batches move, texts go back and forth: a layer with a sealed part holds the entries that one without would hold."""
+"""Moved batches and forked texts: a layer with a quantized part holds the entries of one without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Moves(RuleBasedStateMachine):
         start = self.pair[0].columns
         qkv = tuple(t[:, :, start : start + n].expand(self.sequences, -1, -1, -1) for t in TEXT)
         for cache in self.pair:
-            cache.timeline.begin_pass()
+            cache.tracker.begin_pass()
             cache.attend(*qkv, None, SHAPE)
 
     @rule(n=st.integers(2, 60))
@@ -52,20 +52,20 @@ class Moves(RuleBasedStateMachine):
         chosen = [o % self.sequences for o in order]
         for cache in self.pair:
             cache.select(chosen)
-            cache.timeline.select(chosen)
+            cache.tracker.select(chosen)
         self.sequences = len(chosen)
 
     @precondition(lambda self: not self.states)
     @rule()
     def fork(self) -> None:
-        self.states = [[cache.fork(), cache.columns, cache.timeline.seen.copy()] for cache in self.pair]
+        self.states = [[cache.fork(), cache.columns, cache.tracker.seen.copy()] for cache in self.pair]
 
     @precondition(lambda self: self.states)
     @rule()
     def restore(self) -> None:
         for cache, (state, columns, seen) in zip(self.pair, self.states, strict=True):
             cache.restore(state)
-            cache.timeline.rewind(columns, seen)
+            cache.tracker.rewind(columns, seen)
         self.states = []
 
     def drop_states(self) -> None:
@@ -77,10 +77,12 @@ class Moves(RuleBasedStateMachine):
     def holds_the_same(self) -> None:
         for s in range(self.sequences):
             assert positions(self.pair[0], s) == positions(self.pair[1], s)
-        table, sealed = parts(self.pair[0])
+        table, quantized = parts(self.pair[0])
         held = [table.held(), *(state.table.held() for state, *_ in self.states[:1])]
         table.pool.check_integrity(held)
-        sealed.pool.check_integrity([sealed.held(), *(state.table.sealed.held() for state, *_ in self.states[:1])])
+        quantized.pool.check_integrity(
+            [quantized.held(), *(state.table.quantized.held() for state, *_ in self.states[:1])]
+        )
         close(self.pair[0], self.pair[1], self.sequences)
 
     def teardown(self) -> None:
@@ -112,13 +114,13 @@ TestRandomMoves.settings = settings(max_examples=examples(8), stateful_step_coun
 @pytest.mark.parametrize("codec", ["int4", "flexgen4", "think", "fp8"])
 @pytest.mark.parametrize("n", [1, 30, 90])
 def test_crop_of_a_full_cache(codec: str, n: int) -> None:
-    """The newest tokens can be cut off, sealed ones too; the others keep their codes, and the text goes on."""
+    """The newest tokens can be cut off, quantized ones too; the others keep their codes, and the text goes on."""
     cache, qkv = make(codec), tokens(330)
     feed(cache, qkv, 0, 200)
     decode(cache, qkv, 200, 230)
     before = cache.read(0)
     tokens_ = np.array([n])
-    cache.timeline.rewind(230 - n, cache.timeline.seen - n)
+    cache.tracker.rewind(230 - n, cache.tracker.seen - n)
     cache.truncate(n, tokens_)
     assert positions(cache) == [list(range(230 - n))] * 2
     assert torch.equal(cache.read(0).keys[:, : 230 - n], before.keys[:, : 230 - n])
@@ -132,19 +134,19 @@ def test_crop_of_a_full_cache(codec: str, n: int) -> None:
 @pytest.mark.parametrize("codec", ["int4", "flexgen4", "kivi2", "rotated4", "mikv"])
 @pytest.mark.parametrize("accepted", [0, 3, 7])
 def test_drafts_are_taken_back_exactly(codec: str, accepted: int) -> None:
-    """Drafting and taking back changes nothing, although pages were sealed and entries evicted in between."""
+    """Drafting and taking back changes nothing, although pages were quantized and entries evicted in between."""
     qkv = tokens(300)
     plain, drafted = (make(codec, "h2o", 170, sinks=1, recent=0.8) for _ in range(2))
     feed(plain, qkv, 0, 195)
     decode(plain, qkv, 195, 196 + accepted)
     feed(drafted, qkv, 0, 195)
-    journal = DraftRollback(drafted.timeline, recording=True)
+    draft_rollback = DraftRollback(drafted.tracker, recording=True)
     wrong = tuple(t.flip(2) for t in tokens(8, seed=8))
     right = tuple(t[:, :, 195 : 196 + accepted] for t in qkv)
     own = tuple(torch.cat([t, w[:, :, accepted:7]], 2) for t, w in zip(right, wrong, strict=True))
-    drafted.timeline.begin_pass()
-    journal.attend(drafted, *own, None, SHAPE)
-    journal.crop([drafted], 7 - accepted)
+    drafted.tracker.begin_pass()
+    draft_rollback.attend(drafted, *own, None, SHAPE)
+    draft_rollback.crop([drafted], 7 - accepted)
     assert positions(plain) == positions(drafted)
     a, b = (torch.cat(decode(cache, qkv, 196 + accepted, 290), 2) for cache in (plain, drafted))
     assert torch.equal(a, b)
@@ -159,7 +161,7 @@ def test_reordered_beams_go_on_as_their_own(codec: str) -> None:
     feed(cache, qkv, 0, 180)
     decode(cache, qkv, 180, 200)
     cache.select([1, 1, 0])
-    cache.timeline.select([1, 1, 0])
+    cache.tracker.select([1, 1, 0])
     turned = tuple(t[[1, 1, 0]] for t in qkv)
     out = torch.cat(decode(cache, turned, 200, 300), 2)
     own = tuple(t[1:] for t in qkv)

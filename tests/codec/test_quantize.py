@@ -1,4 +1,4 @@
-"""A layer with a sealed part: what is attended to, what never changes, what comes back to the pool."""
+"""A layer with a quantized part: what is attended to, what never changes, what comes back to the pool."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def attention(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("codec", [*CODECS, "int8+int4"])
 def test_decoding_attends_to_what_is_read(codec: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused step equals attention over the dequantised entries, at every step, while pages are sealed."""
+    """The fused step equals attention over the dequantised entries, at every step, while pages are quantized."""
     monkeypatch.setenv("MILLPOND_KERNELS", kernels)
     steps, bound = (20, 5e-4) if kernels == "reference" else (90, 2e-2)  # native products are of bfloat16
     cache, qkv = make(codec, "h2o", 180, sinks=1, recent=0.1), tokens(290)
     feed(cache, qkv, 0, 200)
     for t in range(200, 200 + steps):
-        quantize.quantize_due(parts(cache)[0], cache.timeline.seen > 0)
+        quantize.quantize_due(parts(cache)[0], cache.tracker.seen > 0)
         expected = attention(cache, *(x[:, :, t : t + 1] for x in qkv))
         out = feed(cache, qkv, t, t + 1)
         assert (out[0] - expected).abs().max() < bound, t
@@ -106,12 +106,12 @@ def test_codes_do_not_depend_on_the_batch(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int4", "kivi2", "flexgen4_paper", "fp8", "think"])
-def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_first_pages_are_quantized_as_sorted_entries_are(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing leaves, whole plain pages become codes as they lie: the same codes, and the same entries beside."""
     qkv, mask = tokens(460, batch=2, seed=3), torch.ones(2, 200, dtype=torch.bool)
     mask[1, :45] = False
     taken: list[bool] = []
-    first_pages = quantize._seal_first_pages
+    first_pages = quantize._quantize_first_pages
 
     def watched(*given: Any) -> bool:
         taken.append(first_pages(*given))
@@ -119,7 +119,7 @@ def test_whole_first_pages_are_sealed_as_sorted_entries_are(codec: str, monkeypa
 
     found = []
     for way in (watched, lambda *given: False):
-        monkeypatch.setattr(quantize, "_seal_first_pages", way)
+        monkeypatch.setattr(quantize, "_quantize_first_pages", way)
         cache = make(codec)
         feed(cache, qkv, 0, 200, mask=mask)
         outs = torch.cat(decode(cache, qkv, 200, 460), 2)
@@ -143,15 +143,15 @@ def test_no_page_falls_due_in_quiet_steps(codec: str, method: str) -> None:
     feed(cache, qkv, 0, 100, mask=mask)
     quiet = 0
     for t in range(100, 400):
-        table, sealed = parts(cache)
-        if sealed.steps_until_check > 0:
+        table, quantized = parts(cache)
+        if quantized.steps_until_check > 0:
             quiet += 1
-            assert (table.lengths() < quantize.max_unquantized(sealed, table.entries())).all()
+            assert (table.lengths() < quantize.max_unquantized(quantized, table.entries())).all()
             assert not any(quantize.pages_due(table).values())
         feed(cache, qkv, t, t + 1)
         if t == 200:
             cache.select([2, 0, 1])
-            cache.timeline.select([2, 0, 1])
+            cache.tracker.select([2, 0, 1])
     assert 250 < quiet < 300
     check(cache)
 
@@ -175,26 +175,26 @@ def test_tombstones_are_bounded(codec: str, method: str) -> None:
     most = 0
     for t in range(200, 900):
         feed(cache, qkv, t, t + 1)
-        table, sealed = parts(cache)
+        table, quantized = parts(cache)
         assert (table.entries() == 140).all()
-        assert (sealed.lens <= 2 * (sealed.lens - sealed.n_evicted) + 2 * sealed.slots).all()
-        most = max(most, int(sealed.n_evicted.max()))
+        assert (quantized.lens <= 2 * (quantized.lens - quantized.n_evicted) + 2 * quantized.slots).all()
+        most = max(most, int(quantized.n_evicted.max()))
     check(cache)
-    assert most > 0 or (method, codec) == ("h2o", "int4")  # whose sealed entries are all heavy
+    assert most > 0 or (method, codec) == ("h2o", "int4")  # whose quantized entries are all heavy
 
 
 def test_a_dead_page_goes_back_and_a_living_one_stays() -> None:
-    """A page goes when it is mostly dead and the next one is sealed; its survivors are encoded again, no others."""
+    """A page goes when it is mostly dead and the next one is quantized; its survivors are encoded again, no others."""
     cache, qkv = make("flexgen4_paper", "window", 100, sinks=0), tokens(400)
     feed(cache, qkv, 0, 100)
-    sealed = parts(cache)[1]
-    ids = [sealed.held_by(row).tolist() for row in range(KV)]
+    quantized = parts(cache)[1]
+    ids = [quantized.held_by(row).tolist() for row in range(KV)]
     assert [len(own) for own in ids] == [3, 3]
-    decode(cache, qkv, 100, 128)  # the oldest 28 have left, and nothing was sealed since
-    assert [sealed.held_by(row).tolist() for row in range(KV)] == ids
-    assert sealed.n_evicted.tolist() == [28, 28]
+    decode(cache, qkv, 100, 128)  # the oldest 28 have left, and nothing was quantized since
+    assert [quantized.held_by(row).tolist() for row in range(KV)] == ids
+    assert quantized.n_evicted.tolist() == [28, 28]
     decode(cache, qkv, 128, 130)
-    assert [sealed.held_by(row).tolist()[:2] for row in range(KV)] == [own[1:] for own in ids]
+    assert [quantized.held_by(row).tolist()[:2] for row in range(KV)] == [own[1:] for own in ids]
     assert positions(cache) == [list(range(30, 130))] * KV
     check(cache)
 
@@ -205,26 +205,26 @@ def test_heads_of_their_own_length_hold_pages_of_their_own() -> None:
     q, k, v = qkv
     q[:, :2, :, 5], k[:, 0, :20, 5] = 10.0, 10.0  # one head looks at 20 entries
     feed(cache, (q, k, v), 0, 600)
-    table, sealed = parts(cache)
+    table, quantized = parts(cache)
     lengths = table.entries()[0]
     assert lengths.sum() == 320
     assert lengths.max() - lengths.min() > 64
-    assert [len(sealed.held_by(row)) for row in range(KV)] == [int(n) // 32 for n in lengths]
-    assert sealed.pool.n_live == sum(int(n) // 32 for n in lengths)
+    assert [len(quantized.held_by(row)) for row in range(KV)] == [int(n) // 32 for n in lengths]
+    assert quantized.pool.n_live == sum(int(n) // 32 for n in lengths)
 
 
 @pytest.mark.parametrize("codec", ["int4", "kivi2", "fp8"])
 def test_a_later_plan_leaves_codes_alone(codec: str) -> None:
-    """What a second turn keeps of the sealed entries is what it was, unless its page had mostly died."""
+    """What a second turn keeps of the quantized entries is what it was, unless its page had mostly died."""
     cache, qkv = make(codec, "h2o", 220, sinks=1), tokens(500)
     feed(cache, qkv, 0, 400)
     before = cache.read(0)
     old = parts(cache)[1].positions(slice(None))
     feed(cache, qkv, 400, 420)
     after = cache.read(0)
-    table, sealed = parts(cache)
+    table, quantized = parts(cache)
     assert (table.entries() == 220).all()
-    kept = sealed.positions(slice(None))
+    kept = quantized.positions(slice(None))
     shared = [set(a.tolist()) & set(b.tolist()) - {-1} for a, b in zip(old, kept, strict=True)]
     assert min(map(len, shared)) > 20
     for head, own in enumerate(shared):

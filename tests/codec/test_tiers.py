@@ -25,14 +25,14 @@ def test_the_upper_tier_is_the_method(method: str) -> None:
     qkv = tokens(300)
     tiers, alone = make("mikv", method, 100, **METHODS[method]), make("bf16", method, 100, **METHODS[method])
     assert torch.equal(feed(tiers, qkv, 0, 300), feed(alone, qkv, 0, 300))
-    table, sealed = parts(tiers)
-    below = [set(row.tolist()) - {-1} for row in sealed.positions(slice(None))]
+    table, quantized = parts(tiers)
+    below = [set(row.tolist()) - {-1} for row in quantized.positions(slice(None))]
     above = [set(own) for own in positions(alone)]
     assert [a | b for a, b in zip(above, below, strict=True)] == [set(range(300))] * 2
     assert not any(a & b for a, b in zip(above, below, strict=True))
     assert table.lengths().tolist() == alone.stored.tolist()
     check(tiers)
-    sealed.clear()  # without the lower tier
+    quantized.clear()  # without the lower tier
     found, expected = tiers.read(0), alone.read(0)
     assert torch.equal(found.keys, expected.keys)
     assert torch.equal(found.values, expected.values)
@@ -48,10 +48,10 @@ def test_nothing_is_ever_lost(method: str) -> None:
     feed(cache, qkv, 300, 330)
     decode(cache, qkv, 330, 420)
     assert positions(cache) == [list(range(420))] * 2
-    table, sealed = parts(cache)
+    table, quantized = parts(cache)
     grows = method in ("snapkv", "knorm")  # these evict nothing while decoding
     assert table.lengths().max() < (100 + 90 + 1 if grows else 160)
-    assert sealed.n_evicted.sum() == 0
+    assert quantized.n_evicted.sum() == 0
     check(cache)
 
 
@@ -60,14 +60,14 @@ def test_demoted_entries_are_the_lowest() -> None:
     qkv, cache = tokens(320), make("mikv", "h2o", 100, sinks=2)
     feed(cache, qkv, 0, 200)
     decode(cache, qkv, 200, 231)
-    table, sealed = parts(cache)
+    table, quantized = parts(cache)
     assert table.lengths().tolist() == [[131, 131]]
     table_before = cache.read(0)
     plain = [set(own) for own in positions(cache)]
-    below = [set(row.tolist()) - {-1} for row in sealed.positions(slice(None))]
+    below = [set(row.tolist()) - {-1} for row in quantized.positions(slice(None))]
     decode(cache, qkv, 231, 232)
     assert table.lengths().tolist() == [[100, 100]]
-    now = [set(row.tolist()) - {-1} for row in sealed.positions(slice(None))]
+    now = [set(row.tolist()) - {-1} for row in quantized.positions(slice(None))]
     for head, (old, new) in enumerate(zip(below, now, strict=True)):
         gone = new - old
         assert len(gone) == 32
@@ -80,8 +80,8 @@ def test_demoted_entries_are_the_lowest() -> None:
 
 def test_a_lower_tier_costs_its_bits() -> None:
     """The published setting: a fifth of the entries in 16 bits and the others in two take 5 bits per number at 128."""
-    sealed = parts_of_width(128)
-    assert 0.2 * 16 + 0.8 * sealed == pytest.approx(5.0)
+    quantized = parts_of_width(128)
+    assert 0.2 * 16 + 0.8 * quantized == pytest.approx(5.0)
 
 
 def parts_of_width(dim: int) -> float:

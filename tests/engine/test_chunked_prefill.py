@@ -67,8 +67,8 @@ def test_no_layer_ever_holds_more_than_budget_and_chunk(method: str) -> None:
     while made.busy:
         made.step()
         for live in made._requests:
-            for core in live.stack.layers if live.stack is not None else []:
-                most = max(most, int(core.stored.max(initial=0)))
+            for layer_cache in live.stack.layers if live.stack is not None else []:
+                most = max(most, int(layer_cache.stored.max(initial=0)))
         made.check_integrity()
     assert 24 < most <= 24 + 16
     made.close()
@@ -143,7 +143,7 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
 def scores(made: Engine, name: str) -> list[torch.Tensor]:
     live = made._requests[name]
     assert live.stack is not None
-    return [core.read(0).scores for core in live.stack.layers]
+    return [layer_cache.read(0).scores for layer_cache in live.stack.layers]
 
 
 def test_scores_are_shared_with_the_pages_of_a_prompt() -> None:
@@ -207,5 +207,7 @@ def test_answers_that_nothing_plans_run_in_one_call() -> None:
             made.step()
         made.step()
         (group,) = made._parts.decode_groups.groups
-        assert all(core.is_fusable(1, core.attention.shape) == fused for core in group.stack.layers)
+        assert all(
+            layer_cache.is_fusable(1, layer_cache.attention.shape) == fused for layer_cache in group.stack.layers
+        )
         made.close()

@@ -95,7 +95,7 @@ def codes(codec: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
         model(torch.float32).generate(tokens, attention_mask=mask, past_key_values=kept, max_new_tokens=1)
         found = []
         for layer in kept.layers:
-            table = layer.core.table
+            table = layer.layer_cache.table
             for part in table.packed_parts:
                 read = part.read(0)
                 found += [read.keys[:, : int(part.lens[0])], read.positions[:, : int(part.lens[0])].float()]

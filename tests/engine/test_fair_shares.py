@@ -27,7 +27,7 @@ def steps_that_hold(engine: Engine, names: tuple[str, ...]) -> dict[str, Any]:
         done |= {output.request_id: output for output in engine.step() if output.finished}
         for name in names:
             found = engine.cache_of(name)
-            if found is None or (seen := int(found[0].timeline.seen[found[1]])) < LENGTH:
+            if found is None or (seen := int(found[0].tracker.seen[found[1]])) < LENGTH:
                 continue
             checked += 1
             for layer in found[0].layers:

@@ -172,7 +172,7 @@ def plant_in_plan(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     """Layer 0 has its plan, and so has layer 1."""
 
     def where(self: Planner, *_: Any, **__: Any) -> bool:
-        return any(core.planner is self and core.index == 1 for core in layers_of(engine))
+        return any(layer_cache.planner is self and layer_cache.index == 1 for layer_cache in layers_of(engine))
 
     return raise_behind(patch, Planner, "plan", where)
 
@@ -181,7 +181,7 @@ def plant_in_codec(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     """Layer 0 has its codes, and layer 1 those of the plan."""
 
     def where(self: QuantizedStore, *_: Any, **__: Any) -> bool:
-        tables = [core.table for core in layers_of(engine) if core.index == 1]
+        tables = [layer_cache.table for layer_cache in layers_of(engine) if layer_cache.index == 1]
         return any(table is not None and self in table.packed_parts for table in tables)
 
     return raise_behind(patch, QuantizedStore, "write_all", where)

@@ -181,7 +181,7 @@ def test_a_request_that_moves_goes_on_without_them() -> None:
     other.import_request(data)
     cache = other.cache_of("moves")
     assert cache is not None
-    assert cache[0].timeline.marks.dropped.of(cache[1]) == SPANS
+    assert cache[0].tracker.marks.dropped.of(cache[1]) == SPANS
     found: list[RequestOutput] = []
     while other.busy:
         found += [output for output in other.step() if output.finished]

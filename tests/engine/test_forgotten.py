@@ -30,8 +30,8 @@ def expected(method: str, codec: str = "auto", new: int = NEW, model: Any = None
         warnings.simplefilter("ignore", category=UserWarning)
         with mp.compress(model, method, budget_of(method), codec, page_slots=4, **METHODS[method]) as kept:
             generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new, cache=kept)
-            for core in kept.layer_caches:
-                for row in core.read(0).positions.tolist():
+            for layer_cache in kept.layer_caches:
+                for row in layer_cache.read(0).positions.tolist():
                     heads += 1
                     for position in row:
                         if position >= 0:

@@ -47,7 +47,7 @@ def steps_that_hold_all(engine: Engine, name: str, length: int = LENGTH) -> Any:
         for output in engine.step():
             done = output if output.finished and output.request_id == name else done
         found = engine.cache_of(name)
-        if found is not None and int(found[0].timeline.seen[found[1]]) > length:
+        if found is not None and int(found[0].tracker.seen[found[1]]) > length:
             looks += 1
             for layer in found[0].layers:
                 assert layer.table is not None

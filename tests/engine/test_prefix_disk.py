@@ -250,7 +250,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         self.request += 1
         known = self.path(text)
         stored = self.tree.find_stored("kind", text, 2, known)
-        path = self.tree.bring_back(known, stored, lambda pages: True, self.request)
+        path = self.tree.load(known, stored, lambda pages: True, self.request)
         fresh = self.pool.allocate(2 * (len(text) // 2 - len(path)))
         for number in range(len(path), len(text) // 2):
             ids = fresh[2 * (number - len(path)) :][:2]

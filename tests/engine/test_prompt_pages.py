@@ -96,7 +96,7 @@ def test_so_it_is_in_a_later_turn(codec: str) -> None:
             found.append(torch.cat(parts).log_softmax(-1))
             llama()(torch.tensor([[7]]), cache=cache)
             cache.check_integrity()
-            assert not any(core.pending for core in cache.layer_caches)
+            assert not any(layer_cache.pending for layer_cache in cache.layer_caches)
     assert float((found[0] - found[1]).abs().max()) < 1e-5
 
 
@@ -132,7 +132,7 @@ def test_behind_the_plan_pages_are_those_of_the_codec(codec: str) -> None:
     waiting = [pool for pool in engine._parts.memory.pools if getattr(pool, "until_plan", False)]
     assert [pool.arrays.dtype for pool in waiting] == [torch.float32]
     assert not any(pool.n_live for pool in waiting)
-    tables = [core.table for core in engine._requests["it"].group.stack.layers]
+    tables = [layer_cache.table for layer_cache in engine._requests["it"].group.stack.layers]
     assert {table.pool.arrays.dtype for table in tables if table is not None} == {torch.bfloat16}
     with torch.no_grad(), mp.compress(llama(), "full", codec=codec) as cache:
         llama()(torch.tensor([drawn()]), cache=cache)

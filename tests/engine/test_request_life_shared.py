@@ -92,7 +92,9 @@ class SharedLife(EngineLife):
             if live.job.state is State.SWAPPED:
                 assert live.stack is not None
                 assert live.stack.is_swapped_out
-                assert not any(len(core.table.held()) for core in live.stack.layers if core.table is not None)
+                assert not any(
+                    len(layer_cache.table.held()) for layer_cache in live.stack.layers if layer_cache.table is not None
+                )
 
 
 TestSharedLife = SharedLife.TestCase

@@ -84,9 +84,9 @@ def test_h2o_goes_on_as_generate_closes_gaps(monkeypatch: pytest.MonkeyPatch) ->
         text = model().generate(
             ids, past_key_values=cache, max_new_tokens=500, do_sample=False, attention_mask=mask, pad_token_id=0
         )
-        core = cache.layer_caches[0]
-        assert core.frames is not None
-        assert core.frames[0] > 300, "gaps were closed"
+        layer_cache = cache.layer_caches[0]
+        assert layer_cache.frames is not None
+        assert layer_cache.frames[0] > 300, "gaps were closed"
     expected = tuple(text[0, 50:].tolist())
     assert alone(request) == expected
     assert alone(request, options={"positions": "cache_relative"}) == expected
@@ -101,7 +101,7 @@ def test_thousands_of_tokens_stay_within_the_budget(method: str) -> None:
         for output in engine.step():
             kv = output.completions[0].kv
             found = engine.cache_of("long")
-            assert found is None or int(found[0].timeline.seen.max(initial=0)) <= CONTEXT
+            assert found is None or int(found[0].tracker.seen.max(initial=0)) <= CONTEXT
             if kv is not None and kv.seen > 1000:
                 held.add((kv.held, kv.kv_bytes))
                 assert kv.evicted == (kv.seen - BUDGET) * 4
@@ -151,11 +151,11 @@ def test_codes_stay_when_positions_change(method: str, codec: str) -> None:
     done = finish(first, 120)
     found = first.cache_of("bb")
     assert found is not None
-    assert found[0].timeline.closed[found[1]] > 0
+    assert found[0].tracker.closed[found[1]] > 0
     table = found[0].layers[1].table
     assert table is not None
-    assert table.sealed is not None
-    assert table.sealed.lens.any(), "some entries are codes"
+    assert table.quantized is not None
+    assert table.quantized.lens.any(), "some entries are codes"
     second.import_request(first.export_request("bb"))
     done |= finish(first) | finish(second)
     assert {name: tokens(output) for name, output in done.items()} == expected
@@ -170,23 +170,23 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     finish(engine, 40)
     found = engine.cache_of("a")
     assert found is not None
-    (stack, sequence), core = found, found[0].layers[1]
-    rotation = stack._rotations[1]
-    assert rotation is not None
-    before = core.read(sequence)
-    seen = int(stack.timeline.seen[sequence])
+    (stack, sequence), layer_cache = found, found[0].layers[1]
+    rotary = stack._rotations[1]
+    assert rotary is not None
+    before = layer_cache.read(sequence)
+    seen = int(stack.tracker.seen[sequence])
     stack.close_gaps(sequence)
-    after = core.read(sequence)
+    after = layer_cache.read(sequence)
     n = int((before.positions[0] >= 0).sum())
     assert after.positions[0, :n].tolist() == list(range(n))
-    assert stack.timeline.seen[sequence] == n < seen
-    assert stack.timeline.closed[sequence] == seen - n
+    assert stack.tracker.seen[sequence] == n < seen
+    assert stack.tracker.closed[sequence] == seen - n
     here, there = before.positions[:1, :n].long(), after.positions[:1, :n].long()
-    turned = rotation.rotate(rotation.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
+    turned = rotary.rotate(rotary.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
     torch.testing.assert_close(after.keys[:, :n], turned, rtol=0.02, atol=0.02)
     assert torch.equal(after.values, before.values)
     assert torch.equal(after.scores, before.scores)
-    assert torch.equal(core.text_positions(sequence, after.positions)[:, :n], here)
+    assert torch.equal(layer_cache.text_positions(sequence, after.positions)[:, :n], here)
     engine.check_integrity()
     engine.close()
 

@@ -86,7 +86,7 @@ def test_every_method_continues_elsewhere(pair: tuple[Engine, Engine], method: s
 
 def test_closed_gaps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a text is longer than the model's positions, entries have places inside the cache."""
-    monkeypatch.setattr(sequence_state, "GapClosing", lambda rotation, _: GapClosing(rotation, 100))
+    monkeypatch.setattr(sequence_state, "GapClosing", lambda rotary, _: GapClosing(rotary, 100))
     monkeypatch.setattr(gap_closing, "LEAST", 8)
     first, second = engine_for("h2o"), engine_for("h2o", page_slots=8)
     cache = CacheOptions(method="h2o", options={"positions": "cache_relative"}, budget=24)
@@ -96,7 +96,7 @@ def test_closed_gaps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run(first, 20)
     found = first.cache_of("long")
     assert found is not None
-    rolling = found[0].layers[0].companions.rolling
+    rolling = found[0].layers[0].sequence_state.rolling
     assert rolling is not None
     assert rolling.frames[0] > 0, "gaps were closed"
     second.import_request(first.export_request("long"))

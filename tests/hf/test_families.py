@@ -93,8 +93,8 @@ def test_rotation_is_the_models_own(name):
         with torch.no_grad():
             model(input_ids=ids, position_ids=here + shift, cache=stored)
         keys[shift] = stored.layers[0].keys
-    rotation = ModelRotation.of(ModelProfile.of(model))
-    moved = rotation.rotate(rotation.rotate(keys[0], here, inverse=True), here + 11)
+    rotary = ModelRotation.of(ModelProfile.of(model))
+    moved = rotary.rotate(rotary.rotate(keys[0], here, inverse=True), here + 11)
     torch.testing.assert_close(moved, keys[11], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(keys[0], keys[11], atol=1e-2)
 

@@ -104,17 +104,17 @@ def test_a_compressed_cache_loses_the_span_in_every_head(codec: str) -> None:
     wide = family("llama").make(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     with mp.compress(wide, "h2o", 180, codec, attach=False) as cache:
         wide(ids(240), past_key_values=cache)
-        held = [core.read(0) for core in cache.layer_caches]
+        held = [layer_cache.read(0) for layer_cache in cache.layer_caches]
         before = [cache.positions(layer) for layer in range(LAYERS)]
         cache.forget((20, 150))
         after = [cache.positions(layer) for layer in range(LAYERS)]
         assert after == [[[p for p in head if not 20 <= p < 150] for head in layer] for layer in before]
-        for core, was in zip(cache.layer_caches, held, strict=True):
-            now = core.read(0)
+        for layer_cache, was in zip(cache.layer_caches, held, strict=True):
+            now = layer_cache.read(0)
             for head in range(HEADS):
-                n = len(after[core.index][head])
+                n = len(after[layer_cache.index][head])
                 stays = (was.positions[head] >= 0) & ((was.positions[head] < 20) | (was.positions[head] >= 150))
-                assert 0 < n < len(before[core.index][head])
+                assert 0 < n < len(before[layer_cache.index][head])
                 assert torch.equal(now.scores[head, :n], was.scores[head][stays]), "sums stay"
                 # survivors of pages that are at least half dead are encoded again, as after any plan
                 step = 0.0 if codec == "auto" else 1.0
@@ -273,7 +273,7 @@ def test_a_document_remembers_what_was_forgotten(tmp_path: Path) -> None:
         expected = model()(ids(5, 1), past_key_values=cache).logits
     restored, _ = mp.restore_document(model(), tmp_path / "text.safetensors")
     with restored:
-        assert restored.timeline.marks.dropped.of(0) == ((4, 9),)
+        assert restored.tracker.marks.dropped.of(0) == ((4, 9),)
         assert torch.equal(model()(ids(5, 1), past_key_values=restored).logits, expected)
         with pytest.raises(CacheMismatchError, match="cannot take back"):
             restored.crop(-2)

@@ -32,9 +32,9 @@ def biased(size: float, **options: Any) -> Any:
 def scales(cache: mp.MillpondCache) -> list[float | None]:
     """The largest scale of the keys of each layer that has read something."""
     found = []
-    for core in cache.layer_caches:
-        assert core.table is not None
-        basis = core.table.basis
+    for layer_cache in cache.layer_caches:
+        assert layer_cache.table is not None
+        basis = layer_cache.table.basis
         found.append(None if basis is None or basis.scales is None else float(basis.scales.max()))
     return found
 

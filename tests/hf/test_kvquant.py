@@ -73,8 +73,8 @@ def read(name: str, **settings: Any) -> tuple[list[Any], Tensor]:
         logits = teacher_forced(model(name), prompt, text(2, 1, seed=4), cache)[:, -1]
         cache.check_integrity()
         if settings["codec"] != "bf16":
-            assert any(core.table.sealed.lens.all() for core in cache.layer_caches)
-        return [core.read(1) for core in cache.layer_caches], logits
+            assert any(layer_cache.table.quantized.lens.all() for layer_cache in cache.layer_caches)
+        return [layer_cache.read(1) for layer_cache in cache.layer_caches], logits
 
 
 @pytest.mark.parametrize("name", MODELS)

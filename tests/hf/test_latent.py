@@ -58,7 +58,7 @@ def pair(method, budget, between_chunks=True, **options):
 def both(model, latents, expanded, columns, mask, shape):
     """One pass through the two; returns their outputs."""
     q, c, r = (t[:, :, columns] for t in (model.q, model.latent, model.rope))
-    k, v = latents.accept(*model.expand(*latents.offer(c, r)))
+    k, v = latents.after_rope(*model.expand(*latents.before_rope(c, r)))
     mine = latents.attend(q, k, v, mask, shape)
     k, v = model.expand(c, r)
     return mine, expanded.attend(q, k, v, mask, shape)
@@ -100,7 +100,7 @@ def test_the_largest_head_decides_with_reduce_max():
     """reduce="max" takes the largest probability of all heads, query by query."""
     model, shape = Model(1, 9), SHAPES[0]
     latents, _ = pair("h2o", 4, reduce="max", sinks=0, recent=0.0)
-    k, v = latents.accept(*model.expand(*latents.offer(model.latent, model.rope)))
+    k, v = latents.after_rope(*model.expand(*latents.before_rope(model.latent, model.rope)))
     latents.attend(model.q, k, v, None, shape)
     keys, _ = model.expand(model.latent, model.rope)
     logits = model.q @ keys.transpose(-1, -2) * shape.scale
@@ -118,7 +118,7 @@ def test_chunks_change_nothing_when_the_plan_waits(method):
     for cache, cuts in ((once, [0, 15]), (parts, [0, 4, 11, 15])):
         for begin, end in [*pairwise(cuts), (15, 16), (16, 17)]:
             q, c, r = (t[:, :, begin:end] for t in (model.q, model.latent, model.rope))
-            out = cache.attend(q, *cache.accept(*model.expand(*cache.offer(c, r))), None, shape)
+            out = cache.attend(q, *cache.after_rope(*model.expand(*cache.before_rope(c, r))), None, shape)
         cache.out = out
     torch.testing.assert_close(once.out, parts.out, atol=1e-5, rtol=1e-5)
     assert torch.equal(once.read(0).positions, parts.read(0).positions)

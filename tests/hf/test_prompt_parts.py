@@ -231,7 +231,7 @@ def test_what_was_broken_off_between_two_parts_can_go_on() -> None:
     expected = run("h2o", ids, mask, budget=60)
 
     def stop(*_: Any) -> None:
-        if cache.timeline.columns == 110:
+        if cache.tracker.columns == 110:
             raise KeyboardInterrupt
 
     with torch.no_grad(), mp.compress(model, "h2o", 60) as cache:
@@ -241,7 +241,7 @@ def test_what_was_broken_off_between_two_parts_can_go_on() -> None:
         hook.remove()
         out = model.generate(ids, max_new_tokens=6, do_sample=False, cache=cache)
         assert torch.equal(out[:, 220:], expected[0])
-        assert not any(core.pending for core in cache.layer_caches)
+        assert not any(layer_cache.pending for layer_cache in cache.layer_caches)
         cache.check_integrity()
 
 

@@ -31,43 +31,43 @@ def vectors(family: str, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 def test_in_place_it_is_the_models_own(family: str, dtype: torch.dtype, inverse: bool) -> None:
     """Of a batch, with positions that jump; gpt_neox turns a part of each head. What was given stays as it was."""
-    rotation, x = rotation_of(family), vectors(family, dtype)
-    assert rotation._halves
+    rotary, x = rotation_of(family), vectors(family, dtype)
+    assert rotary._halves
     before = x.clone()
-    own = rotation.rotate(x, POSITIONS, inverse)  # gradients are on: the model's function
+    own = rotary.rotate(x, POSITIONS, inverse)  # gradients are on: the model's function
     with torch.no_grad():
-        found = rotation.rotate(x, POSITIONS, inverse)
-        again = rotation.rotate(x, POSITIONS + 1, inverse)
+        found = rotary.rotate(x, POSITIONS, inverse)
+        again = rotary.rotate(x, POSITIONS + 1, inverse)
     assert torch.equal(x, before)
     torch.testing.assert_close(found, own, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(again, rotation.rotate(x, POSITIONS + 1, inverse), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, rotary.rotate(x, POSITIONS + 1, inverse), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(again, found, atol=1e-2)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_a_step_turns_each_sequence_as_a_pass_of_its_own(family: str) -> None:
-    rotation, x = rotation_of(family), vectors(family)[:, :, :1]
+    rotary, x = rotation_of(family), vectors(family)[:, :, :1]
     places = POSITIONS[:, :1] + torch.tensor([[0], [7]])
-    found = rotation.rotate(x, places, inverse=True)
-    alone = [rotation.rotate(x[n : n + 1], places[n : n + 1], inverse=True) for n in range(2)]
+    found = rotary.rotate(x, places, inverse=True)
+    alone = [rotary.rotate(x[n : n + 1], places[n : n + 1], inverse=True) for n in range(2)]
     torch.testing.assert_close(found, torch.cat(alone), atol=0, rtol=0)
-    assert not torch.allclose(found[0], rotation.rotate(x[:1], places[1:], inverse=True)[0], atol=1e-3)
-    same = rotation.rotate(x, places[:1], inverse=True)  # one row of positions for all
+    assert not torch.allclose(found[0], rotary.rotate(x[:1], places[1:], inverse=True)[0], atol=1e-3)
+    same = rotary.rotate(x, places[:1], inverse=True)  # one row of positions for all
     torch.testing.assert_close(same[:1], alone[0], atol=0, rtol=0)
 
 
 @torch.no_grad()
 def test_positions_of_a_pass_are_turned_into_angles_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotation, x = rotation_of("llama"), vectors("llama")
+    rotary, x = rotation_of("llama"), vectors("llama")
     if not decoder_ops.serves(x):
         pytest.skip("native kernels are not used here")
     made = []
     own = ModelRotation._turns
     monkeypatch.setattr(ModelRotation, "_turns", lambda *given: made.append(1) or own(*given))
-    rotation._last = None
+    rotary._last = None
     for inverse, later in ((True, 0), (True, 0), (False, 0), (False, 1)):
-        rotation.rotate(x, POSITIONS + later, inverse)
+        rotary.rotate(x, POSITIONS + later, inverse)
     assert len(made) == 3
 
 

@@ -192,7 +192,9 @@ def test_nothing_is_held_between_passes() -> None:
     model = model_of("gemma3n_text")
     with mp.compress(model, "full") as held:
         write(model, ids_of(20), cache=held)
-        assert all(core.shared is not None and not core.shared._parts for core in held.layer_caches)
+        assert all(
+            layer_cache.shared is not None and not layer_cache.shared._parts for layer_cache in held.layer_caches
+        )
 
 
 @torch.no_grad()

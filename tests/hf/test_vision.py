@@ -143,11 +143,11 @@ def test_elastic_takes_image_tokens_in_by_the_text(name: str) -> None:
     with torch.no_grad():
         with mp.compress(model, "full") as cache:
             first = model(**inputs, cache=cache).logits[:, -1]
-            whole = [core.read(0).keys for core in cache.layer_caches]
+            whole = [layer_cache.read(0).keys for layer_cache in cache.layer_caches]
         with mp.compress(model, "elastic", 12) as cache:
             again = model(**inputs, cache=cache).logits[:, -1]
-            for core, keys in zip(cache.layer_caches, whole, strict=True):
-                held = core.read(0)
+            for layer_cache, keys in zip(cache.layer_caches, whole, strict=True):
+                held = layer_cache.read(0)
                 _, *anchors, newest = held.positions[0].tolist()
                 assert newest == keys.shape[1] - 1
                 nearest = [min(anchors, key=lambda a: (abs(a - j), a)) for j in range(1, newest)]

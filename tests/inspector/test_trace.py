@@ -46,8 +46,8 @@ def traced(method: str = "h2o", budget: str | int | None = "20%", new: int = NEW
 
 
 def note(cache: MillpondCache, step: int, seen: Seen) -> None:
-    for layer, core in enumerate(cache.layer_caches):
-        dense = core.read(0)
+    for layer, layer_cache in enumerate(cache.layer_caches):
+        dense = layer_cache.read(0)
         for head, (positions, scores) in enumerate(zip(dense.positions.tolist(), dense.scores.tolist(), strict=True)):
             seen[step, layer, head] = [(p, s) for p, s in zip(positions, scores, strict=True) if p >= 0]
 

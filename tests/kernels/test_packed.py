@@ -90,7 +90,7 @@ def assert_same(a: PackedCall, b: PackedCall, tol: float = TOLERANCE) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
     torch.testing.assert_close(found[1], expected[1], rtol=tol, atol=tol)
     for left, right in zip(a.packed.pages.codes, b.packed.pages.codes, strict=True):
-        assert torch.equal(left, right), "codes of a sealed page changed"
+        assert torch.equal(left, right), "codes of a quantized page changed"
     if a.case.plain.rule.evict in (Evict.ACC, Evict.ACC_MEAN):
         return  # a score that differs by rounding may choose another victim
     assert torch.equal(found[2], expected[2])

@@ -27,8 +27,8 @@ def rehearsed(work: Callable[[], None], device: torch.device) -> Callable[[], No
 
 def record(cache: MillpondCache) -> list[RecordedDecode]:
     made = [RecordedDecode(rehearsed) for _ in cache.layer_caches]
-    for core, one in zip(cache.layer_caches, made, strict=True):
-        core.attention.recorded = one
+    for layer_cache, one in zip(cache.layer_caches, made, strict=True):
+        layer_cache.attention.recorded = one
     return made
 
 

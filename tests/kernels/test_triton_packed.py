@@ -192,6 +192,6 @@ def test_generate_through_triton(method: str, options: dict[str, Any], monkeypat
         monkeypatch.setenv("MILLPOND_KERNELS", kernels)
         with mp.compress(model, method, codec="rotated4", **options) as cache:
             ids = run(model, prompt, 4, cache=cache).ids
-            assert all(core.table.sealed.lens.any() for core in cache.layer_caches)
+            assert all(layer_cache.table.quantized.lens.any() for layer_cache in cache.layer_caches)
             found.append((ids.tolist(), [cache.positions(0, s) for s in range(2)]))
     assert found[0] == found[1]

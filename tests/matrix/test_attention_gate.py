@@ -124,12 +124,12 @@ def test_a_document_goes_on_with_what_was_read(tmp_path: Path) -> None:
     with torch.no_grad(), mp.compress(model, METHOD, "60%", **GATED) as cache:
         read_document(model, cache, ids)
         save_document(cache, ids, tmp_path / "text")
-        context = cache.layer_caches[0].companions.contexts[0]
+        context = cache.layer_caches[0].sequence_state.contexts[0]
         model(more, cache=cache)
         expected = cache.positions(1)
     cache, _ = restore_document(model, tmp_path / "text")
     with torch.no_grad(), cache:
-        restored = cache.layer_caches[0].companions
+        restored = cache.layer_caches[0].sequence_state
         assert torch.equal(restored.contexts[0].keys, context.keys)
         assert torch.equal(restored.contexts[0].values, context.values)
         model(more, cache=cache)

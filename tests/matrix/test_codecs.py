@@ -89,11 +89,11 @@ def test_a_budget_of_everything_is_the_full_cache(method: str, codec: str) -> No
     ids, mask = prompts(2)
     plain = codec if codec != "mikv" else "bf16"  # with nothing to demote there is no lower tier
     with torch.no_grad(), mp.compress(llama(), method="full", codec=plain) as cache:
-        expected, rows = run(cache, ids, mask), [core.read(1) for core in cache.layer_caches]
+        expected, rows = run(cache, ids, mask), [layer_cache.read(1) for layer_cache in cache.layer_caches]
     with torch.no_grad(), mp.compress(llama(), **settings(method, codec, 1000)) as cache:
         assert run(cache, ids, mask).tolist() == expected.tolist()
-        for core, row in zip(cache.layer_caches, rows, strict=True):
-            found = core.read(1)
+        for layer_cache, row in zip(cache.layer_caches, rows, strict=True):
+            found = layer_cache.read(1)
             n = row.positions.shape[1]
             assert torch.allclose(found.keys[:, :n], row.keys, atol=1e-4)
             assert torch.equal(found.positions[:, :n], row.positions)
@@ -102,7 +102,7 @@ def test_a_budget_of_everything_is_the_full_cache(method: str, codec: str) -> No
 @pytest.mark.covering
 @pytest.mark.parametrize(("method", "codec"), CASES)
 def test_a_second_turn(method: str, codec: str) -> None:
-    """A later turn meets what is sealed; it holds its budget, and the cache what it says."""
+    """A later turn meets what is quantized; it holds its budget, and the cache what it says."""
     ids, mask = prompts(2)
     more = torch.randint(2, 96, (2, 60), generator=torch.Generator().manual_seed(9))
     with torch.no_grad(), mp.compress(llama(), **settings(method, codec)) as cache:
@@ -130,9 +130,9 @@ def test_bytes_are_real(method: str, codec: str) -> None:
         assert stats.reserved_bytes == sum(
             t.numel() * t.element_size() for pool in cache.pools for arenas in pool.arrays.arrays for t in arenas
         )
-        tables = [core.table for core in cache.layer_caches if core.table is not None]
-        live = sum(int(t.sealed.live.sum()) for t in tables if t.sealed is not None)
-        held = sum(len(t.sealed.held()) for t in tables if t.sealed is not None)
+        tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
+        live = sum(int(t.quantized.live.sum()) for t in tables if t.quantized is not None)
+        held = sum(len(t.quantized.held()) for t in tables if t.quantized is not None)
         slots = cache.pools[-1].slots
         assert held * slots <= 2 * live + 2 * slots * 2 * 2 * 2
         entries = sum(n for layer in stats.stored for row in layer for n in row)
@@ -150,7 +150,7 @@ def test_what_is_merged_is_stored_as_the_rest(method: str) -> None:
     for codec in ("bf16", "rotated4"):
         with torch.no_grad(), mp.compress(llama(), method, BUDGET, codec, **options) as cache:
             run(cache, ids, mask, 2)
-            held.append([core.read(0) for core in cache.layer_caches])
+            held.append([layer_cache.read(0) for layer_cache in cache.layer_caches])
     for plain, rotated in zip(*held, strict=True):
         assert torch.equal(plain.positions, rotated.positions)
         for a, b in ((plain.keys, rotated.keys), (plain.values, rotated.values)):
@@ -180,7 +180,7 @@ def test_beams_and_several_sequences(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["int4", "flexgen4"])
 def test_assisted_generation_changes_nothing(codec: str) -> None:
-    """Drafts that are taken back leave no trace in what is sealed."""
+    """Drafts that are taken back leave no trace in what is quantized."""
     ids, mask = prompts(1)
     with torch.no_grad(), mp.compress(llama(), **settings("h2o", codec)) as cache:
         expected = run(cache, ids, mask)
@@ -245,13 +245,13 @@ def test_one_limit_for_pages_of_both_kinds() -> None:
         stats = cache.stats()
         assert stats.reserved_bytes <= 200 * 1024
         assert stats.stored[0][0][0] >= LENGTH
-        for core in cache.layer_caches:
-            assert core.read(0).positions[0].tolist() == list(range(int(core.stored[0, 0])))
+        for layer_cache in cache.layer_caches:
+            assert layer_cache.read(0).positions[0].tolist() == list(range(int(layer_cache.stored[0, 0])))
         cache.check_integrity()
 
 
 def test_heads_with_rules_of_their_own() -> None:
-    """FastGen's local heads let go of sealed entries too: they keep the positions that they keep without codes."""
+    """FastGen's local heads let go of quantized entries too: they keep the positions that they keep without codes."""
     ids, mask = prompts(2)
     kept = []
     for codec in ("bf16", "flexgen4"):

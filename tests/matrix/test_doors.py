@@ -113,7 +113,10 @@ def generated(method: str, codec: str) -> list[int]:
     with mp.compress(looked_at, **kept(method, codec), calibration=known(codec), **options(method, codec)) as held:
         found = go_on(looked_at, held, prompt(codec))
         if isinstance(resolve(codec), Codec):  # codes were really made
-            assert any(core.table.sealed is not None and core.table.sealed.lens.any() for core in held.layer_caches)
+            assert any(
+                layer_cache.table.quantized is not None and layer_cache.table.quantized.lens.any()
+                for layer_cache in held.layer_caches
+            )
     return found
 
 

@@ -87,8 +87,8 @@ def shares_hold(cache: Any, share: float, before: Any = None) -> list[list[list[
     """Each head holds its part of each span, or what it held `before`; the counts."""
     found = []
     for layer in range(len(cache.layers)):
-        for b in range(cache.timeline.n_seq):
-            rows, seen = cache.positions(layer, b), int(cache.timeline.seen[b])
+        for b in range(cache.tracker.n_seq):
+            rows, seen = cache.positions(layer, b), int(cache.tracker.seen[b])
             budget = cache.layer_caches[layer].table.budgets()[b].mean()
             budget = min(budget, sum(map(len, rows)) / len(rows))
             least = [math.floor((min(e, seen) - min(a, seen)) * share * int(budget) / seen) for a, e in SPANS]
@@ -194,7 +194,7 @@ def test_a_prompt_in_chunks_holds_them_while_it_is_read() -> None:
         cache.protect(SPANS, share=0.8)
         for part in ids.split(16, 1):
             model(part, cache=cache)
-            seen = int(cache.timeline.seen[0])
+            seen = int(cache.tracker.seen[0])
             least = [math.floor((min(e, seen) - min(a, seen)) * 0.8 * 24 / max(seen, 96)) for a, e in SPANS]
             for row in (row for layer in range(2) for row in cache.positions(layer)):
                 assert all(n >= w for n, w in zip(counts(row), least, strict=True)), (seen, row, least)

@@ -89,7 +89,14 @@ def test_drop_equals_mask(budget: int | None) -> None:
     with torch.no_grad(), mp.compress(model, "fastgen", budget, page_slots=4, **MIXED) as cache:
         equals_a_mask(model, cache, ids, mask, 10)
         assert (
-            len({k for core in cache.layer_caches if core.table is not None for k in core.table.head_rules.tolist()})
+            len(
+                {
+                    k
+                    for layer_cache in cache.layer_caches
+                    if layer_cache.table is not None
+                    for k in layer_cache.table.head_rules.tolist()
+                }
+            )
             > 1
         )
         assert cache.stats().evicted > 0

@@ -167,10 +167,10 @@ def test_a_lower_tier_takes_none_of_them() -> None:
         cache.protect(SPANS)
         for step in steps_after(ids, 80):
             model(step, cache=cache)
-        for core in cache.layer_caches:
-            assert core.table is not None
-            assert core.table.sealed is not None
-            lower = core.table.sealed.positions(core.table.sealed.rows(0))
+        for layer_cache in cache.layer_caches:
+            assert layer_cache.table is not None
+            assert layer_cache.table.quantized is not None
+            lower = layer_cache.table.quantized.positions(layer_cache.table.quantized.rows(0))
             assert bool((lower >= 0).any())
             assert not KEPT & {int(position) for position in lower.flatten()}
 
@@ -181,7 +181,7 @@ def test_a_prompt_in_chunks_holds_them_while_it_is_read() -> None:
         cache.protect(SPANS)
         for part in ids.split(16, 1):
             model(part, cache=cache)
-            seen = int(cache.timeline.seen[0])
+            seen = int(cache.tracker.seen[0])
             for layer in range(2):
                 for row in cache.positions(layer):
                     assert set(row) >= {position for position in KEPT if position < seen}

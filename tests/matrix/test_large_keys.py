@@ -59,8 +59,8 @@ def predictions(model: Any, ids: Tensor, codec: str, known: Calibration | None =
         warnings.simplefilter("ignore", KeyBiasWarning)
         with mp.compress(model, **method, codec=codec) as held, torch.no_grad():
             model(ids[:, :LENGTH], **cache_argument(held))
-            for core in held.layer_caches:
-                core.settle()
+            for layer_cache in held.layer_caches:
+                layer_cache.run_plans()
             logits = model(ids[:, LENGTH:], **cache_argument(held)).logits
     return logits[0].float().log_softmax(-1)
 

@@ -176,5 +176,5 @@ def test_what_compares_layers_plans_at_the_end_of_each_pass(method: str, options
         with torch.no_grad(), mp.compress(model, method, 16, **options) as cache:
             for part in ids.split(chunk, 1):
                 model(part, cache=cache)
-                assert sum(int(core.stored.sum()) for core in cache.layer_caches) == 3 * 2 * 16
-                assert not any(core.pending for core in cache.layer_caches)
+                assert sum(int(layer_cache.stored.sum()) for layer_cache in cache.layer_caches) == 3 * 2 * 16
+                assert not any(layer_cache.pending for layer_cache in cache.layer_caches)

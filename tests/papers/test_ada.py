@@ -10,7 +10,7 @@ from millpond.methods import METHODS
 from millpond.policy.head_allocation import Ada, Uniform, lowest_scored
 from millpond.policy.selection import keep_best
 from tests.helpers.examples import examples
-from tests.helpers.papers.fixture import feed, kept, layer_cache
+from tests.helpers.papers.fixture import feed, kept, make_layer_cache
 
 A = torch.tensor([[0.7, 0.2, 0.06, 0.04], [0.25, 0.25, 0.25, 0.25]])
 ALL = torch.ones(2, 4, dtype=torch.bool)
@@ -188,7 +188,7 @@ def test_heads_differ_and_memory_follows(score: str) -> None:
     logits = torch.randn(4, n, n, dtype=torch.float64)
     logits[0] *= 6  # a head that looks at few entries
     logits[1] *= 0.01  # a head that looks at all
-    cache = layer_cache(METHODS.get("ada")(score=score), budget=48, slots=4)
+    cache = make_layer_cache(METHODS.get("ada")(score=score), budget=48, slots=4)
     feed(cache, logits, 0, n)
     lens = cache.stored[0]
     assert lens.sum() == 4 * 48

@@ -18,7 +18,7 @@ from millpond.methods import METHODS
 from millpond.methods.attention_gate import GatedHeads
 from millpond.policy.policy import Policy
 from millpond.policy.trained.networks import Gates, LayerGate
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 
 attention_gate = METHODS.get("attention_gate")
 Q, KV, DIM = 4, 2, 6
@@ -105,7 +105,7 @@ def plain_kept(p: list[float], held: list[int], seen: int, sinks: int = 2, windo
 @pytest.mark.parametrize("passes", [[40], [1, 39], [7, 20, 13]])
 def test_scores_are_those_of_the_formula_and_lie_with_the_entries(passes: list[int], seed: int) -> None:
     gates, parts = gates_of(seed), text(seed=seed)
-    cache, begin = layer_cache(policy_of(gates, window=40), ALL), 0
+    cache, begin = make_layer_cache(policy_of(gates, window=40), ALL), 0
     for n in passes:
         read(cache, parts, begin, begin + n)
         begin += n
@@ -118,7 +118,7 @@ def test_flags_of_a_prefix_stay_when_text_follows() -> None:
     gates, parts = gates_of(), text(60)
     scores = []
     for n in (25, 60):
-        cache = layer_cache(policy_of(gates, window=60), ALL)
+        cache = make_layer_cache(policy_of(gates, window=60), ALL)
         read(cache, parts, 0, n)
         scores.append(cache.read(0).scores[:, :25])
     assert torch.equal(scores[0], scores[1])
@@ -127,7 +127,7 @@ def test_flags_of_a_prefix_stay_when_text_follows() -> None:
 @pytest.mark.parametrize("passes", [[40], [30, 10], [30, 1, 9]])
 def test_a_global_gate_sees_the_whole_prompt_and_what_follows_looks_back(passes: list[int]) -> None:
     gates, parts = whole_gates(), text()
-    cache, begin = layer_cache(policy_of(gates, window=40), ALL), 0
+    cache, begin = make_layer_cache(policy_of(gates, window=40), ALL), 0
     for n in passes:
         read(cache, parts, begin, begin + n)
         begin += n
@@ -139,7 +139,7 @@ def test_a_global_gate_sees_the_whole_prompt_and_what_follows_looks_back(passes:
 def test_a_long_prompt_is_one_pass_for_a_global_gate() -> None:
     """Also where its rotation is undone a part at a time."""
     gates, parts = whole_gates(), text()
-    cache = layer_cache(policy_of(gates, window=40), ALL)
+    cache = make_layer_cache(policy_of(gates, window=40), ALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("millpond.cache.layer.entry_scores.BLOCK", 7)
         read(cache, parts, 0, 40)
@@ -164,7 +164,7 @@ def test_keep_sets_are_those_of_a_plain_computation(seed: int) -> None:
     gates, parts = gates_of(seed), text(seed=seed)
     plain = plain_of(40, seed)
     for every in (1, 4):
-        cache = layer_cache(policy_of(gates, every=every), ALL, slots=2)
+        cache = make_layer_cache(policy_of(gates, every=every), ALL, slots=2)
         read(cache, parts, 0, 30)
         held = [plain_kept(p, list(range(30)), 30) for p in plain]
         since = 0
@@ -181,7 +181,7 @@ def test_keep_sets_are_those_of_a_plain_computation(seed: int) -> None:
 def test_it_grows_while_decoding_and_looks_again_at_the_next_turn() -> None:
     gates, parts = gates_of(), text(110)
     plain = plain_of(110)
-    cache = layer_cache(policy_of(gates, decode="grow"), ALL)
+    cache = make_layer_cache(policy_of(gates, decode="grow"), ALL)
     read(cache, parts, 0, 25)
     first = [plain_kept(p, list(range(25)), 25) for p in plain]
     for t in range(25, 30):
@@ -196,7 +196,7 @@ def test_it_grows_while_decoding_and_looks_again_at_the_next_turn() -> None:
 @pytest.mark.parametrize("decode", ["evict", "grow"])
 def test_a_short_later_turn_stays_whole(decode: str) -> None:
     gates, parts = gates_of(), text(60)
-    cache = layer_cache(policy_of(gates, decode=decode, every=2), ALL)
+    cache = make_layer_cache(policy_of(gates, decode=decode, every=2), ALL)
     read(cache, parts, 0, 30)
     read(cache, parts, 30, 50)
     for t in range(50, 60):
@@ -211,7 +211,7 @@ def test_a_budget_is_the_most_and_the_highest_of_all_heads_stay() -> None:
     free = [plain_kept(p, list(range(40)), 40) for p in plain]
     budget = 8
     assert sum(map(len, free)) > KV * budget
-    cache = layer_cache(policy_of(gates), budget)
+    cache = make_layer_cache(policy_of(gates), budget)
     read(cache, parts, 0, 40)
     pinned = [*range(2), *range(37, 40)]
     others = sorted(((plain[h][j], h, j) for h in range(KV) for j in free[h] if j not in pinned), reverse=True)
@@ -222,7 +222,7 @@ def test_a_budget_is_the_most_and_the_highest_of_all_heads_stay() -> None:
 
 def test_a_budget_holds_while_decoding_too() -> None:
     gates, parts = gates_of(), text(80)
-    cache = layer_cache(policy_of(gates, every=1), 8)
+    cache = make_layer_cache(policy_of(gates, every=1), 8)
     read(cache, parts, 0, 40)
     for t in range(40, 80):
         read(cache, parts, t, t + 1)
@@ -235,7 +235,7 @@ def test_the_floor_is_the_least_that_a_head_keeps(floor: float, least: int) -> N
     """Of a gate that flags nothing the highest stay."""
     gates, parts = gates_of(), text()
     plain = plain_of(40)
-    cache = layer_cache(policy_of(gates, threshold=1.0, floor=floor), ALL)
+    cache = make_layer_cache(policy_of(gates, threshold=1.0, floor=floor), ALL)
     read(cache, parts, 0, 40)
     pinned = [*range(2), *range(37, 40)]
     for head in range(KV):
@@ -257,34 +257,34 @@ def test_counts_by_hand() -> None:
 def test_what_it_has_read_is_shared_until_one_goes_on() -> None:
     """Copies write behind the end of one memory in turn, and neither sees what the other wrote."""
     gates, parts = gates_of(), text(60)
-    cache = layer_cache(policy_of(gates, window=60), ALL)
+    cache = make_layer_cache(policy_of(gates, window=60), ALL)
     read(cache, parts, 0, 30)
     read(cache, parts, 30, 31)  # a copy with room behind it
-    before = cache.companions.contexts[0]
+    before = cache.sequence_state.contexts[0]
     state = cache.fork()
     other = text(60, seed=5)
-    seen = cache.timeline.seen.copy()
+    seen = cache.tracker.seen.copy()
     read(cache, other, 31, 32)
-    assert cache.companions.contexts[0].buffer is before.buffer
+    assert cache.sequence_state.contexts[0].buffer is before.buffer
     cache.restore(state)
-    cache.timeline.rewind(31, seen)
+    cache.tracker.rewind(31, seen)
     read(cache, parts, 31, 32)
-    assert cache.companions.contexts[0].buffer is not before.buffer
-    whole = layer_cache(policy_of(gates, window=60), ALL)
+    assert cache.sequence_state.contexts[0].buffer is not before.buffer
+    whole = make_layer_cache(policy_of(gates, window=60), ALL)
     read(whole, parts, 0, 32)
     assert torch.allclose(cache.read(0).scores, whole.read(0).scores, atol=1e-3)
-    assert not torch.allclose(cache.companions.contexts[0].keys[31], before.buffer.rows[0, 31])
+    assert not torch.allclose(cache.sequence_state.contexts[0].keys[31], before.buffer.rows[0, 31])
 
 
 def test_bytes_of_what_it_has_read() -> None:
     gates, parts = gates_of(), text(60)
-    cache = layer_cache(policy_of(gates), ALL)
+    cache = make_layer_cache(policy_of(gates), ALL)
     read(cache, parts, 0, 40)
-    assert cache.companions.context_bytes == 40 * 2 * 4 * 2  # a key and a value of 4 numbers in 2 bytes
+    assert cache.sequence_state.context_bytes == 40 * 2 * 4 * 2  # a key and a value of 4 numbers in 2 bytes
     cache.select([0, 0])
-    assert cache.companions.context_bytes == 40 * 2 * 4 * 2
+    assert cache.sequence_state.context_bytes == 40 * 2 * 4 * 2
     cache.reset()
-    assert cache.companions.context_bytes == 0
+    assert cache.sequence_state.context_bytes == 0
 
 
 # ---------------------------------------------------------------------- errors
@@ -317,7 +317,7 @@ def test_it_is_no_score_of_another_method(method: str) -> None:
 
 
 def test_gates_of_another_shape() -> None:
-    cache = layer_cache(policy_of(gates_of()), ALL)
+    cache = make_layer_cache(policy_of(gates_of()), ALL)
     q, k, v = torch.randn(3, 1, KV, 9, DIM).unbind()
     with pytest.raises(CacheMismatchError, match="this gate takes 48 and decides for 2"):
         cache.attend(q, k, v, None, AttentionShape(1.0))

@@ -3,7 +3,7 @@
 import torch
 
 from millpond.methods import METHODS
-from tests.helpers.papers.fixture import LOGITS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import LOGITS, N, feed, kept, make_layer_cache, run
 
 
 def test_full_keeps_everything() -> None:
@@ -22,12 +22,12 @@ def test_random_is_a_uniform_sample_without_order() -> None:
     logits = torch.zeros(2, n, n, dtype=torch.float64)
     for seed in range(300):
         policy = METHODS.get("random")(seed=seed, recent=0, sinks=0)
-        cache = layer_cache(policy, budget)
+        cache = make_layer_cache(policy, budget)
         feed(cache, logits, 0, n)
         counts[kept(cache)] += 1
         assert kept(cache, 0) != kept(cache, 1)
         if seed < 5:
-            steps = layer_cache(policy, budget)
+            steps = make_layer_cache(policy, budget)
             feed(steps, logits, 0, 5)
             for t in range(5, n):
                 feed(steps, logits, t, t + 1)

@@ -100,10 +100,10 @@ def test_maps_make_the_model_s_own_output(name: str) -> None:
     model = shared_model(name)
     with torch.no_grad(), mp.compress(model, "full") as cache:
         model(**one(5), cache=cache)
-        for core in cache.layer_caches:
-            assert core.attention.outputs is not None
-            maps = core.attention.outputs()
-            linear: Any = getattr(*ModelProfile.of(model).output_projections[core.index])
+        for layer_cache in cache.layer_caches:
+            assert layer_cache.attention.outputs is not None
+            maps = layer_cache.attention.outputs()
+            linear: Any = getattr(*ModelProfile.of(model).output_projections[layer_cache.index])
             heads = torch.randn(7, *maps.shape[:2], generator=torch.Generator().manual_seed(0))
             expected = linear(heads.flatten(1)) - linear(torch.zeros(1, heads[0].numel()))
             assert torch.allclose(torch.einsum("nhd,hdo->no", heads, maps), expected, atol=1e-5)

@@ -175,10 +175,10 @@ def test_the_threshold_is_of_each_sequence_and_forgotten_with_it() -> None:
     q, k, v = text(heads=2, n=30)
     fresh = run(layer({}), 12, q, k, v, prompt=20)
     cache = run(layer({}), 12, k, q, v, prompt=20)
-    assert set(cache.companions.memories) == {0}
+    assert set(cache.sequence_state.memories) == {0}
     cache.reset()
-    cache.timeline.reset()
-    assert not cache.companions.memories
+    cache.tracker.reset()
+    assert not cache.sequence_state.memories
     again = run(layer({}), 12, q, k, v, prompt=20)
     assert torch.equal(again.read(0).values, fresh.read(0).values)
 
@@ -186,13 +186,13 @@ def test_the_threshold_is_of_each_sequence_and_forgotten_with_it() -> None:
 def test_beams_take_their_threshold_along() -> None:
     q, k, v = text(heads=2, n=30)
     cache = run(layer({}), 12, q, k, v, prompt=20)
-    before = cache.companions.memories[0]
+    before = cache.sequence_state.memories[0]
     state = cache.fork()
     cache.select([0, 0])
-    assert [float(cache.companions.memories[s]) for s in (0, 1)] == [float(before)] * 2
-    cache.companions.memories[0] = before + 1
+    assert [float(cache.sequence_state.memories[s]) for s in (0, 1)] == [float(before)] * 2
+    cache.sequence_state.memories[0] = before + 1
     cache.restore(state)
-    assert cache.companions.memories == {0: before}
+    assert cache.sequence_state.memories == {0: before}
 
 
 @pytest.mark.parametrize(

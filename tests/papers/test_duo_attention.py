@@ -153,7 +153,9 @@ def test_a_profile_is_the_model_s_own_attention(chunk: int | None) -> None:
     with torch.no_grad(), mp.compress(model, "duo_attention", BUDGET, **options) as cache:
         for part in ids.split(chunk or 60, 1):
             model(part, cache=cache)
-        assert sum(int(core.stored.sum()) for core in cache.layer_caches) == 3 * 2 * (60 if chunk else BUDGET)
+        assert sum(int(layer_cache.stored.sum()) for layer_cache in cache.layer_caches) == 3 * 2 * (
+            60 if chunk else BUDGET
+        )
         model(ids[:, :1], cache=cache)
         lengths = [[len([p for p in head if p < 60]) for head in cache.positions(layer)] for layer in range(3)]
     assert sum(map(sum, lengths)) + 3 == 3 * 2 * BUDGET
@@ -216,9 +218,9 @@ def test_sliding_layers(name: str, decode: str) -> None:
     with torch.no_grad(), mp.compress(model, "duo_attention", 9, **options) as cache:
         for part in (ids[:, :30], *ids[:, 30:].split(1, 1)):
             assert model(part, cache=cache).logits.isfinite().all()
-        for core in cache.layer_caches:
-            if cache.layer_caches[core.index].attention.shape.window:
-                assert int(core.stored.max()) <= 12
+        for layer_cache in cache.layer_caches:
+            if cache.layer_caches[layer_cache.index].attention.shape.window:
+                assert int(layer_cache.stored.max()) <= 12
         cache.check_integrity()
 
 

@@ -17,7 +17,7 @@ from tests.helpers.hf.families import FAMILIES, shared_model, text
 from tests.helpers.matrix.checks import CHECKS
 from tests.helpers.matrix.hidden import equals_a_mask, kept_in_any_chunks
 from tests.helpers.matrix.models import llama, prompts
-from tests.helpers.papers.fixture import kept, layer_cache
+from tests.helpers.papers.fixture import kept, make_layer_cache
 from tests.matrix import test_invariance as matrix
 
 elastic = METHODS.get("elastic")
@@ -108,7 +108,7 @@ def attend(cache: Any, n: int, begin: int = 0, seed: int = 0) -> None:
 @pytest.mark.parametrize(("distance", "index"), [(-3, 7), (-1, 9), (4, 4), (30, 9), (-30, 0)])
 def test_the_entry_at_a_fixed_place_leaves(distance: int, index: int) -> None:
     """What lies before the index stays, what lies behind it leaves oldest first; sinks stay, so does the newest."""
-    cache = layer_cache(elastic(distance=distance), budget=10)
+    cache = make_layer_cache(elastic(distance=distance), budget=10)
     attend(cache, 20)
     expected = kept(cache)
     assert len(expected) == 10
@@ -171,7 +171,7 @@ def test_merged_entries_against_a_plain_computation() -> None:
     eager.set_attn_implementation(before)
     with torch.no_grad(), mp.compress(model, "elastic", BUDGET) as cache:
         model(ids, cache=cache)
-        for layer, core in enumerate(cache.layer_caches):
+        for layer, layer_cache in enumerate(cache.layer_caches):
             importance = out.attentions[layer][0].mean(0).sum(0)
             anchors = sorted(sorted(range(1, 39), key=lambda j: -float(importance[j]))[: BUDGET - 2])
             assert cache.positions(layer) == [[0, *anchors, 39]] * 2
@@ -179,7 +179,7 @@ def test_merged_entries_against_a_plain_computation() -> None:
             for j in range(1, 39):
                 if j not in bucket:
                     bucket[min(anchors, key=lambda a: (abs(a - j), a))].append(j)
-            dense, stock = core.read(0), out.cache.layers[layer]
+            dense, stock = layer_cache.read(0), out.cache.layers[layer]
             for found, whole in ((dense.keys, stock.keys), (dense.values, stock.values)):
                 for place, a in enumerate(anchors, 1):
                     torch.testing.assert_close(found[:, place], whole[0][:, bucket[a]].mean(1), atol=1e-6, rtol=0)

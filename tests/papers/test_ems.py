@@ -15,7 +15,7 @@ from millpond.methods.ems import MergeByImportance
 from millpond.policy.merging import Merged
 from millpond.policy.scores.attention import GlobalAndLocal
 from millpond.policy.view import View
-from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache
+from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, make_layer_cache
 from tests.helpers.papers.keyed import run, sets, text, view
 
 ems = METHODS.get("ems")
@@ -36,7 +36,7 @@ def test_score_of_the_fixture() -> None:
 
 def test_the_cache_hands_over_both_signals() -> None:
     """Budget 4 of 6: the window, and the best of the others by the score above."""
-    cache = layer_cache(ems(window=2, threshold=1.5), budget=4)
+    cache = make_layer_cache(ems(window=2, threshold=1.5), budget=4)
     feed(cache, LOGITS[None], 0, N)
     assert kept(cache) == [0, 1, 4, 5]
     assert cache.read(0).scores[0].tolist() == pytest.approx([COLUMN_SUMS[j] for j in (0, 1, 4, 5)], abs=1e-5)

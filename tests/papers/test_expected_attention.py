@@ -202,16 +202,16 @@ def check_unrotated(model: Any, monkeypatch: pytest.MonkeyPatch, has_rope: bool 
         cache.watch(lambda layer, q, *rest: used.update({layer: q[0].double()}))
         model(**one(LENGTH), cache=cache)
         turned = 0
-        for core in cache.layer_caches:
-            queries = used[core.index]
-            if core.attention.rope is not None:
+        for layer_cache in cache.layer_caches:
+            queries = used[layer_cache.index]
+            if layer_cache.attention.rotary is not None:
                 part = raw[turned]
                 turned += 1
                 queries = torch.cat([part, queries[..., part.shape[-1] :]], -1)
             expected = QueryMoments.of(queries)
-            assert core.moments(0).count == LENGTH
-            assert torch.allclose(core.moments(0).mean, expected.mean, atol=1e-5)
-            assert torch.allclose(core.moments(0).covariance, expected.covariance, atol=1e-4)
+            assert layer_cache.moments(0).count == LENGTH
+            assert torch.allclose(layer_cache.moments(0).mean, expected.mean, atol=1e-5)
+            assert torch.allclose(layer_cache.moments(0).covariance, expected.covariance, atol=1e-4)
         assert turned == len(raw)
         assert (turned > 0) == has_rope
 
@@ -240,7 +240,7 @@ def test_layers_without_rope_are_left_as_they_are(
     assert hasattr(transformers, f"{config}Config")
     model = build(f"{config}Config", f"{config}ForCausalLM", **common, **options)
     with mp.compress(model, "expected_attention", 6) as cache:
-        assert [core.attention.rope is not None for core in cache.layer_caches] == [True, False]
+        assert [layer_cache.attention.rotary is not None for layer_cache in cache.layer_caches] == [True, False]
     check_unrotated(model, monkeypatch)
 
 

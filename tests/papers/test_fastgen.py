@@ -22,7 +22,7 @@ from millpond.policy.head_rules import HeadRulesPolicy, shorten
 from millpond.policy.needs import HeadRule, Heads
 from millpond.policy.view import View
 from tests.helpers.examples import examples
-from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache
+from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, make_layer_cache
 
 PART = {"special": "90;91", "punctuation": "80;81;82"}
 
@@ -34,9 +34,9 @@ def policy(**options: Any) -> HeadRulesPolicy:
 
 
 def opened(chosen: HeadRulesPolicy, budget: int, ids: Tensor) -> LayerCache:
-    cache = layer_cache(chosen, budget)
-    cache.timeline.tokens = TokenIds()
-    cache.timeline.begin_pass(ids)
+    cache = make_layer_cache(chosen, budget)
+    cache.tracker.tokens = TokenIds()
+    cache.tracker.begin_pass(ids)
     return cache
 
 
@@ -249,7 +249,7 @@ def test_every_step_is_that_of_a_plain_simulation(seed: int, budget: int | None)
     for t, now in enumerate(expected, prompt - 1):
         first = 0 if t == prompt - 1 else t
         if first:
-            cache.timeline.begin_pass(torch.tensor([[ids[t]]]))
+            cache.tracker.begin_pass(torch.tensor([[ids[t]]]))
         own = q[:, :, first : t + 1].flatten(0, 1)[None]
         cache.attend(own, k[None, :, first : t + 1], k[None, :, first : t + 1], None, AttentionShape(1.0))
         assert [kept(cache, head) for head in range(6)] == now, t
@@ -271,7 +271,7 @@ def test_a_special_head_grows_with_special_tokens_alone() -> None:
     for t in range(19, 60):
         first = 0 if t == 19 else t
         if first:
-            cache.timeline.begin_pass(torch.tensor([[ids[t]]]))
+            cache.tracker.begin_pass(torch.tensor([[ids[t]]]))
         own = q[:, :, first : t + 1].flatten(0, 1)[None]
         cache.attend(own, k[None, :, first : t + 1], k[None, :, first : t + 1], None, AttentionShape(1.0))
         assert kept(cache) == sorted(j for j in special if j <= t)
@@ -283,7 +283,7 @@ def test_a_new_token_sees_itself_before_it_leaves() -> None:
     v = torch.arange(8.0, dtype=torch.float64).view(1, 1, 4, 2)
     cache = opened(policy(threshold=0.0), UNBOUNDED, torch.tensor([[90, 1, 2]]))
     cache.attend(k[:, :, :3], k[:, :, :3], v[:, :, :3], None, AttentionShape(1.0))
-    cache.timeline.begin_pass(torch.tensor([[3]]))
+    cache.tracker.begin_pass(torch.tensor([[3]]))
     out = cache.attend(k[:, :, 3:], k[:, :, 3:], v[:, :, 3:], None, AttentionShape(1.0))
     assert out[0, 0, 0].tolist() == ((v[0, 0, 0] + v[0, 0, 3]) / 2).tolist()
     assert kept(cache) == [0]

@@ -54,7 +54,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, budget: int, reach: int, last: int =
     """One token a pass, but for the `last` ones, which come together."""
     policy = METHODS.get("h2o")(sinks=SINKS, recent=RECENT, positions="cache_relative", prefill="greedy")
     pool = PagePool(DIM, DIM, torch.float64, slots=4)
-    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotation=Reaching(reach))
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotary=Reaching(reach))
     places = torch.arange(q.shape[2])[None]
     qr, kr = Rope().rotate(q, places), Rope().rotate(k, places)
     steps = q.shape[2] - last
@@ -91,22 +91,22 @@ def test_positions_that_go_on_inside_the_cache_equal_the_same_definition(budget:
     q, k, v = text(100)
     expected, closings = reference(q, k, v, budget, reach, 1)
     policy = METHODS.get("h2o")(sinks=SINKS, recent=RECENT, prefill="greedy")
-    pool, timeline = PagePool(DIM, DIM, torch.float64, slots=4), PositionTracker()
-    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, timeline)
+    pool, tracker = PagePool(DIM, DIM, torch.float64, slots=4), PositionTracker()
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, tracker)
     found, closed = [], []
     for t in range(q.shape[2]):
-        if timeline.n_seq and timeline.seen[0] == reach:
+        if tracker.n_seq and tracker.seen[0] == reach:
             closed.append(t)
             end = cache.least_end(0)
             cache.close_gaps(0, end, Rope())
-            timeline.close(0, end)
-        at = torch.tensor([[int(timeline.seen[0]) if timeline.n_seq else 0]])
+            tracker.close(0, end)
+        at = torch.tensor([[int(tracker.seen[0]) if tracker.n_seq else 0]])
         one = slice(t, t + 1)
         qr, kr = Rope().rotate(q[:, :, one], at), Rope().rotate(k[:, :, one], at)
         found.append(cache.attend(qr, kr, v[:, :, one], None, AttentionShape(scale=1.0)))
     assert closed == closings
     assert torch.allclose(torch.cat(found, 2), expected, atol=1e-10)
-    assert int(timeline.seen[0] + timeline.closed[0]) == q.shape[2]
+    assert int(tracker.seen[0] + tracker.closed[0]) == q.shape[2]
 
 
 def test_sequences_of_a_batch_keep_their_frames() -> None:

@@ -12,7 +12,7 @@ from millpond.kernels.pages import PageArrays
 from millpond.methods import METHODS
 from millpond.policy.view import View
 from tests.helpers.kernels.args import decode_args
-from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import COLUMN_SUMS, LOGITS, ROWS, N, feed, kept, make_layer_cache, run
 
 h2o = METHODS.get("h2o")
 
@@ -23,7 +23,7 @@ def test_one_shot_keeps_two_heavy_and_two_recent() -> None:
 
 def test_greedy_differs_from_one_shot() -> None:
     """Algorithm 2 with the window: attention is renormalised over the kept set at every step."""
-    cache = layer_cache(h2o(recent=2, sinks=0), budget=4)
+    cache = make_layer_cache(h2o(recent=2, sinks=0), budget=4)
     seen = []
     feed(cache, LOGITS[None], 0, 1)
     seen.append(kept(cache))
@@ -50,7 +50,7 @@ def test_decay_makes_old_attention_count_less() -> None:
     """A2SF: s_j = sum_i decay**(n - i) A_ij, whether the tokens come as one prompt, in pieces or one by one."""
     expected = [sum(0.5 ** (N - 1 - i) * row[j] for i, row in enumerate(ROWS) if j < len(row)) for j in range(N)]
     for cuts in ([0, N], [0, 2, N], range(N + 1)):
-        cache = layer_cache(h2o(decay=0.5), budget=N)
+        cache = make_layer_cache(h2o(decay=0.5), budget=N)
         for begin, end in pairwise(cuts):
             feed(cache, LOGITS[None], begin, end)
         found = cache.read(0)
@@ -83,7 +83,7 @@ def test_sinks_stay_though_nobody_looks_at_them() -> None:
     logits[:, 0] = -20.0
     logits[0, 0] = 0.0
     for sinks, has_first in ((0, False), (1, True)):
-        cache = layer_cache(h2o(recent=2, sinks=sinks), budget=3 + sinks)
+        cache = make_layer_cache(h2o(recent=2, sinks=sinks), budget=3 + sinks)
         feed(cache, logits[None], 0, 1)
         for t in range(1, N):
             feed(cache, logits[None], t, t + 1)
@@ -93,7 +93,7 @@ def test_sinks_stay_though_nobody_looks_at_them() -> None:
 def test_grace_protects_a_new_entry_for_some_steps() -> None:
     policy = h2o(recent=0, sinks=0, grace=3)
     assert policy.decode_rule(0).evict is Evict.ACC
-    cache = layer_cache(policy, budget=4)
+    cache = make_layer_cache(policy, budget=4)
     feed(cache, LOGITS[None], 0, 1)
     for t in range(1, N):
         feed(cache, LOGITS[None], t, t + 1)
@@ -107,7 +107,7 @@ def test_protection_that_does_not_fit_is_refused() -> None:
 
 def test_the_newest_entry_is_always_visible_to_itself() -> None:
     """Defect H4 and E2: with recent = 0 the token that is being read still attends to itself."""
-    cache = layer_cache(h2o(recent=0, sinks=0), budget=1)
+    cache = make_layer_cache(h2o(recent=0, sinks=0), budget=1)
     feed(cache, LOGITS[None], 0, 1)
     out = feed(cache, LOGITS[None], 1, 2)
     assert float(out[0, 0, 0, 1]) == pytest.approx(0.268941, abs=1e-6)
@@ -117,7 +117,7 @@ def test_no_resurrection() -> None:
     """Defect H3: what was evicted never comes back, over many random steps."""
     torch.manual_seed(0)
     logits = torch.randn(2, 60, 60, dtype=torch.float64) * 3
-    cache = layer_cache(h2o(recent=3, sinks=1), budget=8)
+    cache = make_layer_cache(h2o(recent=3, sinks=1), budget=8)
     feed(cache, logits, 0, 10)
     before = [set(kept(cache, h)) for h in range(2)]
     for t in range(10, 60):
@@ -138,7 +138,7 @@ def test_no_future_leaks_into_the_selection() -> None:
     other[:, 20:] = torch.randn(1, 10, 30, dtype=torch.float64)
     sets = []
     for text in (logits, other):
-        cache = layer_cache(h2o(recent=3, sinks=1), budget=6)
+        cache = make_layer_cache(h2o(recent=3, sinks=1), budget=6)
         feed(cache, text, 0, 12)
         for t in range(12, 20):
             feed(cache, text, t, t + 1)

@@ -16,7 +16,7 @@ from millpond.policy.policy import Policy
 from tests.helpers.matrix.hidden import passes, steps_after
 from tests.helpers.matrix.models import llama, prompts
 from tests.helpers.matrix.oracle import Oracle, Rule
-from tests.helpers.papers.fixture import feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import feed, kept, make_layer_cache, run
 
 STEPS = 60
 
@@ -32,7 +32,7 @@ def logits(heads: int = 2, n: int = STEPS, seed: int = 0) -> Tensor:
 
 def sets(policy: Policy, budget: int, text: Tensor, prompt: int = 20) -> list[list[list[int]]]:
     """Kept positions [moment][head], after a prompt and after each step behind it."""
-    cache = layer_cache(policy, budget)
+    cache = make_layer_cache(policy, budget)
     found = []
     for first, last in [(0, prompt), *((t, t + 1) for t in range(prompt, text.shape[-1]))]:
         feed(cache, text, first, last)
@@ -76,7 +76,7 @@ def follow(
 def test_heavy_only_keeps_the_heaviest_at_each_step() -> None:
     """No entry is protected; the lowest sum leaves, the new one too (it attends to itself)."""
     text, budget = logits(1), 8
-    cache = layer_cache(build("h2o", recent=0, sinks=0), budget)
+    cache = make_layer_cache(build("h2o", recent=0, sinks=0), budget)
     feed(cache, text, 0, 20)
     sums = torch.softmax(text[0].masked_fill(torch.ones(STEPS, STEPS).triu(1).bool(), float("-inf")), 1)[:20].sum(0)
     held = {int(j): float(sums[j]) for j in sums[:20].topk(budget).indices}
@@ -97,7 +97,7 @@ def test_without_grace_heavy_only_freezes_and_with_it_it_does_not() -> None:
 
 def test_both_keep_the_last_and_the_heaviest_of_the_others() -> None:
     text, budget = logits(1), 10
-    cache = layer_cache(build("h2o", recent=0.5, sinks=0), budget)
+    cache = make_layer_cache(build("h2o", recent=0.5, sinks=0), budget)
     feed(cache, text, 0, 20)
     sums = torch.softmax(text[0].masked_fill(torch.ones(STEPS, STEPS).triu(1).bool(), float("-inf")), 1)[:20].sum(0)
     assert set(kept(cache)) == {*range(15, 20), *sums[:15].topk(5).indices.tolist()}
@@ -107,7 +107,7 @@ def test_both_keep_the_last_and_the_heaviest_of_the_others() -> None:
 @pytest.mark.parametrize("budget", [1, 2, 5])
 def test_smallest_budgets_are_held_and_the_newest_sees_itself(options: dict[str, Any], budget: int) -> None:
     text = logits(2, 30)
-    cache = layer_cache(build("h2o", sinks=0, **options), budget)
+    cache = make_layer_cache(build("h2o", sinks=0, **options), budget)
     feed(cache, text, 0, 10)
     for t in range(10, 30):
         out = feed(cache, text, t, t + 1)
@@ -155,7 +155,7 @@ def test_no_heavy_evicts_what_h2o_keeps() -> None:
 
 def test_no_heavy_goes_on_evicting_the_heaviest() -> None:
     text, budget = logits(1), 8
-    cache = layer_cache(build("no_heavy", recent=2), budget)
+    cache = make_layer_cache(build("no_heavy", recent=2), budget)
     feed(cache, text, 0, 20)
     sums = torch.softmax(text[0].masked_fill(torch.ones(STEPS, STEPS).triu(1).bool(), float("-inf")), 1)[:20].sum(0)
     held = {int(j): float(sums[j]) for j in [*(-sums[:18]).topk(6).indices, 18, 19]}
@@ -169,7 +169,7 @@ def test_strided_by_hand() -> None:
     """17 positions: 4 newest, then multiples of 8 (0, 8), then of 4 (4, 12); the next are odd multiples of 2."""
     text = logits(1, 17)
     for budget, others in ((6, [0, 8]), (8, [0, 4, 8, 12]), (9, [0, 4, 8, 10, 12]), (7, [0, 8, 12])):
-        cache = layer_cache(build("strided", recent=4), budget)
+        cache = make_layer_cache(build("strided", recent=4), budget)
         feed(cache, text, 0, 17)
         assert kept(cache) == [*others, 13, 14, 15, 16]
 
@@ -180,7 +180,7 @@ def test_strided_by_hand() -> None:
 )
 def test_strided_with_a_stride_of_its_own(budget: int, expected: list[int]) -> None:
     """Multiples of 5; what does not fit leaves oldest first, what is left over goes to the newest."""
-    cache = layer_cache(build("strided", stride=5, recent=1), budget)
+    cache = make_layer_cache(build("strided", stride=5, recent=1), budget)
     feed(cache, logits(1, 17), 0, 17)
     assert kept(cache) == expected
 
@@ -195,7 +195,7 @@ def test_fixed_by_hand() -> None:
 
 def test_fixed_as_the_budget_asks() -> None:
     """Units of two: 7 (14, 15), 3 (6, 7) and 11 (22, 23) are the ends of blocks of 8 positions."""
-    cache = layer_cache(build("fixed", width=2, recent=2), 8)
+    cache = make_layer_cache(build("fixed", width=2, recent=2), 8)
     feed(cache, logits(1, 28), 0, 28)
     assert kept(cache) == [6, 7, 14, 15, 22, 23, 26, 27]
 
@@ -205,7 +205,7 @@ def test_patterns_stay_whole_while_the_text_grows(name: str) -> None:
     """What a pattern over the whole text would hold is what is held: nothing was evicted too early."""
     text = logits(1, 50)
     for last, found in zip(range(20, 51), sets(build(name, recent=3), 9, text), strict=True):
-        cache = layer_cache(build(name, recent=3), 9)
+        cache = make_layer_cache(build(name, recent=3), 9)
         feed(cache, text, 0, last)
         assert kept(cache) == found[0]
 
@@ -214,16 +214,16 @@ def test_patterns_stay_whole_while_the_text_grows(name: str) -> None:
 def test_heavy_hitters_beside_a_pattern(name: str) -> None:
     """A quarter of 16 goes to the heaviest outside the newest, the rest of the unprotected half to the pattern."""
     text = logits(1, 40)
-    cache = layer_cache(build(name, recent=0.5, heavy=0.25), 16)
+    cache = make_layer_cache(build(name, recent=0.5, heavy=0.25), 16)
     feed(cache, text, 0, 40)
     p = torch.softmax(text[0].masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")), 1)
     heavy = set(p.sum(0)[:32].topk(4).indices.tolist())
     assert heavy | set(range(32, 40)) <= set(kept(cache))
-    alone = layer_cache(build(name, recent=0.5), 16)
+    alone = make_layer_cache(build(name, recent=0.5), 16)
     feed(alone, text, 0, 40)
     assert len(set(kept(cache)) - set(kept(alone)) - heavy) == 0
-    only = layer_cache(build(name, recent=0.5, heavy=0.5), 16)
-    h2o = layer_cache(build("h2o", recent=0.5, sinks=0), 16)
+    only = make_layer_cache(build(name, recent=0.5, heavy=0.5), 16)
+    h2o = make_layer_cache(build("h2o", recent=0.5, sinks=0), 16)
     for c in (only, h2o):
         feed(c, text, 0, 40)
     assert kept(only) == kept(h2o)

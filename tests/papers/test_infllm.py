@@ -266,7 +266,7 @@ def test_sliding_layers_attend_as_ever(name: str) -> None:
             with mp.compress(model, "infllm", budget, **SMALL) as cache:
                 found = torch.cat([model(part, cache=cache).logits for part in (ids[:, :30], ids[:, 30:])], 1)
                 assert found.isfinite().all()
-                if budget == 60 or all(core.attention.shape.window for core in cache.layer_caches):
+                if budget == 60 or all(layer_cache.attention.shape.window for layer_cache in cache.layer_caches):
                     assert torch.allclose(found, expected, atol=1e-4)
 
 

@@ -21,7 +21,7 @@ from millpond.policy.scores.trained import Retained
 from millpond.policy.trained.networks import QUANTILE_STEPS, LayerHeads, RetainingHeads, as_quantiles, quantiles_of
 from millpond_lab.train.retain.features import labels_of
 from millpond_lab.train.retain.train import retaining_loss
-from tests.helpers.papers.fixture import layer_cache
+from tests.helpers.papers.fixture import make_layer_cache
 from tests.helpers.papers.keyed import best, sets
 
 locret = METHODS.get("locret")
@@ -93,7 +93,7 @@ def test_the_score_by_hand() -> None:
 
 def test_scores_are_those_of_the_formula_and_lie_with_the_entries() -> None:
     heads, (q, k, v) = heads_of(4, 2, 6), text()
-    cache = layer_cache(policy_of(heads, sinks=0, recent=0), 60)
+    cache = make_layer_cache(policy_of(heads, sinks=0, recent=0), 60)
     read(cache, q, k, v, 0, 60)
     plain = torch.tensor(plain_scores(heads, q, k, v))
     assert torch.allclose(cache.read(0).scores, as_quantiles(plain, heads.layers[0].quantiles), atol=2e-4)
@@ -123,7 +123,7 @@ def test_keep_sets_are_those_of_a_plain_computation(passes: list[int], seed: int
     score = plain_scores(heads, q, k, v)
     for chunk, stabilizers in ((16, 6), (16, 0), (60, 0)):
         options = {"prefill": "chunks", "chunk": chunk, "stabilizers": stabilizers} if chunk < 60 else {}
-        cache = layer_cache(policy_of(heads, sinks=2, recent=3, **options), 14, slots=1)
+        cache = make_layer_cache(policy_of(heads, sinks=2, recent=3, **options), 14, slots=1)
         cache.reading, begin = True, 0
         for n in passes:
             read(cache, q, k, v, begin, begin + n)
@@ -131,7 +131,7 @@ def test_keep_sets_are_those_of_a_plain_computation(passes: list[int], seed: int
             if chunk < 60:
                 assert int(cache.stored.max()) <= 14 + chunk
         cache.reading = False
-        cache.settle()
+        cache.run_plans()
         expected = [plain_locret(s, 60, 14, chunk, stabilizers, 2, 3) for s in score]
         assert sets(cache) == [kept for kept, _ in expected]
         assert all(most <= 14 + chunk for _, most in expected)
@@ -140,7 +140,7 @@ def test_keep_sets_are_those_of_a_plain_computation(passes: list[int], seed: int
 def test_the_papers_rule() -> None:
     """Absolute top-b with stabilizers in every chunk but the last, no sinks; what follows is kept."""
     heads, (q, k, v) = heads_of(4, 2, 6, seed=5), text(seed=5)
-    cache = layer_cache(policy_of(heads, sinks=0, recent=0, prefill="chunks", chunk=20, stabilizers=5), 12)
+    cache = make_layer_cache(policy_of(heads, sinks=0, recent=0, prefill="chunks", chunk=20, stabilizers=5), 12)
     read(cache, q, k, v, 0, 55)
     for t in range(55, 60):
         read(cache, q, k, v, t, t + 1)
@@ -150,7 +150,7 @@ def test_the_papers_rule() -> None:
 
 def test_evicting_at_each_step_drops_the_lowest_score() -> None:
     heads, (q, k, v) = heads_of(4, 2, 6, seed=2), text(seed=2)
-    cache = layer_cache(policy_of(heads, sinks=1, recent=2, decode="evict"), 10)
+    cache = make_layer_cache(policy_of(heads, sinks=1, recent=2, decode="evict"), 10)
     read(cache, q, k, v, 0, 30)
     for t in range(30, 60):
         read(cache, q, k, v, t, t + 1)
@@ -165,12 +165,12 @@ def test_evicting_at_each_step_drops_the_lowest_score() -> None:
 
 def test_what_is_decoded_is_scored_for_a_later_turn() -> None:
     heads, (q, k, v) = heads_of(4, 2, 6, seed=3), text(seed=3)
-    cache = layer_cache(policy_of(heads, sinks=0, recent=0), 60)
+    cache = make_layer_cache(policy_of(heads, sinks=0, recent=0), 60)
     read(cache, q, k, v, 0, 30)
     for t in range(30, 45):
         read(cache, q, k, v, t, t + 1)
     read(cache, q, k, v, 45, 60)
-    whole = layer_cache(policy_of(heads, sinks=0, recent=0), 60)
+    whole = make_layer_cache(policy_of(heads, sinks=0, recent=0), 60)
     read(whole, q, k, v, 0, 60)
     assert torch.equal(cache.read(0).scores, whole.read(0).scores)
     assert (cache.read(0).scores[:, 30:45] != 0).all()
@@ -193,7 +193,7 @@ def raised(heads: RetainingHeads, head: int, by: float) -> RetainingHeads:
 def test_competing_heads_keep_the_best_entries_of_all(by: float, options: dict[str, Any]) -> None:
     """28 entries of two heads: the first 2 and newest 3 of each, and of the rest those with the highest raw scores."""
     heads, (q, k, v) = raised(heads_of(4, 2, 6, seed=4), 1, by), text(seed=4)
-    cache = layer_cache(policy_of(heads, sinks=2, recent=3, compete="layer", **options), 14, slots=1)
+    cache = make_layer_cache(policy_of(heads, sinks=2, recent=3, compete="layer", **options), 14, slots=1)
     read(cache, q, k, v, 0, 60)
     rest = sorted(
         (s, head, t) for head, own in enumerate(plain_scores(heads, q, k, v)) for t, s in enumerate(own) if 2 <= t < 57
@@ -206,7 +206,7 @@ def test_competing_heads_keep_the_best_entries_of_all(by: float, options: dict[s
 
 def test_without_competition_a_raised_head_keeps_no_more() -> None:
     heads, (q, k, v) = raised(heads_of(4, 2, 6, seed=4), 1, 40.0), text(seed=4)
-    cache = layer_cache(policy_of(heads, sinks=2, recent=3), 14, slots=1)
+    cache = make_layer_cache(policy_of(heads, sinks=2, recent=3), 14, slots=1)
     read(cache, q, k, v, 0, 60)
     assert [len(own) for own in sets(cache)] == [14, 14]
 

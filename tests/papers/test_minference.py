@@ -263,7 +263,7 @@ def test_windows_and_latents(name: str) -> None:
         for numbers in ((1, 40), (2, 3)):
             with mp.compress(model, "minference", pattern="a_shape", vertical=numbers[0], slash=numbers[1]) as cache:
                 found = model(ids, cache=cache).logits
-                windowed = all(core.attention.shape.window for core in cache.layer_caches)
+                windowed = all(layer_cache.attention.shape.window for layer_cache in cache.layer_caches)
                 equal = torch.allclose(found, expected, atol=1e-4)
                 assert equal == (numbers == (1, 40) or windowed)
                 assert model(ids[:, :1], cache=cache).logits.isfinite().all()

@@ -44,9 +44,11 @@ def test_layers_hold_what_the_line_says(budget: int | str) -> None:
         for s, n in enumerate(mask.sum(1).tolist()):
             average = 14 if budget == 14 else round(0.3 * n)
             expected = split_budget(Pyramid(20), average, 4, [n] * 4)
-            assert [core.stored[s].tolist() for core in cache.layer_caches] == [[b, b] for b in expected]
+            assert [layer_cache.stored[s].tolist() for layer_cache in cache.layer_caches] == [[b, b] for b in expected]
             assert sum(expected) == 4 * average
-        assert sum(pool.n_live for pool in cache.pools) == sum(int(core.stored.sum()) for core in cache.layer_caches)
+        assert sum(pool.n_live for pool in cache.pools) == sum(
+            int(layer_cache.stored.sum()) for layer_cache in cache.layer_caches
+        )
 
 
 def test_a_second_prompt_has_budgets_of_its_own() -> None:
@@ -56,7 +58,7 @@ def test_a_second_prompt_has_budgets_of_its_own() -> None:
         for length in (18, 60):
             cache.reset()
             model(prompts(1, length=length)[0], cache=cache)
-            held = [int(core.stored[0, 0]) for core in cache.layer_caches]
+            held = [int(layer_cache.stored[0, 0]) for layer_cache in cache.layer_caches]
             assert held == split_budget(Pyramid(20), 14, 4, [length] * 4)
             assert sum(held) == 4 * 14
 
@@ -77,7 +79,7 @@ def test_ada_shares_each_layer_of_the_pyramid() -> None:
     model, (ids, _) = llama(layers=4), prompts(1, length=60)
     with torch.no_grad(), mp.compress(model, "ada", 14, score=f"pyramidkv/beta=10/score={SNAP}") as cache:
         model(ids, cache=cache)
-        held = [core.stored[0] for core in cache.layer_caches]
+        held = [layer_cache.stored[0] for layer_cache in cache.layer_caches]
         assert [int(h.sum()) for h in held] == [2 * b for b in split_budget(Pyramid(10), 14, 4, [60] * 4)]
         assert any(h[0] != h[1] for h in held)
 
@@ -87,7 +89,7 @@ def test_sliding_layers_give_what_they_cannot_use_to_the_others() -> None:
     ids = torch.randint(3, 96, (1, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), mp.compress(model, "pyramidkv", 16, score="h2o/sinks=1", beta=2.0) as cache:
         model(ids, cache=cache)
-        held = [int(core.stored[0, 0]) for core in cache.layer_caches]
+        held = [int(layer_cache.stored[0, 0]) for layer_cache in cache.layer_caches]
     assert held == split_budget(Pyramid(2), 16, 1, [11, 50, 11])
     assert sum(held) == 3 * 16
 
@@ -113,7 +115,12 @@ def test_a_table_keeps_what_it_says() -> None:
     model, (ids, _) = llama(layers=4), prompts(1, length=60)
     with torch.no_grad(), mp.compress(model, "layer_table", 12, table="24;6;10;8", score="h2o/sinks=1") as cache:
         model(ids, cache=cache)
-        assert [core.stored[0].tolist() for core in cache.layer_caches] == [[24, 24], [6, 6], [10, 10], [8, 8]]
+        assert [layer_cache.stored[0].tolist() for layer_cache in cache.layer_caches] == [
+            [24, 24],
+            [6, 6],
+            [10, 10],
+            [8, 8],
+        ]
 
 
 @pytest.mark.parametrize(

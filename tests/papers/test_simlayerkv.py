@@ -96,7 +96,7 @@ def test_each_turn_is_decided_and_a_reset_forgets() -> None:
             for turn in (ids[:, :30], ids[:, 30:31], ids[:, 31:49], ids[:, 49:]):
                 model(turn, cache=cache)
                 if turn.shape[1] == 1:
-                    assert sum(int(core.stored[0, 0]) - 1 for core in cache.layer_caches) == 3 * 16
+                    assert sum(int(layer_cache.stored[0, 0]) - 1 for layer_cache in cache.layer_caches) == 3 * 16
             first.append([cache.positions(layer) for layer in range(3)])
         assert first[0] == first[1]
         cache.check_integrity()

@@ -60,8 +60,8 @@ def test_entropies_of_a_prompt_are_its_cross_entropies() -> None:
             for s in range(3):
                 own = ids[s, mask[s].bool()]
                 expected = torch.nn.functional.cross_entropy(model(own[None]).logits[0, :-1], own[1:], reduction="none")
-                for core in cache.layer_caches:
-                    found = core.read(s).scores
+                for layer_cache in cache.layer_caches:
+                    found = layer_cache.read(s).scores
                     assert found[:, 0].isinf().all()
                     torch.testing.assert_close(found[:, 1:], expected.float().expand(2, -1), atol=1e-5, rtol=0)
 

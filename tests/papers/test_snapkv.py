@@ -7,7 +7,7 @@ from millpond.errors import OptionError
 from millpond.methods import METHODS
 from millpond.policy.scores.attention import WindowAttention
 from millpond.policy.view import View
-from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import LOGITS, ROWS, N, feed, kept, make_layer_cache, run
 
 snapkv = METHODS.get("snapkv")
 MEAN = [0.151342, 0.271993, 0.100061, 0.249521]  # of the last two rows
@@ -40,7 +40,7 @@ def test_no_compression_of_a_prompt_within_the_budget() -> None:
 
 
 def test_grows_while_decoding_as_the_paper_does() -> None:
-    cache = layer_cache(snapkv(window=2, kernel=1), budget=3)
+    cache = make_layer_cache(snapkv(window=2, kernel=1), budget=3)
     feed(cache, LOGITS[None], 0, 4)
     for t in (4, 5):
         feed(cache, LOGITS[None], t, t + 1)
@@ -48,7 +48,7 @@ def test_grows_while_decoding_as_the_paper_does() -> None:
 
 
 def test_evict_keeps_the_budget_while_decoding() -> None:
-    cache = layer_cache(snapkv(window=2, kernel=1, decode="evict"), budget=3)
+    cache = make_layer_cache(snapkv(window=2, kernel=1, decode="evict"), budget=3)
     feed(cache, LOGITS[None], 0, 4)
     for t in (4, 5):
         feed(cache, LOGITS[None], t, t + 1)
@@ -61,7 +61,7 @@ def test_planted_needle_is_kept() -> None:
     n, w, kernel = 64, 8, 5
     logits = torch.randn(2, n, n, dtype=torch.float64)
     logits[:, -w:, 20] = 20.0
-    cache = layer_cache(snapkv(window=w, kernel=kernel), budget=w + kernel)
+    cache = make_layer_cache(snapkv(window=w, kernel=kernel), budget=w + kernel)
     feed(cache, logits, 0, n)
     for head in range(2):
         assert 20 in kept(cache, head)

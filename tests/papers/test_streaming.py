@@ -51,8 +51,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, prompt: int, sinks: int, budget: 
 def stream(q: Tensor, k: Tensor, v: Tensor, prompt: int, budget: int, **options: object) -> Tensor:
     policy = METHODS.get("streaming")(**options)
     pool = PagePool(DIM, DIM, torch.float64, slots=4)
-    rotation = Rope() if policy.positions == "cache_relative" else None
-    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotation=rotation)
+    rotary = Rope() if policy.positions == "cache_relative" else None
+    cache = LayerCache(0, policy, lambda *of: budget, lambda *a: pool, PositionTracker(), rotary=rotary)
     places = torch.arange(q.shape[2])[None]
     qr, kr = Rope().rotate(q, places), Rope().rotate(k, places)
     shape = AttentionShape(scale=1.0)

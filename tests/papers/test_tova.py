@@ -3,7 +3,7 @@
 import torch
 
 from millpond.methods import METHODS
-from tests.helpers.papers.fixture import LOGITS, N, feed, kept, layer_cache, run
+from tests.helpers.papers.fixture import LOGITS, N, feed, kept, make_layer_cache, run
 
 tova = METHODS.get("tova")
 
@@ -16,7 +16,7 @@ def test_all_heads_hold_the_same_positions_at_every_step() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 40, 40, dtype=torch.float64) * 2
     for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        cache = layer_cache(tova(), budget=6)
+        cache = make_layer_cache(tova(), budget=6)
         feed(cache, logits[order], 0, 12)
         for t in range(12, 40):
             feed(cache, logits[order], t, t + 1)
@@ -31,7 +31,7 @@ def test_the_newest_entry_may_leave_unless_pinned() -> None:
     logits = LOGITS.clone()
     logits[N - 1, N - 1] = -30.0
     for pin, stays in ((False, False), (True, True)):
-        cache = layer_cache(tova(pin_newest=pin), budget=3)
+        cache = make_layer_cache(tova(pin_newest=pin), budget=3)
         feed(cache, logits[None], 0, N - 1)
         feed(cache, logits[None], N - 1, N)
         assert (N - 1 in kept(cache)) is stays

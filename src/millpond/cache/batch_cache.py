@@ -30,31 +30,36 @@ READ_AHEAD = 4
 
 
 class BatchCache:
-    """A batch of sequences that read or decode in step. Holds pages until it is cleared.
+    """The caches of all layers for a batch of sequences that read or decode in step.
+
+    It holds pages until it is cleared.
 
     Args:
-        layers: one per layer with attention, new ones. timeline: theirs. before_plan: called when the prompt is about
-            to be planned. states: of the layers that hold some, in a hybrid. tier: of the layers whose pages lie on a
-            disk between passes; None: all stay. rotations: how each layer's keys turn, None for one whose keys have no
-            rotary position; empty where gaps never close.
+        layer_caches: New caches, one per layer with attention.
+        tracker: Positions of the sequences, shared by the layers.
+        before_plan: Function that is called when the prompt is about to be planned.
+        states: States of the layers that hold some, in a hybrid.
+        tier: Tier of the layers whose pages are on a disk between passes; None if all stay in memory.
+        rotations: Rotary embedding of each layer's keys, None for one whose keys have no rotary position; empty if gaps
+            never close.
 
     Attributes:
-        reading: the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
+        reading: Whether the prompt is still being read: nothing is planned, and a pass of one token belongs to it.
     """
 
     def __init__(
         self,
-        cores: Sequence[LayerCache],
-        timeline: PositionTracker,
+        layer_caches: Sequence[LayerCache],
+        tracker: PositionTracker,
         before_plan: Callable[[], None] = lambda: None,
         states: RecurrentStates | None = None,
         tier: DiskTier | None = None,
         rotations: Sequence[RotaryEmbedding | None] = (),
     ) -> None:
         self._rotations = rotations
-        self.layers = list(cores)
+        self.layers = list(layer_caches)
         self.tier = tier
-        self.timeline = timeline
+        self.tracker = tracker
         self.states = states
         self._before_plan = before_plan
         self._swapped: list[list[SwappedPages]] | None = None
@@ -64,7 +69,7 @@ class BatchCache:
     @property
     def n_seq(self) -> int:
         """Sequences held."""
-        return self.timeline.n_seq
+        return self.tracker.n_seq
 
     @property
     def reading(self) -> bool:
@@ -72,48 +77,48 @@ class BatchCache:
 
     @reading.setter
     def reading(self, value: bool) -> None:
-        for core in self.layers:
-            core.reading = value
+        for layer_cache in self.layers:
+            layer_cache.reading = value
 
-    def settle(self) -> None:
-        """The prompt is complete: every layer plans what it keeps."""
+    def run_plans(self) -> None:
+        """End the prompt: every layer plans which entries it keeps."""
         self.reading = False
         self._before_plan()
-        due = [core for core in self.layers if core.settles]
-        for n, core in enumerate(due):
-            with self.here(core, due[n + 1 : n + 1 + READ_AHEAD]):
-                core.settle()
+        due = [layer_cache for layer_cache in self.layers if layer_cache.changes_at_prompt_end]
+        for n, layer_cache in enumerate(due):
+            with self.in_memory(layer_cache, due[n + 1 : n + 1 + READ_AHEAD]):
+                layer_cache.run_plans()
 
-    def here(
-        self, core: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
+    def in_memory(
+        self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Pages | None = None
     ) -> AbstractContextManager[None]:
-        """While a layer reads or writes its pages, see `DiskTier.here`."""
-        return nullcontext() if self.tier is None else self.tier.here(core, then, growth)
+        """Keep the pages of a layer in memory while it uses them, see `DiskTier.in_memory`."""
+        return nullcontext() if self.tier is None else self.tier.in_memory(layer_cache, then, growth)
 
-    def take_lost(self) -> dict[int, DataError]:
-        """Sequences whose pages could not be read from the disk or written to it since the last call, and why."""
-        lost: dict[int, DataError] = {}
-        for core in [] if self.tier is None else self.layers:
-            lost, core.lost = {**core.lost, **lost}, {}
-        return lost
+    def pop_failed(self) -> dict[int, DataError]:
+        """Return errors of sequences whose pages failed to be read or written since the last call."""
+        failed: dict[int, DataError] = {}
+        for layer_cache in [] if self.tier is None else self.layers:
+            failed, layer_cache.failed = {**layer_cache.failed, **failed}, {}
+        return failed
 
     def mark(self, marks: PromptMarks) -> None:
-        """Let every head of every layer keep what is to stay of the one text that is read, or begins next."""
+        """Mark spans of the one text that is read, or begins next, in every layer."""
         if self.n_seq:
-            self.timeline.marks.add(marks, 0)
+            self.tracker.marks.add(marks, 0)
         else:
-            self.timeline.marks.expect(marks)
+            self.tracker.marks.expect(marks)
 
     def drop_spans(self, sequence: int, spans: Sequence[Span]) -> None:
-        """Let the entries in spans of the text of a sequence leave every head of every layer; later ones stay.
+        """Evict entries in spans of the text of a sequence from every head; later ones stay.
 
         Raises:
             PoolFullError: no room for copies of pages that others hold; the sequence can only be forgotten.
         """
-        for core in self.layers if spans else ():
-            with self.here(core):
-                core.drop_spans(sequence, spans)
-        self.timeline.marks.dropped.add(spans, sequence)
+        for layer_cache in self.layers if spans else ():
+            with self.in_memory(layer_cache):
+                layer_cache.drop_spans(sequence, spans)
+        self.tracker.marks.dropped.add(spans, sequence)
 
     def begin_with(
         self, tables: Sequence[PageTable], ids: Tensor | None = None, sums: Sequence[LayerSums] | None = None
@@ -121,112 +126,117 @@ class BatchCache:
         """Begin one sequence with the tokens of a prompt that these tables hold, one per layer.
 
         Args:
-            ids: (n,) the tokens, which a policy may need. sums: over their queries, see `sums`; None: none are needed.
+            tables: Table of each layer.
+            ids: Tokens (n,), which a policy may need.
+            sums: Sums over their queries, see `sums`; None if none are needed.
         """
         columns = int(tables[0].lengths()[0, 0])
         each: Sequence[LayerSums | None] = sums or [None] * len(tables)
-        for core, table, own in zip(self.layers, tables, each, strict=True):
-            core.begin_with(table, columns, own)
-        if self.timeline.tokens is not None and ids is not None:
-            self.timeline.adopt(ids[None, :columns])
+        for layer_cache, table, own in zip(self.layers, tables, each, strict=True):
+            layer_cache.begin_with(table, columns, own)
+        if self.tracker.tokens is not None and ids is not None:
+            self.tracker.adopt(ids[None, :columns])
         else:
-            self.timeline.begin_with(columns)
+            self.tracker.begin_with(columns)
 
     def sums(self, begin: int) -> list[LayerSums]:
-        """What the policy has summed over the queries of the only sequence so far, see `LayerCache.sums`."""
-        return [core.sums(begin) for core in self.layers]
+        """Return the policy's sums over the queries of the only sequence, see `LayerCache.sums`."""
+        return [layer_cache.sums(begin) for layer_cache in self.layers]
 
     # ------------------------------------------------------------------ the batch
 
     def begin(self, ids: Tensor) -> None:
-        """A pass with these tokens (n_seq, columns) begins."""
-        self.timeline.begin_pass(ids)
+        """Begin a pass with these tokens (n_seq, columns)."""
+        self.tracker.begin_pass(ids)
 
     def join(self, other: BatchCache) -> None:
-        """Take over the sequences of another stack of the same kind, which holds nothing afterwards."""
-        for core, joining in zip(self.layers, other.layers, strict=True):
-            core.join(joining)
+        """Take the sequences of another batch cache of the same kind, and empty it."""
+        for layer_cache, joining in zip(self.layers, other.layers, strict=True):
+            layer_cache.join(joining)
         if self.states is not None and other.states is not None:
             self.states.join(other.states)
-        self.timeline.join(other.timeline)
-        other.timeline.reset()
+        self.tracker.join(other.tracker)
+        other.tracker.reset()
 
     def select(self, sequences: list[int]) -> None:
-        """Become the given sequences, in this order; of none, hold nothing."""
+        """Keep the given sequences, in this order; for none, hold nothing."""
         if sequences == list(range(self.n_seq)):
             return
         if not sequences:
             self.clear()
             return
-        for core in self.layers:
-            core.select(sequences)
+        for layer_cache in self.layers:
+            layer_cache.select(sequences)
         if self.states is not None:
             self.states.select(sequences)
-        self.timeline.select(sequences)
+        self.tracker.select(sequences)
 
     def part(self, sequences: list[int], into: BatchCache) -> None:
-        """Move some sequences to `into`, an empty stack of the same kind."""
-        self.lend(sequences, into)
+        """Move some sequences to `into`, an empty batch cache of the same kind."""
+        self.copy_to(sequences, into)
         self.select([s for s in range(self.n_seq) if s not in set(sequences)])
 
-    def lend(self, sequences: list[int], into: BatchCache) -> None:
-        """Let `into`, an empty stack of the same kind, hold some of the sequences too; a page is copied when written.
+    def copy_to(self, sequences: list[int], into: BatchCache) -> None:
+        """Let `into`, an empty batch cache of the same kind, hold some of the sequences too.
 
-        States of a hybrid are copied.
+        A page is copied when it is written. States of a hybrid are copied.
         """
-        for core, other in zip(self.layers, into.layers, strict=True):
-            core.lend(sequences, other)
+        for layer_cache, other in zip(self.layers, into.layers, strict=True):
+            layer_cache.copy_to(sequences, other)
         if self.states is not None and into.states is not None:
             self.states.part(sequences, into.states)
-        into.timeline.join(self.timeline.copy(sequences))
+        into.tracker.join(self.tracker.copy(sequences))
 
     def clear(self) -> None:
-        """Give every page back and forget every sequence."""
-        for core in self.layers:
-            core.reset()
+        """Release every page and forget every sequence."""
+        for layer_cache in self.layers:
+            layer_cache.reset()
         if self.states is not None:
             self.states.reset()
-        self.timeline.reset()
+        self.tracker.reset()
         self._forget_swapped()
 
     # ------------------------------------------------------------------ positions
 
     def close_gaps(self, sequence: int) -> None:
-        """Give what a sequence holds consecutive positions, so that its text goes on right behind it.
+        """Give the entries of a sequence consecutive positions, after which its text continues.
 
         All layers have planned. A key keeps its order in its head; heads with fewer entries end at the same position.
 
         Raises:
             PoolFullError: no room for copies of pages that others hold.
         """
-        end = max(core.least_end(sequence) for core in self.layers)
-        for core, rotation in zip(self.layers, self._rotations, strict=True):
-            core.close_gaps(sequence, end, rotation)
-        self.timeline.close(sequence, end)
+        end = max(layer_cache.least_end(sequence) for layer_cache in self.layers)
+        for layer_cache, rotary in zip(self.layers, self._rotations, strict=True):
+            layer_cache.close_gaps(sequence, end, rotary)
+        self.tracker.close(sequence, end)
 
     # ------------------------------------------------------------------ room
 
     def pages_for_step(self) -> Pages:
-        """Most pages that the next decoding step may take of each pool."""
-        return self._pages_of_pass([core.pages_for_step() for core in self.layers])
+        """Return the most pages that the next decoding step may take of each pool."""
+        return self._pages_of_pass([layer_cache.pages_for_step() for layer_cache in self.layers])
 
     def pages_for(self, n_tokens: int) -> Pages:
-        """Pages that the next `n_tokens` of the prompt take; nothing is known of a stack that has read nothing."""
+        """Return pages that the next `n_tokens` of the prompt take, if it has begun."""
         return self._pages_of_pass(
-            [{} if core.table is None else {core.table.pool: core.pages_for(n_tokens)} for core in self.layers]
+            [
+                {} if layer_cache.table is None else {layer_cache.table.pool: layer_cache.pages_for(n_tokens)}
+                for layer_cache in self.layers
+            ]
         )
 
     def _pages_of_pass(self, growth: Sequence[Pages]) -> Pages:
-        """Pages that a pass takes in which each layer grows; of layers on a disk, those of the largest one."""
+        """Return pages of a pass in which each layer grows; on a disk, of the largest one."""
         need: Counter[Pool] = Counter()
         most: Pages = {}
-        for core, more in zip(self.layers, growth, strict=True):
-            if self.tier is None or not self.tier.is_on_disk(core):
+        for layer_cache, more in zip(self.layers, growth, strict=True):
+            if self.tier is None or not self.tier.is_on_disk(layer_cache):
                 need.update(more)
             else:
-                here, stays = self.tier.window(core, more)
+                in_memory, stays = self.tier.window(layer_cache, more)
                 need.update(stays)
-                most = {pool: max(most.get(pool, 0), here.get(pool, 0)) for pool in {**most, **here}}
+                most = {pool: max(most.get(pool, 0), in_memory.get(pool, 0)) for pool in {**most, **in_memory}}
         need.update(most)
         return dict(need)
 
@@ -234,11 +244,11 @@ class BatchCache:
 
     @property
     def is_swapped_out(self) -> bool:
-        """Whether the pages lie outside the pool."""
+        """Whether the pages are outside the pool."""
         return self._swapped is not None
 
     def swap_out(self, files: SwapFiles | None = None) -> None:
-        """Copy all pages and states to the host's memory, or to a file, and give them back.
+        """Copy all pages and states to the host's memory, or to a file, and release them.
 
         Raises:
             DataError: the file cannot be written; nothing was changed.
@@ -255,7 +265,7 @@ class BatchCache:
             states.drop()
 
     def swap_in(self) -> None:
-        """Take the pages and states in again. Ask `pages_to_swap_in` for room first.
+        """Read the pages and states again. Ask `pages_to_swap_in` for room first.
 
         Raises:
             DataError: the file with them is gone or broken; they can only be forgotten.
@@ -265,8 +275,8 @@ class BatchCache:
         if self._file is not None:
             *pages, (of_states,) = self._file.read()
             self._swapped = [
-                [replace(part, arrays=arrays) for part, arrays in zip(parts, found, strict=True)]
-                for parts, found in zip(self._swapped, pages, strict=True)
+                [replace(part, arrays=arrays) for part, arrays in zip(parts, contents, strict=True)]
+                for parts, contents in zip(self._swapped, pages, strict=True)
             ]
         for table, carried in zip(self._tables(), self._swapped, strict=True):
             restore(table, carried)
@@ -275,7 +285,7 @@ class BatchCache:
         self._forget_swapped()
 
     def pages_to_swap_in(self) -> Pages:
-        """Pages of each pool that `swap_in` takes, and sequences whose states it brings back."""
+        """Return pages of each pool that `swap_in` takes, and sequences whose states it restores."""
         need: Counter[Pool] = Counter()
         for part in chain.from_iterable(self._swapped or []):
             need[part.pool] += part.n_pages
@@ -284,8 +294,12 @@ class BatchCache:
         return dict(need)
 
     def _tables(self) -> list[PageTable]:
-        """Those whose pages are in their pool."""
-        return [core.table for core in self.layers if core.table is not None and not core.table.is_away]
+        """Tables whose pages are in their pool."""
+        return [
+            layer_cache.table
+            for layer_cache in self.layers
+            if layer_cache.table is not None and not layer_cache.table.is_offloaded
+        ]
 
     def _forget_swapped(self) -> None:
         if self._file is not None:
@@ -296,30 +310,33 @@ class BatchCache:
     # ------------------------------------------------------------------ figures
 
     def held(self) -> np.ndarray:
-        """(n_layers, n_seq, n_kv_heads) entries held; heads that a layer lacks count 0."""
-        stored = [core.stored for core in self.layers]
+        """Return entries held, (n_layers, n_seq, n_kv_heads); heads that a layer lacks count 0."""
+        stored = [layer_cache.stored for layer_cache in self.layers]
         heads = max((s.shape[1] for s in stored), default=0)
-        found = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
+        counts = np.zeros((len(stored), self.n_seq, heads), dtype=np.int64)
         for layer, entries in enumerate(stored):
-            found[layer, : entries.shape[0], : entries.shape[1]] = entries
-        return found
+            counts[layer, : entries.shape[0], : entries.shape[1]] = entries
+        return counts
 
     def kv_bytes(self, held: np.ndarray) -> np.ndarray:
-        """(n_seq,) bytes of keys and values in the pages that entries need, of which there are `held` (see `held`)."""
-        tables = [core.table for core in self.layers]
-        slots = {0 if table is None or table.sealed is not None else table.pool.slots for table in tables}
+        """Return bytes of keys and values in the pages that `held` entries need, (n_seq,).
+
+        held: see `held`.
+        """
+        tables = [layer_cache.table for layer_cache in self.layers]
+        slots = {0 if table is None or table.quantized is not None else table.pool.slots for table in tables}
         if len(slots) == 1 and 0 not in slots:  # all at once: called at every step
             page_bytes = np.array([table.pool.kv_bytes_per_page for table in tables if table is not None])
-            found: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
+            nbytes: np.ndarray = page_bytes @ (-(-held // slots.pop())).sum(2)
         else:
-            found = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
-        return found
+            nbytes = np.array([table.kv_bytes() for table in tables if table is not None]).sum(0)
+        return nbytes
 
     def used_bytes(self, held: np.ndarray) -> np.ndarray:
-        """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
-        tables = [table for core in self.layers if (table := core.table) is not None]
-        if not tables or any(table.sealed is not None for table in tables):
+        """Return those of `kv_bytes` in slots that hold an entry, (n_seq,)."""
+        tables = [table for layer_cache in self.layers if (table := layer_cache.table) is not None]
+        if not tables or any(table.quantized is not None for table in tables):
             return np.asarray(sum((table.used_bytes() for table in tables), np.zeros(self.n_seq, dtype=np.int64)))
         slot_bytes = np.array([table.pool.kv_bytes_per_page // table.pool.slots for table in tables])
-        found: np.ndarray = slot_bytes @ held.sum(2)
-        return found
+        nbytes: np.ndarray = slot_bytes @ held.sum(2)
+        return nbytes

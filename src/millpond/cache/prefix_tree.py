@@ -1,12 +1,12 @@
 """Prefix tree of the pages of prompts, shared by later prompts with the same beginning.
 
 What a page of a prompt holds before anything is planned depends on the tokens up to its end alone. So these pages are
-kept by a chain of blocks, one page per layer and head for each block of tokens, and a prompt that begins with known
-blocks takes them over instead of reading them. They are never written: a plan writes what it keeps to pages of the
-request's own, and a token behind a full block goes to a new page.
+kept by a chain of nodes, one page per layer and head for each block of tokens, and a prompt that begins with the tokens
+of cached nodes takes over their pages instead of reading the tokens. Shared pages are never written: a plan writes what
+it keeps to pages of the request's own, and a token after a full block goes to a new page.
 
-With a store, blocks that leave the memory go to a disk and come back when a prompt begins with them. All blocks behind
-one on the disk are there too.
+With a store, nodes that are evicted from memory are written to a disk and read again when a prompt begins with them.
+All nodes after one on the disk are there too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ Pages = dict[Pool, int]
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One block of tokens behind a certain text: which pages hold it, per layer one for each KV head.
+    """One block of tokens after a certain text, and its pages per layer, one for each KV head.
 
     Attributes:
-        number: under which the paging rule knows it; used again once the block is gone.
-        hash: of its tokens and all before them, 64 bits.
-        n_children: blocks in memory that follow it. request: the last one that used it.
-        sums: over the queries of all tokens up to its end, by what is summed, where a prompt had a breakpoint.
-        stored: where it lies on the disk; None: in memory. below: blocks on the disk that follow it.
+        key: Kind of entries, parent and tokens, exactly.
+        parent: Node of the block before it; None for the first.
+        pools: Pool of each layer.
+        pages: Pages of each layer.
+        number: Number under which the paging rule knows it; used again once the node is removed.
+        hash: Hash of its tokens and all before them, 64 bits.
+        n_children: Nodes in memory that follow it.
+        request: Last request that used it.
+        sums: Sums over the queries of all tokens up to its end, by kind, if a prompt had a breakpoint there.
+        stored: Its block on the disk; None while it is in memory.
+        below: Nodes on the disk that follow it.
     """
 
     key: tuple[Hashable, ...]
@@ -60,16 +66,19 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """Blocks by what they hold, exactly: no hash stands for the tokens. Holds its pages until they are evicted.
+    """Nodes by their exact tokens, whose pages it holds until they are evicted.
 
     Args:
-        rule: which block is evicted of those that none follows and no request holds; None: the longest unused.
-        sum_memory: what counts the bytes of sums; None: one of its own.
-        store: where blocks go that leave the memory, without their sums; None: they are forgotten.
+        rule: Rule that chooses which node is evicted among those without followers and requests; None for the least
+            recently used.
+        sum_memory: Counter of the bytes of sums; None for one of its own.
+        store: Store of evicted nodes, without their sums; None to drop them.
 
     Attributes:
-        evicted: blocks that were evicted by the rule so far. sum_memory: counts the bytes of sums.
-        returned: blocks that came back from the disk. lost: blocks on the disk that could not be read.
+        evicted: Nodes that were evicted by the rule so far.
+        sum_memory: Counter of the bytes of sums.
+        returned: Nodes that were read from the disk again.
+        lost: Nodes on the disk that could not be read.
     """
 
     def __init__(
@@ -87,103 +96,113 @@ class PrefixTree:
         self._requests = self.evicted = 0
 
     def __len__(self) -> int:
-        """Blocks in memory."""
+        """Return the number of nodes in memory."""
         return len(self._numbered) - len(self._unused)
 
     @property
     def n_stored(self) -> int:
-        """Blocks on the disk."""
+        """Nodes on the disk."""
         return len(self._blocks) - len(self)
 
     def find(self, kind: Hashable, tokens: Ids, slots: int) -> list[PrefixNode]:
-        """The blocks of `slots` tokens that this text begins with, as far as they are known and in memory.
+        """Return the nodes in memory, of `slots` tokens each, with which this text begins.
 
-        kind: of entries: blocks of different kinds are never taken for each other.
+        Args:
+            kind: Kind of entries; nodes of different kinds are never taken for each other.
+            tokens: Ids of the text.
+            slots: Tokens of a node.
         """
-        found: list[PrefixNode] = []
+        path: list[PrefixNode] = []
         for begin in range(0, len(tokens) - slots + 1, slots):
-            block = self._blocks.get(_key(kind, found[-1] if found else None, tokens[begin : begin + slots]))
-            if block is None or block.stored is not None:
+            node = self._blocks.get(_key(kind, path[-1] if path else None, tokens[begin : begin + slots]))
+            if node is None or node.stored is not None:
                 break
-            found.append(block)
-        return found
+            path.append(node)
+        return path
 
     def find_stored(self, kind: Hashable, tokens: Ids, slots: int, path: list[PrefixNode]) -> list[PrefixNode]:
-        """The blocks on the disk with which this text goes on behind `path`, which `find` returned."""
-        found: list[PrefixNode] = []
+        """Return the nodes on the disk with which this text continues after `path` of `find`."""
+        stored: list[PrefixNode] = []
         last = path[-1] if path else None
         for begin in range(len(path) * slots, len(tokens) - slots + 1, slots):
             last = self._blocks.get(_key(kind, last, tokens[begin : begin + slots]))
             if last is None:
                 break
-            found.append(last)
-        return found
+            stored.append(last)
+        return stored
 
-    def bring_back(
+    def load(
         self, path: list[PrefixNode], stored: list[PrefixNode], room: Callable[[Pages], bool], request: int
     ) -> list[PrefixNode]:
-        """Put blocks of the disk into memory again; returns the path with those that came.
+        """Read nodes from the disk into memory; return the path with those that were read.
 
-        One that cannot be read is forgotten, with all that follow it.
+        A node that cannot be read is dropped, with all that follow it.
 
         Args:
-            path, stored: from `find` and `find_stored`. room: whether there is room for pages, or will be without other
-                blocks. request: that uses them.
+            path: Nodes that `find` returned.
+            stored: Nodes that `find_stored` returned.
+            room: Function that says whether there is room for pages, or will be after other nodes are evicted.
+            request: Request that uses the nodes.
         """
         if self._store is None or not stored:
             return path
-        for block in reversed(stored):  # so that none makes room before those behind it
-            assert block.stored is not None, "it is on the disk"
-            self._store.use(block.stored)
-        for block in path:  # which must stay meanwhile
-            _retain(block)
-        found = list(path)
-        for block in stored:
-            if not self._take_back(block, room):
+        for node in reversed(stored):  # so that none makes room before those behind it
+            assert node.stored is not None, "it is on the disk"
+            self._store.use(node.stored)
+        for node in path:  # which must stay meanwhile
+            _retain(node)
+        longer = list(path)
+        for node in stored:
+            if not self._load_node(node, room):
                 break
-            found.append(block)
-        for block in path:
-            _release(block)
-        if len(found) > len(path):
-            self._use(found, len(found), request)
-        return found
+            longer.append(node)
+        for node in path:
+            _release(node)
+        if len(longer) > len(path):
+            self._use(longer, len(longer), request)
+        return longer
 
     def new_request(self) -> int:
-        """A number for a request that keeps its prompt in several parts."""
+        """Return a number for a request that keeps its prompt in several parts."""
         self._requests += 1
         return self._requests
 
     def keep(
         self, kind: Hashable, tokens: Ids, tables: list[PageTable], request: int | None = None
     ) -> list[PrefixNode]:
-        """Hold the full blocks of a prompt of one sequence, `tables` of all layers, of which nothing has left.
+        """Hold the full blocks of a prompt of one sequence, and return their nodes.
 
-        The tables share these pages from now on. The paging rule sees one access to each block. Returns the blocks.
+        The tables share these pages from now on. The paging rule sees one access to each node.
 
-        request: the same for each part of one prompt, which begins with the parts before it; None: this is all of it.
+        Args:
+            kind: Kind of entries.
+            tokens: Ids of the prompt.
+            tables: Tables of all layers, from which nothing was evicted.
+            request: Number shared by all parts of one prompt, which begin with the parts before them; None if this is
+                all of it.
         """
         slots = tables[0].pool.slots
         path = self.find(kind, tokens, slots)
-        known = len(path)
-        for number in range(known, len(tokens) // slots):
+        num_cached = len(path)
+        for number in range(num_cached, len(tokens) // slots):
             pages = [table.page_column(number) for table in tables]
             part = tokens[number * slots : (number + 1) * slots]
             path.append(self._add(kind, path[-1] if path else None, part, [table.pool for table in tables], pages))
         for table in tables:
             table.share()
-        self._use(path, known, self.new_request() if request is None else request)
+        self._use(path, num_cached, self.new_request() if request is None else request)
         return path
 
-    def keep_sums(self, block: PrefixNode, kind: SumKind, sums: PromptSums) -> None:
-        """Keep sums at the end of a block, until it is evicted; those that are there already stay."""
-        if kind not in block.sums:
-            block.sums[kind] = sums
+    def keep_sums(self, node: PrefixNode, kind: SumKind, sums: PromptSums) -> None:
+        """Keep sums at the end of a node until it is evicted; existing ones stay."""
+        if kind not in node.sums:
+            node.sums[kind] = sums
             self.sum_memory.take(sums.nbytes)
 
     def evict(self, enough: Callable[[], bool]) -> bool:
-        """Release blocks in the order of the rule, none before those after it, until there is `enough`.
+        """Evict nodes in the order of the rule until there is `enough`, followers first.
 
-        Blocks whose pages are all held by requests as well stay: without them no page would be free.
+        Nodes all of whose pages requests hold as well stay: their eviction would free no page.
 
         Returns:
             Whether there is enough.
@@ -192,13 +211,13 @@ class PrefixTree:
             return True
         self._allow_released()
         while (number := self._rule.victim()) is not None:
-            block = self._numbered[number]
-            assert block is not None, "the rule forgets blocks that are gone"
-            if not _alone(block):
+            node = self._numbered[number]
+            assert node is not None, "the rule forgets evicted nodes"
+            if not _alone(node):
                 self._rule.forbid(number)
-                self._in_use[block] = None
+                self._in_use[node] = None
                 continue
-            self._drop(block)
+            self._drop(node)
             self.evicted += 1
             if enough():
                 return True
@@ -206,27 +225,31 @@ class PrefixTree:
         return False
 
     def shorten(self, path: list[PrefixNode]) -> bool:
-        """Release the last block of a path, whoever holds its pages; False where none is left or others follow it."""
+        """Evict the last node of a path, whoever holds its pages.
+
+        Returns:
+            False if the path is empty, or other nodes follow its last.
+        """
         if not path or path[-1].n_children:
             return False
         self._drop(path.pop())
         return True
 
     def clear(self) -> None:
-        """Release all, on the disk too."""
+        """Remove all nodes, those on the disk too."""
         while self._blocks:
-            block = next(reversed(self._blocks.values()))  # followers came later
-            if block.stored is None:
-                self._leave(block)
-            self._forget(block)
+            node = next(reversed(self._blocks.values()))  # followers came later
+            if node.stored is None:
+                self._leave(node)
+            self._forget(node)
 
     def held_in(self, pool: RefCountedPool[Any]) -> list[PageIds]:
-        """The pages of one pool that blocks hold."""
+        """Return the pages of one pool that nodes hold."""
         return [
             ids
-            for block in self._blocks.values()
-            if block.stored is None
-            for owner, ids in zip(block.pools, block.pages, strict=True)
+            for node in self._blocks.values()
+            if node.stored is None
+            for owner, ids in zip(node.pools, node.pages, strict=True)
             if owner is pool
         ]
 
@@ -236,8 +259,8 @@ class PrefixTree:
             ids[:] = places[ids]
 
     def check_sums(self) -> None:
-        """Assert that the bytes of sums are those that are counted, and that no sums outlive those before them."""
-        held = {id(sums): sums for block in self._blocks.values() for sums in block.sums.values()}
+        """Assert that all bytes of sums are counted, and that no sums outlive those before them."""
+        held = {id(sums): sums for node in self._blocks.values() for sums in node.sums.values()}
         self.sum_memory.check_integrity(sum(sums.nbytes for sums in held.values()))
         befores = [id(sums.before) for sums in held.values() if sums.before is not None]
         assert held.keys() >= set(befores), "sums without those before them"
@@ -246,151 +269,151 @@ class PrefixTree:
         self, kind: Hashable, parent: PrefixNode | None, tokens: Ids, pools: list[PagePool], pages: list[PageIds]
     ) -> PrefixNode:
         key = _key(kind, parent, tokens)
-        block = self._blocks.get(key)
-        if block is None:
+        node = self._blocks.get(key)
+        if node is None:
             chained = hash((kind, None if parent is None else parent.hash, key[-1])) & 0xFFFFFFFFFFFFFFFF
-            block = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
-        block.pools, block.pages = pools, pages
+            node = self._blocks[key] = PrefixNode(key, parent, pools, pages, -1, chained)
+        node.pools, node.pages = pools, pages
         for pool in set(pools):
             pool.holders.add(self)
-        _retain(block)
-        self._enter(block)
-        return block
+        _retain(node)
+        self._enter(node)
+        return node
 
-    def _enter(self, block: PrefixNode) -> None:
-        """A block is in memory from now on, and no longer on the disk."""
-        parent = block.parent
-        if block.stored is not None:
+    def _enter(self, node: PrefixNode) -> None:
+        """Record that a node is in memory, and no longer on the disk."""
+        parent = node.parent
+        if node.stored is not None:
             assert self._store is not None, "it is on the disk"
-            self._store.free(block.stored)
-            block.stored = None
+            self._store.free(node.stored)
+            node.stored = None
             if parent is not None:
-                del parent.below[block]
+                del parent.below[node]
         if not self._unused:
             self._unused.append(len(self._numbered))
             self._numbered.append(None)
-        block.number = self._unused.pop()
-        self._numbered[block.number] = block
+        node.number = self._unused.pop()
+        self._numbered[node.number] = node
         if parent is not None:
             parent.n_children += 1
             if parent.n_children == 1 and parent.request >= 0:
                 self._rule.forbid(parent.number)
 
-    def _take_back(self, block: PrefixNode, room: Callable[[Pages], bool]) -> bool:
-        """Read a block of the disk into fresh pages; False where there is no room, or it cannot be read."""
+    def _load_node(self, node: PrefixNode, room: Callable[[Pages], bool]) -> bool:
+        """Read a node from the disk into fresh pages; False without room or if the read fails."""
         assert self._store is not None, "it is on the disk"
         need: Counter[Pool] = Counter()
-        for pool, n in zip(block.pools, [] if block.stored is None else block.stored.counts, strict=False):
+        for pool, n in zip(node.pools, [] if node.stored is None else node.stored.counts, strict=False):
             need[pool] += n
-        if not room(dict(need)) or block.stored is None:  # it may have made room for those that left meanwhile
+        if not room(dict(need)) or node.stored is None:  # it may have made room for those that left meanwhile
             return False
         try:
-            data = self._store.read(block.stored)
+            data = self._store.read(node.stored)
         except DataError:
             self.lost += 1
-            self._forget(block)
+            self._forget(node)
             return False
-        block.pages = [pool.allocate(n) for pool, n in zip(block.pools, block.stored.counts, strict=True)]
-        unpack(block.pools, block.pages, data)
-        self._enter(block)
+        node.pages = [pool.allocate(n) for pool, n in zip(node.pools, node.stored.counts, strict=True)]
+        unpack(node.pools, node.pages, data)
+        self._enter(node)
         self.returned += 1
         return True
 
-    def _drop(self, block: PrefixNode) -> None:
-        """A block leaves the memory, for the disk where there is one."""
+    def _drop(self, node: PrefixNode) -> None:
+        """Evict a node from memory, to the disk if there is a store."""
         stored = None
         if self._store is not None:
-            stored = self._store.put(block.pools, block.pages, lambda: self._made_room(block))
-        self._leave(block)
+            stored = self._store.put(node.pools, node.pages, lambda: self._on_evicted(node))
+        self._leave(node)
         if stored is None:
-            return self._forget(block)
-        block.stored = stored
-        if block.parent is not None:
-            block.parent.below[block] = None
+            return self._forget(node)
+        node.stored = stored
+        if node.parent is not None:
+            node.parent.below[node] = None
 
-    def _leave(self, block: PrefixNode) -> None:
-        """A block gives its pages back."""
-        _release(block)
-        self.sum_memory.release(sum(sums.nbytes for sums in block.sums.values()))
-        block.sums.clear()
-        self._rule.drop(block.number)
-        self._numbered[block.number] = None
-        self._unused.append(block.number)
-        self._in_use.pop(block, None)
-        block.pages, block.request = [], -1
-        parent = block.parent
+    def _leave(self, node: PrefixNode) -> None:
+        """Release the pages of a node."""
+        _release(node)
+        self.sum_memory.release(sum(sums.nbytes for sums in node.sums.values()))
+        node.sums.clear()
+        self._rule.drop(node.number)
+        self._numbered[node.number] = None
+        self._unused.append(node.number)
+        self._in_use.pop(node, None)
+        node.pages, node.request = [], -1
+        parent = node.parent
         if parent is not None:
             parent.n_children -= 1
             if not parent.n_children:
                 self._rule.allow(parent.number)
 
-    def _made_room(self, block: PrefixNode) -> None:
-        """The store gave a block up."""
-        block.stored = None
-        self._forget(block)
+    def _on_evicted(self, node: PrefixNode) -> None:
+        """Forget a node that the store evicted."""
+        node.stored = None
+        self._forget(node)
 
-    def _forget(self, block: PrefixNode) -> None:
-        """A block is not in memory, and no longer on the disk; so are those that follow it."""
-        if block.parent is not None:
-            block.parent.below.pop(block, None)
-        gone = [block]
-        while gone:
-            block = gone.pop()
-            if block.stored is not None:
+    def _forget(self, node: PrefixNode) -> None:
+        """Remove a node that is not in memory, and all that follow it, from the disk."""
+        if node.parent is not None:
+            node.parent.below.pop(node, None)
+        removed = [node]
+        while removed:
+            node = removed.pop()
+            if node.stored is not None:
                 assert self._store is not None, "it is on the disk"
-                self._store.free(block.stored)
-                block.stored = None
-            gone += block.below
-            block.below = {}
-            del self._blocks[block.key]
+                self._store.free(node.stored)
+                node.stored = None
+            removed += node.below
+            node.below = {}
+            del self._blocks[node.key]
 
-    def _use(self, path: list[PrefixNode], known: int, request: int) -> None:
-        """A request uses these blocks, the first `known` of which were there before it."""
-        for depth, block in enumerate(path):
-            if block.request != request:
-                block.request = request
-                parent = -1 if block.parent is None else block.parent.number
-                self._rule.touch(block.number, PageFacts(block.hash, parent, request, depth, len(path), known))
+    def _use(self, path: list[PrefixNode], num_cached: int, request: int) -> None:
+        """Record that a request uses these nodes, of which `num_cached` existed before it."""
+        for depth, node in enumerate(path):
+            if node.request != request:
+                node.request = request
+                parent = -1 if node.parent is None else node.parent.number
+                self._rule.touch(node.number, PageFacts(node.hash, parent, request, depth, len(path), num_cached))
         if path and not path[-1].n_children:
             self._in_use.pop(path[-1], None)
             self._rule.allow(path[-1].number)
 
     def _allow_released(self) -> None:
-        """Let the rule choose blocks again whose pages were held by requests, where some page was released since."""
+        """Let the rule choose nodes again of whose pages requests have released some."""
         if not self._in_use or self._releases == (releases := self._count_releases()):
             return
         self._releases = releases
-        for block in [block for block in self._in_use if _alone(block)]:
-            del self._in_use[block]
-            if not block.n_children:
-                self._rule.allow(block.number)
+        for node in [node for node in self._in_use if _alone(node)]:
+            del self._in_use[node]
+            if not node.n_children:
+                self._rule.allow(node.number)
 
     def _count_releases(self) -> dict[PagePool, int]:
-        return {pool: pool.n_releases for block in self._in_use for pool in block.pools}
+        return {pool: pool.n_releases for node in self._in_use for pool in node.pools}
 
 
-def _retain(block: PrefixNode) -> None:
-    for pool, ids in zip(block.pools, block.pages, strict=True):
+def _retain(node: PrefixNode) -> None:
+    for pool, ids in zip(node.pools, node.pages, strict=True):
         pool.retain(ids)
 
 
-def _release(block: PrefixNode) -> None:
-    for pool, ids in zip(block.pools, block.pages, strict=True):
+def _release(node: PrefixNode) -> None:
+    for pool, ids in zip(node.pools, node.pages, strict=True):
         pool.release(ids)
 
 
-def _alone(block: PrefixNode) -> bool:
-    """Whether memory is free without a block: some page has no other holder, or there are sums."""
-    return bool(block.sums) or any(
-        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(block.pools, block.pages, strict=True)
+def _alone(node: PrefixNode) -> bool:
+    """Whether evicting a node frees memory: some page has no other holder, or there are sums."""
+    return bool(node.sums) or any(
+        bool((pool.refs(ids) == 1).any()) for pool, ids in zip(node.pools, node.pages, strict=True)
     )
 
 
 def tables_of(path: list[PrefixNode]) -> list[PageTable]:
-    """New tables of one sequence, one per layer, that hold the blocks of a path."""
+    """Return new tables of one sequence, one per layer, that hold the pages of a path."""
     tables = []
     for layer, pool in enumerate(path[0].pools):
-        columns = np.stack([block.pages[layer] for block in path], 1)
+        columns = np.stack([node.pages[layer] for node in path], 1)
         tables.append(PageTable.of_pages(pool, columns))
     return tables
 

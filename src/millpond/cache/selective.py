@@ -26,7 +26,7 @@ Fetch = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Blocks(NamedTuple):
-    """What is remembered of one sequence; replaced, never written to."""
+    """Blocks of one sequence; replaced, never written to."""
 
     budget: int
     means: Tensor  #: (n, Hq, key_dim), the representative key of each full block and query head, before RoPE
@@ -38,20 +38,20 @@ class Passing(NamedTuple):
 
     fetch: Fetch
     shape: AttentionShape
-    rope: RotaryEmbedding | None
+    rotary: RotaryEmbedding | None
     budget: int
     local: int
 
     def place(self, x: Tensor, positions: Tensor, at: int) -> Tensor:
-        """Keys or queries (heads, n, D) as they would be at position `at` instead of at `positions` (n,)."""
-        if self.rope is None:
+        """Return keys or queries x (heads, n, D) moved from `positions` (n,) to position `at`."""
+        if self.rotary is None:
             return x
-        raw = self.rope.rotate(x[None], positions[None], inverse=True)
-        return self.rope.rotate(raw, torch.full_like(positions, at)[None])[0].to(x.dtype)
+        raw = self.rotary.rotate(x[None], positions[None], inverse=True)
+        return self.rotary.rotate(raw, torch.full_like(positions, at)[None])[0].to(x.dtype)
 
 
 class BlockRetrieval:
-    """The blocks of one layer's sequences; see `Focus`."""
+    """The blocks of one layer's sequences; see `SelectiveAttention`."""
 
     truncatable = False
 
@@ -68,13 +68,16 @@ class BlockRetrieval:
         q_pos: Tensor,
         budget: int,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Focus.attend`: the budget is that of the sequence until its next pass of many tokens."""
+        """Attend as `SelectiveAttention.attend`.
+
+        The budget is that of the sequence until its next pass of many tokens.
+        """
         old = self._known.get(sequence)
         none = Blocks(budget, q.new_zeros(0, len(q), q.shape[-1], dtype=wide(q.dtype)), q.new_zeros(len(q), 0).float())
         self._known[sequence] = (old or none)._replace(budget=budget)
-        return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rope)
+        return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rotary)
 
     def decode(
         self,
@@ -84,9 +87,9 @@ class BlockRetrieval:
         v: Tensor,
         q_pos: Tensor,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Focus.decode`. Sequences one by one: each reads only what it attends to."""
+        """Decode as `SelectiveAttention.decode`: each sequence reads only its selection."""
         arrays, slots = table.pool.arrays, table.pool.slots
         counts = (q_pos >= 0).int().repeat_interleave(table.n_kv_heads)
         rows, values = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
@@ -104,34 +107,40 @@ class BlockRetrieval:
                 return rows_at(arrays.keys, ids), rows_at(arrays.values, ids)
 
             own, at = q[sequence][:, None], q_pos[sequence : sequence + 1]
-            found = self._attend(sequence, own, at, fetch, shape, rope)
+            found = self._attend(sequence, own, at, fetch, shape, rotary)
             out[sequence], lse[sequence] = found[0][:, 0], found[1][:, 0]
         return out, lse
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
-        """See `Focus.tensors`."""
+        """See `SelectiveAttention.tensors`."""
         known = self._known[sequence]
         return {"budget": torch.tensor(known.budget), "means": known.means, "scores": known.scores}
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
-        """See `Focus.adopt`."""
+        """See `SelectiveAttention.adopt`."""
         self._known[0] = Blocks(int(stored["budget"]), stored["means"], stored["scores"])
 
     def copy(self, sequences: list[int] | None = None) -> BlockRetrieval:
-        """See `Focus.copy`."""
+        """See `SelectiveAttention.copy`."""
         return BlockRetrieval(self._lookup, self._known.copy(sequences))
 
     def join(self, other: BlockRetrieval, n_seq: int) -> None:
-        """See `Focus.join`."""
+        """See `SelectiveAttention.join`."""
         self._known.join(other._known, n_seq)
 
     # ------------------------------------------------------------------ attention
 
     def _attend(
-        self, sequence: int, q: Tensor, q_pos: Tensor, fetch: Fetch, shape: AttentionShape, rope: RotaryEmbedding | None
+        self,
+        sequence: int,
+        q: Tensor,
+        q_pos: Tensor,
+        fetch: Fetch,
+        shape: AttentionShape,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
         budget = self._known[sequence].budget
-        now = Passing(fetch, shape, rope, budget, self._lookup.protect.local(budget))
+        now = Passing(fetch, shape, rotary, budget, self._lookup.protect.local(budget))
         step = self._lookup.together
         asked = [
             self._ask(sequence, now, q[:, begin : begin + step].to(wide(q.dtype)), q_pos[begin : begin + step].long())
@@ -140,7 +149,7 @@ class BlockRetrieval:
         return torch.cat([out for out, _ in asked], 1).to(q.dtype), torch.cat([lse for _, lse in asked], 1).float()
 
     def _ask(self, sequence: int, now: Passing, q: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (Hq, rows, D) that look up one set of blocks; then the blocks that their pass has filled."""
+        """Attend from queries (Hq, rows, D) that share their blocks; then make new blocks."""
         blocks = self._known[sequence]
         first, last = int(q_pos[0]), int(q_pos[-1])
         far_q = now.place(q, q_pos, now.local - 1)
@@ -164,9 +173,10 @@ class BlockRetrieval:
         return torch.cat(outs, 1), torch.cat(norms, 1)
 
     def _far_positions(self, blocks: Blocks, asking: Tensor, now: Passing, last: int, device: torch.device) -> Tensor:
-        """Ascending: sinks, looked-up blocks and what fills no block yet, as far as the query at `last` sees no more.
+        """Return positions of sinks, looked-up blocks and the rest of no block yet, ascending.
 
-        asking: (Hq, D), the mean of the queries. Block b counts sum_h <q_h, mean_bh>; ties go to the older one.
+        The query at `last` sees all of them. asking: (Hq, D), the mean of the queries. Block b counts
+        sum_h <q_h, mean_bh>; ties go to the older one.
         """
         sinks, size = self._lookup.protect.sinks, self._lookup.protect.block
         worth = torch.einsum("hd,bhd->b", asking, blocks.means)
@@ -181,7 +191,7 @@ class BlockRetrieval:
     def _rows(
         self, now: Passing, q: Tensor, far_q: Tensor, q_pos: Tensor, far: Tensor, far_k: Tensor, far_v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Out and lse of a few queries, the positions near them, and the local attention that these received."""
+        """Return out and lse of a few queries, positions near them, and their local attention."""
         first, last, shape = int(q_pos[0]), int(q_pos[-1]), now.shape
         whole = first < now.budget  # all that such a query could see fits, so nothing is far from it
         near = torch.arange(0 if whole else max(first - now.local + 1, 0), last + 1, device=q.device)
@@ -201,7 +211,7 @@ class BlockRetrieval:
     # ------------------------------------------------------------------ blocks
 
     def _fill(self, blocks: Blocks, now: Passing, begin: int, seen: int) -> Blocks:
-        """Make blocks of the entries from `begin` on that no later query will see among its local ones."""
+        """Make blocks of entries from `begin` on that no later query will see as local ones."""
         size, few = self._lookup.protect.block, self._lookup.representatives
         n = max((seen - now.local - begin) // size, 0)
         if not n:
@@ -217,7 +227,7 @@ class BlockRetrieval:
 
 
 class SparsePrefill:
-    """The patterns of one layer; nothing of a sequence is remembered. See `Focus`."""
+    """The patterns of one layer; it keeps no state. See `SelectiveAttention`."""
 
     truncatable = True
 
@@ -234,9 +244,9 @@ class SparsePrefill:
         q_pos: Tensor,
         budget: int,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Focus.attend`: head by head, in blocks of rows."""
+        """Attend as `SelectiveAttention.attend`: head by head, in blocks of rows."""
         patterns = self._patterns.patterns(self._layer, len(q))
         if all(pattern.covers(k.shape[1]) for pattern in patterns):
             past = torch.arange(k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)[None]
@@ -258,32 +268,32 @@ class SparsePrefill:
         v: Tensor,
         q_pos: Tensor,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> None:
-        """See `Focus.decode`: everything is attended to."""
+        """Return None: a step attends to everything."""
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
-        """See `Focus.tensors`: there are none."""
+        """Return no tensors."""
         return {}
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
-        """See `Focus.adopt`: there is nothing to hold."""
+        """Do nothing: there is no state."""
 
     def copy(self, sequences: list[int] | None = None) -> SparsePrefill:
-        """See `Focus.copy`: there is nothing to copy."""
+        """Return itself: there is no state."""
         return self
 
     def join(self, other: SparsePrefill, n_seq: int) -> None:
-        """See `Focus.join`: there is nothing to take over."""
+        """Do nothing: there is no state."""
 
 
 def _attend_head(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, shape: AttentionShape, out: Tensor, lse: Tensor
 ) -> None:
-    """Write out (Q, value_dim) and lse (Q,) of one head from q (Q, D), k (N, D) and v (N, value_dim).
+    """Write out (Q, value_dim) and lse (Q,) of one head, from q (Q, D), k (N, D), v (N, dim).
 
-    Each block of rows attends to the entries that it reads as if no others were stored; its own are always among
-    them. Blocks of patterns with a width are no higher than that, so that no row hides one of its own block.
+    Each block of rows attends to the entries that it reads as if no others were stored; its own are always among them.
+    Blocks of patterns with a width are no higher than that, so that no row hides one of its own block.
     """
     look, n = pattern.look(HeadPrompt(q, k, shape.scale, shape.softcap, shape.sink_logits)), len(k)
     first, width = pattern.near or (0, 0)
@@ -295,14 +305,14 @@ def _attend_head(
         places = torch.where(past < first, begin, past)  # the first ones count as near
         q_pos = torch.arange(begin, end, dtype=torch.int32, device=q.device)
         some = q[None, rows], k[None, columns], v[None, columns], q_pos
-        found = ops.prefill(PrefillArgs(*some, replace(shape, window=width), places[None] if len(past) else None))
-        out[rows], lse[rows] = found.out[0], found.lse[0]
+        result = ops.prefill(PrefillArgs(*some, replace(shape, window=width), places[None] if len(past) else None))
+        out[rows], lse[rows] = result.out[0], result.lse[0]
 
 
 class SelectiveAttention(Protocol):
-    """The attention of one full layer, and what it remembers of each sequence.
+    """The attention of one full layer to part of its entries, and its state of each sequence.
 
-    The layer stores everything: the entry at position p of a sequence lies in slot p of every head.
+    The layer stores everything: the entry at position p of a sequence is in slot p of every head.
     """
 
     @property
@@ -319,13 +329,19 @@ class SelectiveAttention(Protocol):
         q_pos: Tensor,
         budget: int,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of new queries over stored and new entries, of all positions in order.
+        """Attend from new queries to stored and new entries, of all positions in order.
 
         Args:
-            q: (Hq, Q, key_dim). k: (H, N, key_dim). v: (H, N, value_dim). q_pos: (Q,) int32, the last Q of 0 .. N - 1.
-            budget: entries per head that a query may attend to. rope: how q and k are rotated; None: not at all.
+            sequence: Sequence in the table.
+            q: Queries (Hq, Q, key_dim).
+            k: Keys (H, N, key_dim).
+            v: Values (H, N, value_dim).
+            q_pos: Positions (Q,) int32 of the queries, the last Q of 0 .. N - 1.
+            budget: Entries per head that a query may attend to.
+            shape: Scale, soft cap and window of the layer.
+            rotary: Rotary embedding of q and k; None for none.
 
         Returns:
             out (Hq, Q, value_dim); lse (Hq, Q) float32.
@@ -340,17 +356,17 @@ class SelectiveAttention(Protocol):
         v: Tensor,
         q_pos: Tensor,
         shape: AttentionShape,
-        rope: RotaryEmbedding | None,
+        rotary: RotaryEmbedding | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Store the new entries and attend, as `LayerCache` does in a step; None: let it attend to everything."""
+        """Store the new entries and attend, as in a step; None to attend to everything."""
         ...
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
-        """All that is remembered of one sequence, for `adopt`."""
+        """Return all state of one sequence, for `adopt`."""
         ...
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
-        """Hold one sequence, of which `tensors` gave this elsewhere.
+        """Hold one sequence, of which `tensors` returned this elsewhere.
 
         Raises:
             KeyError: a tensor is missing.
@@ -358,16 +374,16 @@ class SelectiveAttention(Protocol):
         ...
 
     def copy(self, sequences: list[int] | None = None) -> SelectiveAttention:
-        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        """Return an independent copy of the given sequences in this order, or of all."""
         ...
 
     def join(self, other: Any, n_seq: int) -> None:
-        """Take over the sequences of `other`, of the same layer, after the `n_seq` of this batch."""
+        """Take the sequences of `other`, of the same layer, after the `n_seq` of this batch."""
         ...
 
 
-def focus_of(needs: Needs, layer: int) -> SelectiveAttention | None:
-    """How a full layer attends for a policy with these needs; None: to everything that it stores."""
+def selective_attention_of(needs: Needs, layer: int) -> SelectiveAttention | None:
+    """Return the selective attention of a full layer for a policy with these needs, or None."""
     if needs.block_lookup is not None:
         return BlockRetrieval(needs.block_lookup)
     return None if needs.prompt_patterns is None else SparsePrefill(needs.prompt_patterns, layer)

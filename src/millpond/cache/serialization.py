@@ -1,6 +1,6 @@
 """Cache of one layer for one text as named tensors, and back: the content of a file of a compressed text.
 
-Entries keep their slots and sealed pages their bytes, so that a restored cache continues bit by bit as the saved one.
+Entries keep their slots and quantized pages their bytes: a restored cache continues bit by bit as the saved one.
 """
 
 from __future__ import annotations
@@ -26,67 +26,74 @@ from millpond.policy.scores.query_moments import QueryMoments
 Need = Callable[[bool, str], None]
 #: Tensors of the plain part, in the order of `PaddedEntries`.
 ENTRIES = ("keys", "values", "positions", "scores", "log_masses")
+#: Name in the file of each array with one number per head, and the table's attribute.
+STORED_NAMES = {"lens": "lens", "capacities": "capacities", "recent": "recent", "head_rules": "head_rules"}
+#: Name in the file of the parts of the layer's state that write tensors of their own, and their attribute.
+STORED_PARTS = {"rolling": "rolling", "focus": "selective"}
 
 
-def to_tensors(core: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
-    """All that the layer needs to continue with the one sequence that it holds, whose prompt was planned.
+def to_tensors(layer_cache: LayerCache, *, later_prompts: bool = True) -> dict[str, Tensor]:
+    """Return all that the layer needs to continue its only sequence after its plan.
 
-    later_prompts: more prompts may be read behind it, and their plans look at the queries of this one; False: decoding
-        alone follows, for which queries are stored only where the policy plans at each step.
+    Args:
+        layer_cache: Cache of the layer.
+        later_prompts: Whether more prompts may follow, whose plans look at the queries of this one. If only decoding
+            follows, queries are stored only for policies that plan at each step.
     """
-    table, companions = core.table, core.companions
+    table, sequence_state = layer_cache.table, layer_cache.sequence_state
     assert table is not None, "a text was read"
     width = int(table.lengths().max(initial=0))
-    found = ops.read(table.regions, width)
-    out = {name: t.contiguous() for name, t in zip(ENTRIES, found, strict=True) if t is not None}
-    out |= {name: getattr(table, name).clone() for name in ("lens", "capacities", "recent", "head_rules")}
-    shape = core.attention.shape
+    entries = ops.read(table.regions, width)
+    out = {name: t.contiguous() for name, t in zip(ENTRIES, entries, strict=True) if t is not None}
+    out |= {name: getattr(table, attribute).clone() for name, attribute in STORED_NAMES.items()}
+    shape = layer_cache.attention.shape
     out["shape"] = torch.tensor([shape.scale, shape.softcap, shape.window], dtype=torch.float64)
     for number, part in enumerate(table.packed_parts):
         own = part_prefix(number)
         out |= {f"{own}{name}": t for name, t in part.numbers().items()}
         for i, array in enumerate(read_pages(part.pool, part.held())):
             out[f"{own}pages.{i}"] = array
-    queries_follow = later_prompts or core.policy.plans_each_step
-    if core.policy.window and queries_follow:
-        out["queries"], out["queries.at"] = companions.queries.last(0)
-    moments = companions.queries.moments(0)
+    queries_follow = later_prompts or layer_cache.policy.plans_each_step
+    if layer_cache.policy.window and queries_follow:
+        out["queries"], out["queries.at"] = sequence_state.queries.last(0)
+    moments = sequence_state.queries.moments(0)
     if moments is not None and queries_follow:
         out["moments.total"], out["moments.outer"] = moments.total, moments.outer
         out["moments.count"] = torch.tensor(moments.count)
-    if 0 in companions.origins:
-        out["origins"] = companions.origins[0]
-    if 0 in companions.memories:
-        out["memory"] = companions.memories[0]
-    if companions.rolling is not None:
-        out |= {f"rolling.{name}": t for name, t in companions.rolling.tensors(0).items()}
-    if companions.focus is not None:
-        out |= {f"focus.{name}": t for name, t in companions.focus.tensors(0).items()}
-    if (context := companions.contexts.get(0)) is not None:
+    if 0 in sequence_state.origins:
+        out["origins"] = sequence_state.origins[0]
+    if 0 in sequence_state.memories:
+        out["memory"] = sequence_state.memories[0]
+    for prefix, attribute in STORED_PARTS.items():
+        if (part := getattr(sequence_state, attribute)) is not None:
+            out |= {f"{prefix}.{name}": t for name, t in part.tensors(0).items()}
+    if (context := sequence_state.contexts.get(0)) is not None:
         out["gate.keys"], out["gate.values"] = context.keys, context.values
-    if 0 in companions.ceilings:
-        out["gate.ceiling"] = torch.tensor(companions.ceilings[0])
+    if 0 in sequence_state.ceilings:
+        out["gate.ceiling"] = torch.tensor(sequence_state.ceilings[0])
     return {name: t.cpu().contiguous() for name, t in out.items()}
 
 
-def from_tensors(core: LayerCache, stored: dict[str, Tensor], n_tokens: int, device: torch.device) -> None:
-    """Fill an empty layer with what `put_away` gave of a text of `n_tokens`.
+def from_tensors(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int, device: torch.device) -> None:
+    """Fill an empty layer with the tensors that `to_tensors` returned of a text of `n_tokens`.
 
     Raises:
         PoolFullError: there is no room.
         DataError: a tensor is missing, or has a shape, type or number that no layer gives; nothing was allocated.
     """
     try:
-        _check(core.index, stored, n_tokens)
-        _fill(core, {name: t.to(device) for name, t in stored.items()}, n_tokens)
+        _check(layer_cache.index, stored, n_tokens)
+        _fill(layer_cache, {name: t.to(device) for name, t in stored.items()}, n_tokens)
     except KeyError as error:
-        raise DataError(f"layer {core.index}: the file lacks {error.args[0]!r}; save the text again") from None
+        raise DataError(f"layer {layer_cache.index}: the file lacks {error.args[0]!r}; save the text again") from None
 
 
 def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
-    """
+    """Check that the tensors of a file fit together.
+
     Raises:
-        DataError: tensors that do not fit together. KeyError: one that is missing.
+        DataError: they do not.
+        KeyError: one is missing.
     """
 
     def need(right: bool, rule: str) -> None:
@@ -99,9 +106,9 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
     need(values.shape[:2] == keys.shape[:2], "there is one value for each key")
     need(keys.is_floating_point() and values.dtype == keys.dtype, "keys and values are of one type")
     for name, dtype in (("positions", torch.int32), ("scores", torch.float32), ("log_masses", torch.float32)):
-        if (found := stored[name] if name != "log_masses" else stored.get(name)) is not None:
-            need(found.shape == (heads, width) and found.dtype == dtype, f"{name} are (heads, entries)")
-    for name in ("lens", "capacities", "recent", "head_rules"):
+        if (tensor := stored[name] if name != "log_masses" else stored.get(name)) is not None:
+            need(tensor.shape == (heads, width) and tensor.dtype == dtype, f"{name} are (heads, entries)")
+    for name in STORED_NAMES:
         need(stored[name].shape == (heads,) and not stored[name].is_floating_point(), f"{name} has one number a head")
     need(bool(((lens >= 0) & (lens <= width)).all()), f"a head holds 0 to {width} entries")
     positions = stored["positions"]
@@ -122,7 +129,7 @@ def _check(layer: int, stored: dict[str, Tensor], n_tokens: int) -> None:
 
 
 def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
-    """Of queries, sums over them and the memory of a merge, where there are any."""
+    """Check queries, sums over them and the memory of a merge, if there are any."""
     if (q := stored.get("queries")) is not None:
         at = stored["queries.at"]
         need(q.ndim == 3 and len(q) % heads == 0 and q.shape[2] == dim, "queries are (query heads, n, channels)")
@@ -137,7 +144,7 @@ def _check_queries(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: in
 
 
 def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int, need: Need) -> None:
-    """Of positions inside the cache, and of blocks that are looked up, where there are any."""
+    """Check positions inside the cache, and blocks that are looked up, if there are any."""
     if (base := stored.get("rolling.base")) is not None:
         need(base.numel() == 1 and 0 <= int(base) <= n_tokens, f"a frame begins at 0 to {n_tokens}")
     if (origins := stored.get("origins")) is not None:
@@ -162,12 +169,12 @@ def _check_frames(stored: dict[str, Tensor], heads: int, dim: int, n_tokens: int
         need(bool((stored["lens"] == n_tokens).all()), "a layer that looks up blocks holds every token")
 
 
-def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
+def _fill(layer_cache: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     keys, values = stored["keys"], stored["values"]
     scale, softcap, window = stored["shape"].tolist()
     shape = AttentionShape(scale, softcap, int(window))
-    core.attention.shape = shape
-    table = core.allocate(keys[None, :, :0], values[None, :, :0], shape, planned=True)
+    layer_cache.attention.shape = shape
+    table = layer_cache.allocate(keys[None, :, :0], values[None, :, :0], shape, planned=True)
     lens = stored["lens"].cpu().numpy()
     table.reserve(0, lens)
     start, index = torch.zeros_like(stored["lens"]), torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
@@ -187,33 +194,36 @@ def _fill(core: LayerCache, stored: dict[str, Tensor], n_tokens: int) -> None:
     table.set_budget(0, stored["capacities"].cpu().numpy(), recent)
     table.set_head_rules(0, stored["head_rules"].cpu().numpy(), recent)
     for number, packed in enumerate(table.packed_parts):
-        _fill_part(core.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
-    queries = core.companions.queries
+        _fill_part(layer_cache.index, packed, part_prefix(number), stored, n_tokens, keys.shape[2])
+    queries = layer_cache.sequence_state.queries
     if "queries" in stored:
         queries.adopt(0, (stored["queries"], stored["queries.at"]))
     if "moments.count" in stored:
         count, total, outer = (stored[f"moments.{name}"] for name in ("count", "total", "outer"))
         queries.adopt(0, QueryMoments(int(count), total, outer))
     if "origins" in stored:
-        core.companions.origins[0] = stored["origins"]
+        layer_cache.sequence_state.origins[0] = stored["origins"]
     if "memory" in stored:
-        core.companions.memories[0] = stored["memory"]
-    for name, part in (("rolling.", core.companions.rolling), ("focus.", core.companions.focus)):
-        if part is not None:
-            part.adopt({key.removeprefix(name): t for key, t in stored.items() if key.startswith(name)})
+        layer_cache.sequence_state.memories[0] = stored["memory"]
+    for prefix, attribute in STORED_PARTS.items():
+        if (state := getattr(layer_cache.sequence_state, attribute)) is not None:
+            state.adopt({k.removeprefix(f"{prefix}."): t for k, t in stored.items() if k.startswith(f"{prefix}.")})
     if "gate.keys" in stored:
-        core.companions.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
+        layer_cache.sequence_state.contexts[0] = GateContext.of(stored["gate.keys"], stored["gate.values"])
     if "gate.ceiling" in stored:
-        core.companions.ceilings[0] = int(stored["gate.ceiling"])
+        layer_cache.sequence_state.ceilings[0] = int(stored["gate.ceiling"])
 
 
 def part_prefix(number: int) -> str:
-    """How the names of the tensors of a packed part begin, the first of which has the newest codes."""
+    """Return the prefix of the names of a packed part's tensors; part 0 has the newest codes."""
     return f"sealed{number or ''}."
 
 
 def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Tensor], n_tokens: int, dim: int) -> None:
-    """Fill an empty packed part with the tensors whose names begin with `own`; dim: channels of a key."""
+    """Fill an empty packed part with the tensors whose names begin with `own`.
+
+    dim: channels of a key.
+    """
     numbers = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own) and "pages" not in name}
     n_arrays = sum(name.startswith(f"{own}pages.") for name in stored)
     content = tuple(stored[f"{own}pages.{i}"] for i in range(n_arrays))
@@ -227,22 +237,24 @@ def _fill_part(layer: int, part: QuantizedStore, own: str, stored: dict[str, Ten
 
 
 def _check_channels(layer: int, numbers: dict[str, Tensor], own: dict[str, Tensor], dim: int) -> None:
-    """
+    """Check the choice of key channels.
+
     Raises:
-        DataError: other choices of key channels than this codec makes; none was taken.
+        DataError: this codec makes other choices; none was taken.
     """
     for name in ("channels", "balance", "reach"):
-        found, mine = numbers.get(name), own.get(name)
-        right = (found is None) == (mine is None)
-        if found is not None and mine is not None:
-            right = found.shape == mine.shape and found.dtype == mine.dtype
-            right = right and (name != "channels" or bool(((found >= 0) & (found < dim)).all()))
+        stored, expected = numbers.get(name), own.get(name)
+        right = (stored is None) == (expected is None)
+        if stored is not None and expected is not None:
+            right = stored.shape == expected.shape and stored.dtype == expected.dtype
+            right = right and (name != "channels" or bool(((stored >= 0) & (stored < dim)).all()))
         if not right:
             raise DataError(f"layer {layer}: the file's {name} of keys are not of this codec; save the text again")
 
 
 def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor], content: tuple[Tensor, ...]) -> None:
-    """
+    """Check the numbers of pages and entries.
+
     Raises:
         DataError: not as many pages, or entries in them, as the numbers say; none was taken.
     """
@@ -250,19 +262,20 @@ def _check_counts(layer: int, heads: int, slots: int, numbers: dict[str, Tensor]
     right = all(t.shape == (heads,) and not t.is_floating_point() for t in (owned, lens, dead))
     for low, high in ((0 * lens, dead), (dead, lens), (lens, owned * slots)):
         right = right and bool((low <= high).all())
-    if not right or any(len(found) != int(owned.sum()) for found in content):
+    if not right or any(len(array) != int(owned.sum()) for array in content):
         raise DataError(f"layer {layer}: the file has other pages than it says; save the text again")
 
 
 def _check_pages(layer: int, pool: RefCountedPool[Any], content: tuple[Tensor, ...]) -> None:
-    """
+    """Check the content of pages. A pool without memory accepts any.
+
     Raises:
-        DataError: pages that this pool cannot hold; nothing was written. A pool without memory holds none.
+        DataError: pages that this pool cannot hold; nothing was written.
     """
     arrays = pool.arrays.arrays
     same = len(content) == len(arrays) and all(
-        not arenas or (found.shape[1:], found.dtype) == (arenas[0].shape[1:], arenas[0].dtype)
-        for found, arenas in zip(content, arrays, strict=True)
+        not arenas or (array.shape[1:], array.dtype) == (arenas[0].shape[1:], arenas[0].dtype)
+        for array, arenas in zip(content, arrays, strict=True)
     )
     if not same:
         raise DataError(f"layer {layer}: the file's pages are not of this codec; save the text again")

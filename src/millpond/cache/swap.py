@@ -35,8 +35,10 @@ class SwappedPages:
     """The pages of one part of a table outside its pool.
 
     Attributes:
-        pool: where they were. owned: (R,) pages per region. arrays: the content of all pages, each once, on the host.
-        which: (held,) of these pages, in the order of the regions: several hold those that they share.
+        pool: Pool that they have left.
+        owned: Pages per region, (R,).
+        arrays: Content of all pages, each once, on the host.
+        which: Index in `arrays` of each held page, (held,), in the order of the regions; several hold shared ones.
     """
 
     pool: RefCountedPool[Any]
@@ -55,17 +57,20 @@ class SwappedPages:
 
 
 def copy_out(table: PageTable) -> list[Content]:
-    """The content of the table's pages, each once, on the host, for each of its parts."""
+    """Return the content of the table's pages, each once, on the host, for each of its parts."""
     return [read_pages(part.pool, np.unique(part.held())) for part in parts_of(table)]
 
 
 def release_all(table: PageTable, content: list[Content]) -> list[SwappedPages]:
-    """Give the table's pages back; afterwards it may only be swapped in, or cleared. `content`: from `copy_out`."""
-    found = []
+    """Release the table's pages, of which `copy_out` returned the `content`.
+
+    Afterwards the table may only be restored, or cleared.
+    """
+    swapped = []
     for part, arrays in zip(parts_of(table), content, strict=True):
         which = np.unique(part.held(), return_inverse=True)[1].reshape(-1)
-        found.append(SwappedPages(part.pool, part.release_all(), arrays, which))
-    return found
+        swapped.append(SwappedPages(part.pool, part.release_all(), arrays, which))
+    return swapped
 
 
 def restore(table: PageTable, carried: list[SwappedPages]) -> None:
@@ -90,22 +95,22 @@ def restore(table: PageTable, carried: list[SwappedPages]) -> None:
 
 
 def read_pages(pool: RefCountedPool[Any], ids: PageIds, part: PagePart = PagePart.ALL) -> Content:
-    """The content of the pages: of all arrays of the pool, or of some."""
+    """Return the content of pages: of all arrays of the pool, or of some."""
     return tuple(take(RowArrays.of_pages(pool.arrays, part), ids))
 
 
 def write_pages(pool: RefCountedPool[Any], ids: PageIds, content: Content, part: PagePart = PagePart.ALL) -> None:
-    """Give the pages the content that `read_pages` returned of others, of the same arrays."""
+    """Write content that `read_pages` returned of other pages, of the same arrays."""
     move_rows(RowArrays.of_tensors(content), None, RowArrays.of_pages(pool.arrays, part), ids, len(ids))
 
 
 def parts_of(table: PageTable) -> list[Holder]:
-    """What holds the pages of a table: its plain part, then its packed ones."""
+    """Return the parts of a table that hold pages: the plain one, then the packed ones."""
     return [table, *table.packed_parts]
 
 
 class Mark(NamedTuple):
-    """What tells a tensor from others; checksum: CRC-32 of its bytes."""
+    """Identity of a tensor; checksum: CRC-32 of its bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,13 +118,19 @@ class Mark(NamedTuple):
 
 
 def mark(tensor: Tensor) -> Mark:
-    """Of a tensor on the host."""
+    """Return the identity of a tensor on the host."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return Mark(tuple(tensor.shape), tensor.dtype, crc32(flat))
 
 
 class SwapFile:
-    """The content of one stack's pages. parts: of each table. written: what each tensor of the file was, by name."""
+    """A file with the content of one batch cache's pages.
+
+    Args:
+        path: Path of the file.
+        parts: Number of parts of each table.
+        written: Identity of each tensor of the file, by name.
+    """
 
     def __init__(self, path: Path, parts: list[int], written: dict[str, Mark]) -> None:
         self._path = path
@@ -127,7 +138,7 @@ class SwapFile:
         self._written = written
 
     def read(self) -> list[list[Content]]:
-        """What `SwapFiles.write` was given.
+        """Return the content that `SwapFiles.write` wrote.
 
         Raises:
             DataError: the file is gone, broken, or holds something else than was written.
@@ -135,16 +146,17 @@ class SwapFile:
         try:
             with safe_open(self._path, "pt") as file:
                 self._check_shapes({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
-                found: dict[str, Tensor] = {name: file.get_tensor(name) for name in self._written}
-            for name, tensor in found.items():
+                tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in self._written}
+            for name, tensor in tensors.items():
                 if mark(tensor) != self._written[name]:
                     raise DataError(self._lost("its content is not what was written"))
-            return [[_arrays(found, f"{i}.{j}.") for j in range(n)] for i, n in enumerate(self._parts)]
+            return [[_arrays(tensors, f"{i}.{j}.") for j in range(n)] for i, n in enumerate(self._parts)]
         except (OSError, SafetensorError) as error:
             raise DataError(self._lost(str(error))) from error
 
     def _check_shapes(self, shapes: dict[str, list[int]]) -> None:
-        """
+        """Check the tensors of the file before they are read.
+
         Raises:
             DataError: other tensors than those that were written; none of them was read.
         """
@@ -158,15 +170,15 @@ class SwapFile:
         )
 
     def remove(self) -> None:
-        """The content is not needed any more."""
+        """Remove the file."""
         self._path.unlink(missing_ok=True)
 
 
 class SwapFiles:
-    """A folder of such files. Close it: nothing in it outlives its engine.
+    """A folder of swap files. Close it: nothing in it outlives its engine.
 
     Args:
-        folder: an existing one; the files lie in a new folder of their own in it.
+        folder: Existing folder, in which a new one is made for the files.
 
     Raises:
         OptionError: there is no such folder, or nothing can be written to it.
@@ -183,7 +195,7 @@ class SwapFiles:
         self._numbers = count()
 
     def write(self, content: list[list[Content]]) -> SwapFile:
-        """Put what each table's parts hold into a new file.
+        """Write the content of each table's parts to a new file.
 
         Raises:
             DataError: it cannot be written; no file is left.
@@ -207,11 +219,11 @@ class SwapFiles:
         return SwapFile(path, [len(parts) for parts in content], {name: mark(t) for name, t in tensors.items()})
 
     def close(self) -> None:
-        """Remove the folder and what is left in it."""
+        """Remove the folder and all files in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _arrays(found: dict[str, Tensor], prefix: str) -> Content:
-    """The arrays of one part, in their order."""
-    own = {int(name.removeprefix(prefix)): array for name, array in found.items() if name.startswith(prefix)}
-    return tuple(own[i] for i in sorted(own))
+def _arrays(tensors: dict[str, Tensor], prefix: str) -> Content:
+    """Return the arrays of one part, in their order."""
+    arrays = {int(name.removeprefix(prefix)): array for name, array in tensors.items() if name.startswith(prefix)}
+    return tuple(arrays[i] for i in sorted(arrays))

@@ -237,7 +237,7 @@ def generate(
             **extra,
         )
         stats = held.stats()
-        (lost,) = forgotten(held.layer_caches, held.timeline, 0, [(0, ids.shape[1])])
+        (lost,) = forgotten(held.layer_caches, held.tracker, 0, [(0, ids.shape[1])])
     errors().print(f"[dim]{escape(closing_line(ids.shape[1], watch, stats, lost))}[/]", soft_wrap=True, highlight=False)
 
 

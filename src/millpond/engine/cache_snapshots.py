@@ -30,13 +30,13 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     """
     if not 0 <= layer < len(stack.layers):
         raise OptionError(f"layer {layer}: the model has layers 0 to {len(stack.layers) - 1}")
-    seen = int(stack.timeline.seen[sequence] + stack.timeline.closed[sequence])
-    core = stack.layers[layer]
-    table = core.table
+    seen = int(stack.tracker.seen[sequence] + stack.tracker.closed[sequence])
+    layer_cache = stack.layers[layer]
+    table = layer_cache.table
     n_heads = 0 if table is None else table.n_kv_heads
     holders, sums = torch.zeros(seen), torch.zeros(seen)
     if table is not None:
-        for positions, scores in _marks(core, sequence):
+        for positions, scores in _marks(layer_cache, sequence):
             held = (positions >= 0) & (positions < seen)
             places = positions[held].long()
             holders.index_add_(0, places, torch.ones(len(places)))
@@ -54,31 +54,31 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     )
 
 
-def held_positions(core: LayerCache, sequence: int) -> list[Tensor]:
+def held_positions(layer_cache: LayerCache, sequence: int) -> list[Tensor]:
     """Positions in the text (H, T) of what one sequence holds, on the host, -1 where there is nothing: of entries as
     they are, and of codes.
     """
-    table = core.table
+    table = layer_cache.table
     if table is None:
         return []
-    if not table.page_lists.pool.arrays.n_arenas and table.sealed is None:
+    if not table.page_lists.pool.arrays.n_arenas and table.quantized is None:
         return []
-    return [positions for positions, _ in _marks(core, sequence)]
+    return [positions for positions, _ in _marks(layer_cache, sequence)]
 
 
-def _marks(core: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]]:
+def _marks(layer_cache: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]]:
     """Positions in the text (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where nothing is.
 
     Keys and values stay where they are. Entries that are stored as they are come first, then those that are codes.
     """
-    table = core.table
+    table = layer_cache.table
     assert table is not None, "a layer that holds something"
     found = [_plain_marks(table, sequence)] if table.page_lists.pool.arrays.n_arenas else []
-    if (sealed := table.sealed) is not None:
-        rows = sealed.rows(sequence)
-        found.append((sealed.positions(rows).cpu(), sealed.scores(rows).cpu()))
-    if core.timeline.closed[sequence]:
-        found = [(core.text_positions(sequence, at), scores) for at, scores in found]
+    if (quantized := table.quantized) is not None:
+        rows = quantized.rows(sequence)
+        found.append((quantized.positions(rows).cpu(), quantized.scores(rows).cpu()))
+    if layer_cache.tracker.closed[sequence]:
+        found = [(layer_cache.text_positions(sequence, at), scores) for at, scores in found]
     return found
 
 

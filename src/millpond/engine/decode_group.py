@@ -75,7 +75,7 @@ class DecodeGroup:
         Raises:
             PoolFullError: no room for copies of pages that answers share.
         """
-        for sequence in (self.stack.timeline.seen >= reach).nonzero()[0].tolist():
+        for sequence in (self.stack.tracker.seen >= reach).nonzero()[0].tolist():
             self.stack.close_gaps(sequence)
 
     def leave(self) -> None:
@@ -98,7 +98,7 @@ class DecodeGroup:
 
 def figures_of(stack: BatchCache, recipe: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:
     """What each sequence of a stack holds."""
-    held, seen = stack.held(), stack.timeline.seen + stack.timeline.closed
+    held, seen = stack.held(), stack.tracker.seen + stack.tracker.closed
     heads = sum(layer.n_kv_heads for layer in layers)
     kv_bytes, used = stack.kv_bytes(held).tolist(), stack.used_bytes(held).tolist()
     entry_bytes = sum(recipe.entry_bytes(layer) for layer in layers)

@@ -40,7 +40,7 @@ def drop_restored(stack: BatchCache, spans: Sequence[Span], forgotten: Sequence[
     Raises:
         PoolFullError: see `BatchCache.drop_spans`.
     """
-    stack.timeline.marks.dropped.add(forgotten, 0)
+    stack.tracker.marks.dropped.add(forgotten, 0)
     known = set(forgotten)
     more = [(begin, min(end, n_tokens)) for begin, end in spans if begin < n_tokens]
     stack.drop_spans(0, [span for span in more if span not in known])
@@ -49,22 +49,22 @@ def drop_restored(stack: BatchCache, spans: Sequence[Span], forgotten: Sequence[
 def note_dropped(live: RequestState) -> None:
     """Tell the answers of a request how many tokens of its prompt have left its cache so far."""
     if live.marks.forget and live.stack is not None:
-        dropped = live.stack.timeline.marks.dropped.count(0)
+        dropped = live.stack.tracker.marks.dropped.count(0)
         for answer in live.answers:
             answer.reuse = answer.reuse._replace(forgotten_tokens=dropped, exact=False)
 
 
 def forgotten(
-    layers: Sequence[LayerCache], timeline: PositionTracker, sequence: int, spans: Sequence[tuple[int, int]]
+    layers: Sequence[LayerCache], tracker: PositionTracker, sequence: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[Forgotten, ...]:
     """What one sequence has lost of spans of its tokens.
 
     A merged entry counts as the token at whose position it stays.
 
     Args:
-        layers, timeline: of the caches that hold it.
+        layers, tracker: of the caches that hold it.
     """
-    holders, heads = _holders(layers, timeline, sequence)
+    holders, heads = _holders(layers, tracker, sequence)
     lost, rare = holders == 0, 2 * holders < heads
     return tuple(
         Forgotten(
@@ -84,12 +84,12 @@ def note_forgotten(live: RequestState) -> None:
     for answer in live.answers:
         if answer.finished and answer.kv is not None and not answer.forgotten and (found := live.cache(answer.index)):
             stack, sequence = found
-            answer.forgotten = forgotten(stack.layers, stack.timeline, sequence, spans)
+            answer.forgotten = forgotten(stack.layers, stack.tracker, sequence, spans)
 
 
-def _holders(layers: Sequence[LayerCache], timeline: PositionTracker, sequence: int) -> tuple[Tensor, int]:
+def _holders(layers: Sequence[LayerCache], tracker: PositionTracker, sequence: int) -> tuple[Tensor, int]:
     """(seen,) how many heads of all layers hold each token, and how many heads there are."""
-    seen, heads = int(timeline.seen[sequence] + timeline.closed[sequence]), 0
+    seen, heads = int(tracker.seen[sequence] + tracker.closed[sequence]), 0
     holders = torch.zeros(seen, dtype=torch.int32)
     for layer in layers:
         if layer.table is None:

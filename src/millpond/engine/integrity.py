@@ -12,7 +12,7 @@ from millpond.cache.pages.ref_counted_pool import RefCountedPool
 from millpond.cache.prefix_tree import PrefixTree
 from millpond.cache.state.recurrent_states import StateSlots
 from millpond.cache.swap import Holder
-from millpond.cache.tiered.away_pages import AwayPages
+from millpond.cache.tiered.offloaded_pages import OffloadedPages
 from millpond.engine.components import Components
 
 
@@ -29,7 +29,7 @@ def check_engine(parts: Components) -> None:
 def _check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: PrefixTree) -> None:
     """Assert that every page is held by exactly the caches and the shared prompts that name it, within the limit."""
     stacks = list(stacks)
-    tables = [core.table for stack in stacks for core in stack.layers if core.table is not None]
+    tables = [layer_cache.table for stack in stacks for layer_cache in stack.layers if layer_cache.table is not None]
     parts: list[Holder] = [*tables, *(part for table in tables for part in table.packed_parts)]
     for pool in account.pools:
         if isinstance(pool, StateSlots):
@@ -39,7 +39,8 @@ def _check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pre
             continue
         assert isinstance(pool, RefCountedPool), "nothing else shares the limit"
         held = [part.held() for part in parts if part.page_lists.pool is pool]
-        held += [away.staying for away in account.pools if isinstance(away, AwayPages) and away.pool is pool]
+        offloaded = [pages for pages in account.pools if isinstance(pages, OffloadedPages)]
+        held += [pages.residents for pages in offloaded if pages.pool is pool]
         pool.check_integrity(held + shared.held_in(pool))
     shared.check_sums()
     limit = account.limit_bytes
@@ -49,9 +50,9 @@ def _check_pages(account: MemoryLimit, stacks: Iterable[BatchCache], shared: Pre
 def _check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTree) -> None:
     """Assert that no page of a sequence whose prompt came in part from a chunk store is in the prefix tree."""
     for stack, sequence in tainted:
-        for core in stack.layers:
-            if core.table is not None and not core.table.is_away:
-                lists, rows = core.table.page_lists, core.table.rows(sequence)
-                held = shared.held_in(core.table.pool)
+        for layer_cache in stack.layers:
+            if layer_cache.table is not None and not layer_cache.table.is_offloaded:
+                lists, rows = layer_cache.table.page_lists, layer_cache.table.rows(sequence)
+                held = shared.held_in(layer_cache.table.pool)
                 found = np.intersect1d(lists.held(rows), np.concatenate([ids.ravel() for ids in held])) if held else ()
                 assert len(found) == 0, "an approximate page in the prefix tree"

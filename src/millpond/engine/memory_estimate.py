@@ -10,7 +10,7 @@ from typing import Any
 from millpond.cache.batch_cache import BatchCache, Pages
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
-from millpond.cache.tiered.away_pages import side_page_bytes
+from millpond.cache.tiered.offloaded_pages import side_page_bytes
 from millpond.engine.scheduler import MemoryNeed
 from millpond.kernels.decode_rules import Evict, Signal
 from millpond.runner.cache_layout import CacheLayout
@@ -129,7 +129,7 @@ def _layer_need(
 
 def held_while_reading(recipe: CacheLayout, index: int, layer: LayerShape, prompt: int) -> int:
     """Entries per KV head that a layer holds at most while it reads a prompt of `prompt` tokens."""
-    policy, prompt = recipe.policy, recipe.within_reach(prompt)
+    policy, prompt = recipe.policy, recipe.within_context(prompt)
     if policy.prefill == "once":
         return prompt
     table = PageTable(recipe.pool(layer), 1, layer.n_kv_heads)
@@ -172,7 +172,7 @@ def pages_to_settle(
     for index, layer in enumerate(layers):
         need: Counter[Pool] = Counter()
         pool, packed = recipe.pool(layer), recipe.packed_pools(layer)
-        prompt = recipe.within_reach(prompt)
+        prompt = recipe.within_context(prompt)
         before, _ = entries_of(recipe, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, 0)
         codes = _code_pages(recipe, layer, before, prompt, settling=True)
         need.update({part: n for part, n in zip(packed, codes, strict=True)})

@@ -140,7 +140,7 @@ class PrefixSharing:
             self._keep(live, live.stack, live.job.read)
 
     def _keep(self, live: RequestState, stack: BatchCache, n_tokens: int) -> list[PrefixNode]:
-        tables = [core.table for core in stack.layers if core.table is not None]
+        tables = [layer_cache.table for layer_cache in stack.layers if layer_cache.table is not None]
         return self.tree.keep(self._kind(live), live.numbers[:n_tokens], tables, self._access(live))
 
     def _keep_sums(self, live: RequestState, stack: BatchCache) -> None:
@@ -156,13 +156,13 @@ class PrefixSharing:
         if not self._room_for(sums.nbytes):
             return
         path = self._keep(live, stack, read)
-        if before is None or any(block.sums.get(kind) is before for block in path):  # it was not evicted for these
+        if before is None or any(node.sums.get(kind) is before for node in path):  # it was not evicted for these
             self.tree.keep_sums(path[-1], kind, sums)
 
     @staticmethod
     def _before(path: list[PrefixNode], kind: SumKind) -> PromptSums | None:
         """The last sums on a path."""
-        return next((block.sums[kind] for block in reversed(path) if kind in block.sums), None)
+        return next((node.sums[kind] for node in reversed(path) if kind in node.sums), None)
 
     def _room_for(self, n_bytes: int) -> bool:
         """Whether sums fit, or do once about as many bytes of blocks were evicted."""
@@ -271,7 +271,7 @@ class PrefixSharing:
         """Put blocks of the disk into memory with which a prompt goes on."""
         path, stored = self._with_stored(live)
         if stored:
-            self.tree.bring_back(path, stored, self.has, self._access(live))
+            self.tree.load(path, stored, self.has, self._access(live))
 
     def _coming(self, live: RequestState) -> int:
         """Blocks that a prompt will begin with: known ones, with those that come back from the disk."""
@@ -280,7 +280,7 @@ class PrefixSharing:
 
     def _most(self, live: RequestState) -> int:
         """Tokens that a prompt may take over: at least its last one is read for it."""
-        return live.group.recipe.within_reach(len(live.ids)) - max(1, live.group.recipe.policy.window)
+        return live.group.recipe.within_context(len(live.ids)) - max(1, live.group.recipe.policy.window)
 
     def _shares(self, live: RequestState) -> bool:
         exact = live.prompt_logprobs is None and not live.tainted and not live.rolled

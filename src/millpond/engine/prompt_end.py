@@ -26,7 +26,7 @@ class PromptEnd:
         self._prefix_cache.keep_blocks(state)
         batch_cache = state.stack
         assert batch_cache is not None, "a prompt that is being read has a cache"
-        batch_cache.settle()
+        batch_cache.run_plans()
         batch_cache.close_gaps(0)
         batch_cache.reading = True
 
@@ -54,8 +54,8 @@ class PromptEnd:
         with state.own_work():
             self._prefix_cache.keep(state, later)
             if state.unfinished or self._sessions is not None:
-                batch_cache.settle()
-                for error in batch_cache.take_lost().values():
+                batch_cache.run_plans()
+                for error in batch_cache.pop_failed().values():
                     raise error
             self._shared_prefixes.planned(state)
         with state.own_work():

@@ -138,12 +138,12 @@ class RequestState:
     @property
     def rolled(self) -> bool:
         """Whether gaps of its own cache have closed, so that positions there are not those of its text."""
-        return self.stack is not None and bool(self.stack.timeline.closed.any())
+        return self.stack is not None and bool(self.stack.tracker.closed.any())
 
     @property
     def place(self) -> int:
         """Position of the next token of its prompt, in its own cache."""
-        return self.job.read - (int(self.stack.timeline.closed[0]) if self.rolled and self.stack else 0)
+        return self.job.read - (int(self.stack.tracker.closed[0]) if self.rolled and self.stack else 0)
 
     def rolls(self, n: int) -> bool:
         """Whether gaps close when the next `n` tokens of its prompt were read, and more follow."""

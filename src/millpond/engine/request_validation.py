@@ -66,7 +66,7 @@ class RequestValidator:
                 f"a prompt with chunks has {len(ids)} tokens, and the model's context holds {reach}: with "
                 "overflow='rolling' only prompts without chunks may be longer"
             )
-        need = estimate(group.recipe, self._model.layers, group.recipe.within_reach(len(ids)), most, params.n)
+        need = estimate(group.recipe, self._model.layers, group.recipe.within_context(len(ids)), most, params.n)
         limit = self._account.limit_bytes
         if limit is not None and need.most(params.n) > limit:
             raise BudgetError(
@@ -107,7 +107,7 @@ class RequestValidator:
         """What an answer does not hold yet after each part of it, where the scheduler counts with ages."""
         if not self._scheduler.spreads:
             return ()
-        layers, prompt = self._model.layers, group.recipe.within_reach(n_tokens)
+        layers, prompt = self._model.layers, group.recipe.within_context(n_tokens)
         return later_bytes(lambda new: estimate(group.recipe, layers, prompt, new, n).each, most)
 
     def _within_budget(self, request: Request, group: DecodeGroup, n_tokens: int, most: int) -> int:

@@ -81,11 +81,11 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
             group.close_gaps(group.recipe.reach)
         newest = np.array([completion.newest for completion in group.answers], dtype=np.int64)
         group.stack.begin(torch.from_numpy(newest[:, None]).to(model.device))
-        put(group.stack, newest, group.stack.timeline.seen.astype(np.int64), range(len(newest)), None, True)
+        put(group.stack, newest, group.stack.tracker.seen.astype(np.int64), range(len(newest)), None, True)
     for segment in prompt_segments:
         cache, rows = segment.batch_cache, segment.computed
         cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
-        begin_at = segment.start - int(cache.timeline.closed.sum())  # of its only sequence, if it has begun
+        begin_at = segment.start - int(cache.tracker.closed.sum())  # of its only sequence, if it has begun
         put(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
     chosen = np.concatenate(needed)
     dummy = not len(chosen)  # a part of a prompt alone: the model still wants a row
@@ -172,7 +172,7 @@ class StepExecutor:
     def _segment(self, state: RequestState, n: int) -> PromptSegment:
         if state.stack is None:
             state.stack = state.group.recipe.stack(len(state.ids))
-        if not state.stack.timeline.marks.hold(state.marks):
+        if not state.stack.tracker.marks.hold(state.marks):
             state.stack.mark(state.marks)
         start = state.job.read
         ends = start + n == len(state.ids) and not state.job.trunk
@@ -212,11 +212,11 @@ class StepExecutor:
         """End the requests whose keys and values could not be read from the disk or written to it."""
         ended = []
         for state, _ in reading:
-            for error in [] if state.stack is None else state.stack.take_lost().values():
+            for error in [] if state.stack is None else state.stack.pop_failed().values():
                 state.fail(error)
                 ended.append(state)
         for group in groups:
-            for sequence, error in group.stack.take_lost().items():
+            for sequence, error in group.stack.pop_failed().items():
                 state = self._requests.owner(group.answers[sequence])
                 state.fail(error)
                 ended.append(state)

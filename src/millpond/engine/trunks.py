@@ -81,7 +81,7 @@ class Trunks:
         Args:
             ids: (n,) its tokens. group: of the requests behind it. parent: the trunk that it continues.
         """
-        if group.recipe.within_reach(len(ids)) != len(ids) or len(ids) == group.recipe.reach:
+        if group.recipe.within_context(len(ids)) != len(ids) or len(ids) == group.recipe.reach:
             return None  # gaps close before its end
         alone = estimate_trunk(group.recipe, self._layers, len(ids), 0)
         if not can_begin(group.recipe) or not self._fits_behind(None, alone.reading):
@@ -123,7 +123,7 @@ class Trunks:
         if trunk is None or trunk.stack is None:
             return 0
         live.stack = live.group.recipe.stack(len(live.ids))
-        trunk.stack.lend([0], live.stack)
+        trunk.stack.copy_to([0], live.stack)
         if not shares_pages(live.group.recipe):
             self.leave(live)
         return len(trunk.ids)

@@ -29,7 +29,7 @@ from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.generation import UnusedCacheWarning, enter, leave
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.image_tokens import ImageTokens, image_tokens
-from millpond.hf.layer import MillpondLayer, Observer, layer_cache
+from millpond.hf.layer import MillpondLayer, Observer, make_layer_cache
 from millpond.hf.layer_budgets import LayerBudgets
 from millpond.hf.model_profile import ModelProfile
 from millpond.hf.prompt_parts import PromptParts
@@ -61,7 +61,7 @@ class MillpondCache(Cache):
         *,
         pools: LayerPools,
         between_chunks: bool = True,
-        rotation: RotaryEmbedding | None = None,
+        rotary: RotaryEmbedding | None = None,
         croppable: bool = False,
     ) -> None:
         budgets = LayerBudgets(budget, policy, profile.windows)
@@ -74,16 +74,16 @@ class MillpondCache(Cache):
         self.text = TextRead()
         self.filled_inside = False  # whether what it holds was read by `generate` inside its `with` block
         self._used = self._closed = False
-        self.timeline = PositionTracker()
+        self.tracker = PositionTracker()
         self._image_ids = profile.image_ids
         needs = policy.needs
         if needs.token_ids or self._image_ids:
-            self.timeline.tokens = TokenIds(required=needs.token_ids)
+            self.tracker.tokens = TokenIds(required=needs.token_ids)
         repeat = needs.prompt_repeat
         self.rebuilder = None if repeat is None else PromptReconstruction(profile, model.device, repeat)
         self._between_chunks = between_chunks
         self._croppable = croppable
-        self.journal = DraftRollback(self.timeline, truncatable=croppable)
+        self.draft_rollback = DraftRollback(self.tracker, truncatable=croppable)
         self._pools = pools
         self.kin: weakref.WeakSet[MillpondCache] = weakref.WeakSet([self])  # that share the pools
         self.make_another: Callable[[PreTrainedModel], MillpondCache] | None = None  # of this kind, in these pools
@@ -93,33 +93,33 @@ class MillpondCache(Cache):
         self.on_close(self.passes.close)
         self.entropies: TokenEntropyHook | None = None
         if needs.entropies is not None:
-            self.entropies = TokenEntropyHook(self, model, needs.entropies, settles=between_chunks)
+            self.entropies = TokenEntropyHook(self, model, needs.entropies, between_chunks=between_chunks)
             self.on_close(self.entropies.close)
-        make = layer_cache(profile.latent)
-        cores = [
+        make = make_layer_cache(profile.latent)
+        layer_caches = [
             make(
                 index,
                 policy,
-                partial(_entries, budgets, policy, self.timeline, index),
+                partial(_entries, budgets, policy, self.tracker, index),
                 of.plain,
-                self.timeline,
+                self.tracker,
                 between_chunks=between_chunks and not (policy.needs_all_layers or self.rebuilder),
-                rotation=rotation,
-                sealed=of.sealing,
+                rotary=rotary,
+                quantized=of.make_quantized,
                 reading=of.reading,
             )
             for index, of in enumerate(pools.by_layer(profile.n_layers))
         ]
-        budgets.cores = cores
+        budgets.layer_caches = layer_caches
         stays = policy.keeps_all and pools.format is None
-        self.parts = PromptParts(policy, cores, stays=stays, limited=pools.limited)
+        self.parts = PromptParts(policy, layer_caches, stays=stays, limited=pools.limited)
         budgets.at_prompt_end = self.parts.expected
-        attach_rotations(profile, cores)
+        attach_rotations(profile, layer_caches)
         if model.device.type == "cuda" and recording():
-            for core in cores:
-                core.attention.recorded = RecordedDecode(record_cuda)
+            for layer_cache in layer_caches:
+                layer_cache.attention.recorded = RecordedDecode(record_cuda)
         self.shared_layers = profile.shared
-        layers, self.states = build_layers(profile, cores, self.journal, self.passes)
+        layers, self.states = build_layers(profile, layer_caches, self.draft_rollback, self.passes)
         super().__init__(layers=layers)
 
     # ------------------------------------------------------------------ what a user asks
@@ -132,7 +132,7 @@ class MillpondCache(Cache):
     @property
     def entry_layers(self) -> dict[int, LayerCache]:
         """The attention layers' caches by the number of the layer in the model; a hybrid has other layers too."""
-        return {layer.index: layer.core for layer in self.layers if isinstance(layer, MillpondLayer)}
+        return {layer.index: layer.layer_cache for layer in self.layers if isinstance(layer, MillpondLayer)}
 
     @property
     def budget(self) -> Budget | None:
@@ -159,14 +159,14 @@ class MillpondCache(Cache):
             CacheMismatchError: there is no such layer or sequence, or the layer holds no entries: it has a state, or
                 reads those of another layer (`stats().shared_layers`).
         """
-        core = self.entry_layers.get(layer)
-        if core is None:
+        layer_cache = self.entry_layers.get(layer)
+        if layer_cache is None:
             some = self.states.layers or self.shared_layers
             also = f", of which {', '.join(map(str, self.entry_layers))} hold entries" if some else ""
             raise CacheMismatchError(f"layer {layer}: the model has layers 0 to {len(self.layers) - 1}{also}")
-        if not 0 <= sequence < max(self.timeline.n_seq, 1):
-            raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.timeline.n_seq}")
-        rows = core.read(sequence).positions
+        if not 0 <= sequence < max(self.tracker.n_seq, 1):
+            raise CacheMismatchError(f"sequence {sequence}: the cache holds {self.tracker.n_seq}")
+        rows = layer_cache.read(sequence).positions
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
     def image_tokens(self) -> ImageTokens:
@@ -202,7 +202,7 @@ class MillpondCache(Cache):
                 raises `BudgetError`.
             CacheMismatchError: no such sequence, or a span of tokens that were read already.
         """
-        protect_spans(self.timeline, self.policy, self._pools.codecs, spans, share, sequence)
+        protect_spans(self.tracker, self.policy, self._pools.codecs, spans, share, sequence)
 
     @no_autograd
     def forget(self, *spans: tuple[int, int], sequence: int | None = None) -> None:
@@ -223,19 +223,19 @@ class MillpondCache(Cache):
             PoolFullError: no room for copies of pages that forks hold; call it again when there is.
         """
         self.passes.check_free()
-        if self.states.in_pass or self._first_out_of_step(self.timeline.columns) is not None:
+        if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
-        chosen = list(range(self.timeline.n_seq)) if sequence is None else [sequence]
-        found = spans_in(chosen, self.timeline.seen, spans)
+        chosen = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
+        found = spans_in(chosen, self.tracker.seen, spans)
         check_forgets(self)
         check_not_kept(self, chosen, found)
-        self.journal.settle()
-        self.journal.truncatable = False
-        for core in self.layer_caches:
+        self.draft_rollback.commit()
+        self.draft_rollback.truncatable = False
+        for layer_cache in self.layer_caches:
             for number in chosen:
-                core.drop_spans(number, found)
+                layer_cache.drop_spans(number, found)
         for number in chosen:
-            self.timeline.marks.dropped.add(found, number)
+            self.tracker.marks.dropped.add(found, number)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that name it."""
@@ -254,7 +254,7 @@ class MillpondCache(Cache):
         if model is None or self.make_another is None or self._closed:
             raise CacheMismatchError("this cache is closed, or its model is gone: fork it before")
         self.passes.check_free()
-        if self.states.in_pass or self._first_out_of_step(self.timeline.columns) is not None:
+        if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
         other = self.make_another(model)
         other._used = True
@@ -280,11 +280,11 @@ class MillpondCache(Cache):
         """Count the text of these ids (1, n) as read; the layers hold the kept entries."""
         self._used = True
         self.text.add(ids, 0)
-        self.timeline.adopt(ids)
-        for core in self.layer_caches:
-            core.columns = ids.shape[1]
+        self.tracker.adopt(ids)
+        for layer_cache in self.layer_caches:
+            layer_cache.columns = ids.shape[1]
         if self.rebuilder is not None:
-            self.rebuilder.adopt(self.timeline.seen)
+            self.rebuilder.adopt(self.tracker.seen)
 
     def watch(self, observer: Observer | None) -> None:
         """Show `observer` what each layer attends with, pass by pass, before it is stored; None: no longer."""
@@ -300,11 +300,11 @@ class MillpondCache(Cache):
             CacheMismatchError: another thread runs a pass with the cache.
         """
         self.passes.check_free()
-        self.journal.reset()
-        self.journal.truncatable = self._croppable
+        self.draft_rollback.reset()
+        self.draft_rollback.truncatable = self._croppable
         super().reset()  # type: ignore[no-untyped-call]
         self.states.reset()
-        self.timeline.reset()
+        self.tracker.reset()
         self.text.reset()
         self.filled_inside = False
         if self.rebuilder is not None:
@@ -358,13 +358,13 @@ class MillpondCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can take tokens back: any where none is evicted, else those of a pass that is recorded."""
-        return (self.journal.truncatable or self.journal.recording) and not self.states.layers
+        return (self.draft_rollback.truncatable or self.draft_rollback.recording) and not self.states.layers
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select([int(i) for i in beam_idx.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select([s for s in range(self.timeline.n_seq) for _ in range(repeats)])
+        self._select([s for s in range(self.tracker.n_seq) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
@@ -376,7 +376,7 @@ class MillpondCache(Cache):
             OptionError: the model holds recurrent states, which cannot go back.
         """
         self.states.check_no_drafts()
-        self.journal.recording = True
+        self.draft_rollback.recording = True
 
     @no_autograd
     def crop(self, tokens_to_remove: int) -> None:
@@ -390,20 +390,20 @@ class MillpondCache(Cache):
         if n < 0:
             raise CacheMismatchError(f"crop({-n}): pass a negative number, the tokens to take back")
         self.states.check_no_crop(n)
-        self.journal.crop(self.layer_caches, n)
+        self.draft_rollback.crop(self.layer_caches, n)
 
     @no_autograd
     def _select(self, sequences: list[int]) -> None:
-        if sequences == list(range(self.timeline.n_seq)):
+        if sequences == list(range(self.tracker.n_seq)):
             return
-        self.journal.settle()
+        self.draft_rollback.commit()
         self.text.select(sequences)
         if self.entropies is not None:
             self.entropies.select(sequences)
-        for core in self.layer_caches:
-            core.select(sequences)
+        for layer_cache in self.layer_caches:
+            layer_cache.select(sequences)
         self.states.select(sequences)
-        self.timeline.select(sequences)
+        self.tracker.select(sequences)
         if self.rebuilder is not None:
             self.rebuilder.select(sequences)
 
@@ -416,25 +416,25 @@ class MillpondCache(Cache):
             CacheMismatchError: an earlier pass was interrupted when some layers had taken in its tokens.
             UnsupportedModelError: the states begin at zero in a pass of several tokens, and this is a later one.
         """
-        behind = self._first_out_of_step(self.timeline.columns)
+        behind = self._first_out_of_step(self.tracker.columns)
         if behind is not None:
             raise CacheMismatchError(
                 f"layer {behind[0]} has seen {behind[1].columns} tokens where the cache has seen "
-                f"{self.timeline.columns}: a forward pass was interrupted; call reset() and run the prompt again"
+                f"{self.tracker.columns}: a forward pass was interrupted; call reset() and run the prompt again"
             )
         for other in self.kin:  # pages and their counts are shared
             other.passes.check_free()
         if self.entropies is not None:
             self.entropies.check_running()
-        if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.timeline.columns):
+        if ids is not None and ids.shape[1] == 1 and not self.parts.waits(self.tracker.columns):
             self._rebuild()
-        self.states.begin_pass(self.timeline.columns, length)
+        self.states.begin_pass(self.tracker.columns, length)
         self._clear_shared()
         self._used = True
-        self.text.add(ids, self.timeline.columns)
-        self.timeline.begin_pass(ids)
-        self.journal.draft = draft
-        self._before_pass = self.timeline.columns
+        self.text.add(ids, self.tracker.columns)
+        self.tracker.begin_pass(ids)
+        self.draft_rollback.draft = draft
+        self._before_pass = self.tracker.columns
 
     def end_pass(self) -> None:
         """A forward pass came to its end.
@@ -442,7 +442,7 @@ class MillpondCache(Cache):
         Raises:
             UnsupportedModelError: a layer of the model did not use the cache.
         """
-        behind = self._first_out_of_step(max(self.timeline.columns, self._before_pass + 1))
+        behind = self._first_out_of_step(max(self.tracker.columns, self._before_pass + 1))
         if behind is not None:
             raise UnsupportedModelError(
                 f"layer {behind[0]} was given no keys and values in this pass, so the model does not use its cache "
@@ -450,7 +450,7 @@ class MillpondCache(Cache):
             )
         self.states.end_pass()
         self._clear_shared()
-        if self.parts.waits(self.timeline.columns):
+        if self.parts.waits(self.tracker.columns):
             give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
             return
         in_parts = self.parts.end()
@@ -458,26 +458,28 @@ class MillpondCache(Cache):
             self._rebuild()
             waited = in_parts or (self.policy.needs_all_layers and self.rebuilder is None)  # which plans for itself
             if waited and self.entropies is None:  # these plan when the model's head has run
-                self._settle()
+                self._run_plans()
 
     def _clear_shared(self) -> None:
         """What layers that have no keys of their own read is of one pass."""
-        for core in self.layer_caches:
-            if core.shared is not None:
-                core.shared.clear()
+        for layer_cache in self.layer_caches:
+            if layer_cache.shared is not None:
+                layer_cache.shared.clear()
 
     def _rebuild(self) -> None:
         """Run the reconstruction pass if the policy needs it and any sequence has no plan yet."""
         rebuilder = self.rebuilder
-        if rebuilder is not None and not rebuilder.running and any(core.pending for core in self.layer_caches):
+        if rebuilder is None or rebuilder.running:
+            return
+        if any(layer_cache.pending for layer_cache in self.layer_caches):
             rebuilder.run(self)
 
     @no_autograd
-    def _settle(self) -> None:
+    def _run_plans(self) -> None:
         """Run the plans that need all layers, after the last one."""
-        for core in self.layer_caches:
-            if core.pending:
-                core.settle()
+        for layer_cache in self.layer_caches:
+            if layer_cache.pending:
+                layer_cache.run_plans()
 
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
         """The first layer that has not seen `columns` columns, with its number in the model."""
@@ -487,11 +489,11 @@ class MillpondCache(Cache):
 def _entries(
     budgets: LayerBudgets,
     policy: Policy,
-    timeline: PositionTracker,
+    tracker: PositionTracker,
     layer: int,
     table: PageTable,
     sequence: int,
     seen: int,
 ) -> int:
     """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
-    return budgets.entries(layer, table, sequence, seen, timeline.marks.kept.count(sequence, policy.protect.sinks))
+    return budgets.entries(layer, table, sequence, seen, tracker.marks.kept.count(sequence, policy.protect.sinks))

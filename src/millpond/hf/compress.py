@@ -195,7 +195,7 @@ class _Maker:
             self.budget,
             pools=self.pools,
             between_chunks=self.between_chunks,
-            rotation=ModelRotation.of(profile) if policy.positions == "cache_relative" else None,
+            rotary=ModelRotation.of(profile) if policy.positions == "cache_relative" else None,
             croppable=policy.keeps_all and not policy.takes_budget and not profile.sliding,
         )
         cache.settings, cache.attaches, cache.make_another = self.settings, self.attach, self.make

@@ -99,27 +99,31 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
         raise OptionError(f"method {settings['method']!r} remembers predictions, which a file does not hold")
     if cache.states.in_pass:
         raise CacheMismatchError("a forward pass was interrupted; call reset() and read the text again")
-    timeline = cache.timeline
-    if timeline.n_seq != 1 or ids.shape[0] != 1:
-        raise CacheMismatchError(f"a document is one text; the cache holds {timeline.n_seq}, the ids {ids.shape[0]}")
-    if not timeline.columns == int(timeline.seen[0]) == ids.shape[1]:
+    tracker = cache.tracker
+    if tracker.n_seq != 1 or ids.shape[0] != 1:
+        raise CacheMismatchError(f"a document is one text; the cache holds {tracker.n_seq}, the ids {ids.shape[0]}")
+    if not tracker.columns == int(tracker.seen[0]) == ids.shape[1]:
         raise CacheMismatchError(
-            f"the cache has read {int(timeline.seen[0])} tokens in {timeline.columns} columns, and {ids.shape[1]} ids "
+            f"the cache has read {int(tracker.seen[0])} tokens in {tracker.columns} columns, and {ids.shape[1]} ids "
             "are given: pass the ids of the whole text, without pads"
         )
-    for core in cache.layer_caches:
-        if core.pending:
-            core.settle()
-    tensors = {f"{core.index}.{name}": t for core in cache.layer_caches for name, t in to_tensors(core).items()}
+    for layer_cache in cache.layer_caches:
+        if layer_cache.pending:
+            layer_cache.run_plans()
+    tensors = {
+        f"{layer_cache.index}.{name}": t
+        for layer_cache in cache.layer_caches
+        for name, t in to_tensors(layer_cache).items()
+    }
     tensors |= state_tensors(cache.states)
     tensors["ids"] = ids.cpu().int()
-    if timeline.marks.kept.of(0):
-        tensors["kept"] = torch.tensor(timeline.marks.kept.of(0), dtype=torch.int32)
-    if timeline.marks.shares:
-        tensors["fair.spans"] = torch.tensor([one[:2] for one in timeline.marks.shares.of(0)], dtype=torch.int32)
-        tensors["fair.shares"] = torch.tensor([one[2] for one in timeline.marks.shares.of(0)], dtype=torch.float64)
-    if timeline.marks.dropped:
-        tensors["dropped"] = torch.tensor(timeline.marks.dropped.of(0), dtype=torch.int32)
+    if tracker.marks.kept.of(0):
+        tensors["kept"] = torch.tensor(tracker.marks.kept.of(0), dtype=torch.int32)
+    if tracker.marks.shares:
+        tensors["fair.spans"] = torch.tensor([one[:2] for one in tracker.marks.shares.of(0)], dtype=torch.int32)
+        tensors["fair.shares"] = torch.tensor([one[2] for one in tracker.marks.shares.of(0)], dtype=torch.float64)
+    if tracker.marks.dropped:
+        tensors["dropped"] = torch.tensor(tracker.marks.dropped.of(0), dtype=torch.int32)
     model = cache.model()
     if model is None:
         raise CacheMismatchError("the model of this cache is gone: save while it is still there")
@@ -184,17 +188,17 @@ def restore_document(
             cache.protect(tensors.pop("kept").tolist())
         if "fair.spans" in tensors and "fair.shares" in tensors:
             fair = shares_of_tensors(tensors.pop("fair.spans"), tensors.pop("fair.shares"))
-            cache.timeline.marks.shares.expect(fair)
-        for core in cache.layer_caches:
-            own = f"{core.index}."
+            cache.tracker.marks.shares.expect(fair)
+        for layer_cache in cache.layer_caches:
+            own = f"{layer_cache.index}."
             part = {name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)}
-            from_tensors(core, part, n_tokens, model.device)
+            from_tensors(layer_cache, part, n_tokens, model.device)
         dropped = spans_of_tensor(tensors.pop("dropped"), n_tokens) if "dropped" in tensors else ()
         restore_states(cache.states, tensors, model.device)
         cache.restore_position(ids)
         if dropped:
-            cache.timeline.marks.dropped.add(dropped, 0)
-            cache.journal.truncatable = False
+            cache.tracker.marks.dropped.add(dropped, 0)
+            cache.draft_rollback.truncatable = False
     except BaseException:
         cache.close()
         raise
@@ -256,6 +260,6 @@ def read_document(model: PreTrainedModel, cache: MillpondCache, ids: Tensor, chu
     n_tokens = ids.shape[1]
     parts = None if chunk else part_size(model, cache.parts, n_tokens)
     step = chunk or parts or n_tokens
-    with nullcontext() if parts is None else cache.parts.reading(cache.timeline.columns + n_tokens):
+    with nullcontext() if parts is None else cache.parts.reading(cache.tracker.columns + n_tokens):
         for begin in range(0, n_tokens, step):
             model(ids[:, begin : begin + step], **cache_argument(cache), logits_to_keep=1)

@@ -37,13 +37,14 @@ def check_forgets(cache: LayerCaches) -> None:
             "forget(): this model's recurrent states hold the whole text, and a span cannot be taken out of them; read "
             "the text again without it"
         )
-    for core in cache.layer_caches:
-        reason = forget_refusal(core.policy)
+    for layer_cache in cache.layer_caches:
+        reason = forget_refusal(layer_cache.policy)
         if reason is not None:
             raise OptionError(f"forget(): {reason}; or read the text again without the span")
-        if core.pending:
+        if layer_cache.pending:
             raise CacheMismatchError(
-                f"forget(): layer {core.index} has a prompt whose plan is still to come; call it after the prompt"
+                f"forget(): layer {layer_cache.index} has a prompt whose plan is still to come; "
+                "call it after the prompt"
             )
 
 
@@ -53,7 +54,7 @@ def check_not_kept(cache: LayerCaches, sequences: Sequence[int], spans: Sequence
         OptionError: a span holds tokens that `protect` keeps.
     """
     for sequence in sequences:
-        check_apart(spans, cache.timeline.marks.kept.of(sequence), "protect() keeps")
+        check_apart(spans, cache.tracker.marks.kept.of(sequence), "protect() keeps")
 
 
 def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tuple[Span, ...]:

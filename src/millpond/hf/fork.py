@@ -35,16 +35,16 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
 
     A page that one of the two writes is copied first.
     """
-    cache.journal.settle()
-    other.journal.truncatable = cache.journal.truncatable
+    cache.draft_rollback.commit()
+    other.draft_rollback.truncatable = cache.draft_rollback.truncatable
     if cache.entropies is not None:
         cache.entropies.tell()
-    other.timeline.become(cache.timeline)
-    sequences = list(range(cache.timeline.n_seq))
-    for core, new in zip(cache.layer_caches, other.layer_caches, strict=True):
-        if core.table is not None:
-            core.lend(sequences, new)
-        new.columns = core.columns
+    other.tracker.become(cache.tracker)
+    sequences = list(range(cache.tracker.n_seq))
+    for layer_cache, new in zip(cache.layer_caches, other.layer_caches, strict=True):
+        if layer_cache.table is not None:
+            layer_cache.copy_to(sequences, new)
+        new.columns = layer_cache.columns
     other.states.become(cache.states)
     other.text = cache.text.copy()
     if cache.rebuilder is not None and other.rebuilder is not None:
@@ -59,7 +59,9 @@ def share(cache: ForkableCache, other: ForkableCache) -> None:
 
 def check_pages(caches: Iterable[LayerCaches]) -> None:
     """Assert that every page is held by exactly the tables that name it, in caches that share pools."""
-    tables = [core.table for cache in caches for core in cache.layer_caches if core.table is not None]
+    tables = [
+        layer_cache.table for cache in caches for layer_cache in cache.layer_caches if layer_cache.table is not None
+    ]
     parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
     for pool in {pool for cache in caches for pool in cache.pools}:
         pool.check_integrity([part.held() for part in parts if part.pool is pool])
@@ -67,13 +69,13 @@ def check_pages(caches: Iterable[LayerCaches]) -> None:
 
 def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
     """Pages of a pool that one of several caches holds, those that it shares among them."""
-    tables = [core.table for core in cache.layer_caches if core.table is not None]
+    tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
     parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
     held = [part.held() for part in parts if part.pool is pool]
     return len(np.unique(np.concatenate(held))) if held else 0
 
 
-def give_back(cores: list[LayerCache]) -> None:
+def give_back(layer_caches: list[LayerCache]) -> None:
     """Free the pages of a deleted cache."""
-    for core in cores:
-        core.reset()
+    for layer_cache in layer_caches:
+        layer_cache.reset()

@@ -87,8 +87,8 @@ def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         cache.reset()
         cache.filled_inside = True
     kwargs = with_cache(kwargs, cache)
-    check_uncut(cache.parts.policy, cache.timeline.columns, ids, config, kwargs)
-    parts = part_of_generate(self, cache.parts, cache.timeline.columns, ids, config, kwargs)
+    check_uncut(cache.parts.policy, cache.tracker.columns, ids, config, kwargs)
+    parts = part_of_generate(self, cache.parts, cache.tracker.columns, ids, config, kwargs)
     if parts is not None:
         kwargs["prefill_chunk_size"] = parts.size
     switched.running.add(thread)
@@ -160,7 +160,7 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         CacheMismatchError: the prompt `ids` (S, n) is not the text that the cache has read, and more.
     """
-    columns, mask = cache.timeline.columns, kwargs.get("attention_mask")
+    columns, mask = cache.tracker.columns, kwargs.get("attention_mask")
     if not columns or not isinstance(ids, Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
         return
     if isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]:
@@ -170,8 +170,8 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
         "inside the cache's `with` block. To go on, pass the whole text so far and what follows, or only what "
         "follows with an attention_mask over all of it"
     )
-    if len(ids) == cache.timeline.n_seq:
-        apart = cache.text.differs(ids, cache.timeline.mask()[:, : ids.shape[1]])
+    if len(ids) == cache.tracker.n_seq:
+        apart = cache.text.differs(ids, cache.tracker.mask()[:, : ids.shape[1]])
         if apart is not None:
             raise CacheMismatchError(
                 f"this cache has read another text: token {apart[1]} of sequence {apart[0]} is "
@@ -185,7 +185,7 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
 
 def _goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the prompt is the text that the cache was given outside `generate`, and more."""
-    if not isinstance(ids, Tensor) or len(ids) != cache.timeline.n_seq:
+    if not isinstance(ids, Tensor) or len(ids) != cache.tracker.n_seq:
         return False
     try:
         check_goes_on(cache, ids, kwargs)

@@ -34,7 +34,7 @@ def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
         UnsupportedModelError: the model has no image tokens.
         CacheMismatchError: it was not given the ids of all tokens.
     """
-    tokens, seen = cache.timeline.tokens, cache.timeline.seen
+    tokens, seen = cache.tracker.tokens, cache.tracker.seen
     if not ids or tokens is None:
         raise UnsupportedModelError("this model's configuration names no image tokens; it takes text alone")
     stand_for_images = torch.tensor(sorted(ids))
@@ -53,5 +53,7 @@ def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
     whole = [torch.arange(int(n), device=tokens.device)[None] for n in seen]
     return ImageTokens(
         seen=[count(s, positions)[0] for s, positions in enumerate(whole)],
-        stored=[[count(s, core.read(s).positions) for s in range(len(seen))] for core in cache.layer_caches],
+        stored=[
+            [count(s, layer_cache.read(s).positions) for s in range(len(seen))] for layer_cache in cache.layer_caches
+        ],
     )

@@ -86,18 +86,18 @@ def _scales_of(profile: ModelProfile, model: nn.Module) -> KeyScales | None:
     with suppress(UnsupportedModelError):  # keys that turn by more than their position have scales by channel
         rotations = layer_rotations(profile)
     layers: list[Tensor | None] = []
-    for bias, rotation in zip(biases, rotations, strict=True):
+    for bias, rotary in zip(biases, rotations, strict=True):
         if bias is None or bias.numel() % key_dim:
             layers.append(None)
             continue
-        partner = None if rotation is None else _partners(rotation, key_dim, bias.device)
+        partner = None if rotary is None else _partners(rotary, key_dim, bias.device)
         layers.append(scales_for(bias.cpu().view(-1, key_dim), partner))
     return None if all(one is None for one in layers) else KeyScales(tuple(layers))
 
 
-def _partners(rotation: ModelRotation, dim: int, device: torch.device) -> Tensor:
+def _partners(rotary: ModelRotation, dim: int, device: torch.device) -> Tensor:
     """(dim,) the channel that each turns with, -1 for one that does not turn."""
-    pairs = pairs_of(rotation.rotate, dim, device).long().cpu()
+    pairs = pairs_of(rotary.rotate, dim, device).long().cpu()
     found = torch.full((dim,), -1)
     found[pairs[:, 0]], found[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
     return found

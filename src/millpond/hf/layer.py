@@ -42,8 +42,8 @@ class MillpondLayer(CacheLayerMixin):
 
     def __init__(
         self,
-        core: LayerCache,
-        journal: DraftRollback,
+        layer_cache: LayerCache,
+        draft_rollback: DraftRollback,
         passes: ForwardHooks,
         window: int = 0,
         number: int | None = None,
@@ -51,18 +51,18 @@ class MillpondLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
-        self.index = core.index if number is None else number
+        self.index = layer_cache.index if number is None else number
         self.readers = readers
-        self.core = core
-        core.shared = SharedEntries() if readers else None
-        self.journal = journal
+        self.layer_cache = layer_cache
+        layer_cache.shared = SharedEntries() if readers else None
+        self.draft_rollback = draft_rollback
         self.passes = passes
         self.observer: Observer | None = None
 
     @property
     def batch_size(self) -> int:
         """Sequences held, -1 before the first token."""
-        return self.core.timeline.n_seq or -1
+        return self.layer_cache.tracker.n_seq or -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages are taken when the first entries arrive."""
@@ -82,38 +82,38 @@ class MillpondLayer(CacheLayerMixin):
 
     @no_autograd
     def _offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.core.offer(k, v)
+        return self.layer_cache.before_rope(k, v)
 
     @no_autograd
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
         """See `LayerCache.attend`; k and v as the model made them of what `update` returned."""
-        k, v = self.core.accept(k, v)
+        k, v = self.layer_cache.after_rope(k, v)
         if self.observer is not None:
             self.observer(self.index, q, k, v, mask, shape)
-        out = self.journal.attend(self.core, q, k, v, mask, shape)
-        if not self.journal.recording:
-            self.core.forget()
+        out = self.draft_rollback.attend(self.layer_cache, q, k, v, mask, shape)
+        if not self.draft_rollback.recording:
+            self.layer_cache.forget()
         return out
 
     @no_autograd
     def attend_shared(self, q: Tensor, shape: AttentionShape) -> Tensor:
         """Attention of another layer of the same pass to what this one meets. q: (B, Hq, Q, D) -> (B, Hq, Q, V)."""
-        assert self.core.shared is not None, "a layer whose keys are read by others"
-        return self.core.shared.attend(q, shape)
+        assert self.layer_cache.shared is not None, "a layer whose keys are read by others"
+        return self.layer_cache.shared.attend(q, shape)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.core.columns + query_length, 0
+        return self.layer_cache.columns + query_length, 0
 
     def get_seq_length(self) -> int:
         """Columns seen (pads included), not entries stored: positions, masks and stop rules depend on it."""
-        return self.core.columns
+        return self.layer_cache.columns
 
     def get_max_length(self) -> int:
         return -1
 
     @no_autograd
     def reset(self) -> None:
-        self.core.reset()
+        self.layer_cache.reset()
 
     def offload(self) -> None:
         """Nothing to do: stock offloading is not used with this cache."""
@@ -122,10 +122,10 @@ class MillpondLayer(CacheLayerMixin):
         """Nothing to do: stock offloading is not used with this cache."""
 
     def __repr__(self) -> str:
-        return f"MillpondLayer({self.index}, stored={self.core.stored.tolist()})"
+        return f"MillpondLayer({self.index}, stored={self.layer_cache.stored.tolist()})"
 
 
-def layer_cache(latent: LatentShape | None) -> Callable[..., LayerCache]:
+def make_layer_cache(latent: LatentShape | None) -> Callable[..., LayerCache]:
     """What makes the cache of one layer."""
     if latent is None:
         return LayerCache

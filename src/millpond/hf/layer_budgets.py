@@ -41,7 +41,7 @@ class LayerBudgets:
 
     Attributes:
         budget: of the whole cache; None for no limit.
-        cores: the layers' caches, set when they are made; an allocation that depends on the prompt measures them.
+        layer_caches: set when they are made; an allocation that depends on the prompt measures them.
         at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
     """
 
@@ -54,7 +54,7 @@ class LayerBudgets:
         self._windows = windows
         self._warned: set[type[Warning]] = set()
         self._decided: dict[int, LayerAllocation] = {}
-        self.cores: list[LayerCache] = []
+        self.layer_caches: list[LayerCache] = []
         self.at_prompt_end: Callable[[int, int], int] = lambda sequence, seen: seen
 
     def entries(self, layer: int, table: PageTable, sequence: int, seen: int, kept: int = 0) -> int:
@@ -84,12 +84,14 @@ class LayerBudgets:
             OptionError: the first layer plans before the others have read the prompt.
         """
         if layer == 0:
-            if any(core.columns != self.cores[0].columns for core in self.cores):
+            if any(layer_cache.columns != self.layer_caches[0].columns for layer_cache in self.layer_caches):
                 raise OptionError(
                     "layer budgets that depend on the prompt are known when all layers have read it, which assisted "
                     "generation does not wait for; use another method with it"
                 )
-            self._decided[sequence] = layers.decide([core.measure(sequence, layers.measure) for core in self.cores])
+            self._decided[sequence] = layers.decide(
+                [layer_cache.measure(sequence, layers.measure) for layer_cache in self.layer_caches]
+            )
         return self._decided[sequence]
 
     def _average(self, table: PageTable, seen: int, kept: int = 0) -> int:
@@ -163,40 +165,40 @@ class LayerBudgets:
         # heads of different lengths each leave part of a page empty: together at most slots - 1 entries a head
         gathering = self._policy.plan_every - 1  # beyond the budget, before they are merged
         plain = int(pages) * slots - (0 if self._policy.heads_alike else slots - 1) - gathering
-        if table.sealed is None:
+        if table.quantized is None:
             return plain
-        if table.sealed.codec.ages:
+        if table.quantized.codec.ages:
             return max(min(plain, table.packed_parts[0].slots - 1), self._entries_by_age(table, amount))
-        (sealed,) = table.packed_parts
+        (quantized,) = table.packed_parts
         if not self._policy.heads_alike:
-            return max(self._uneven_with_codes(table, sealed, amount))
-        never_sealed = min(plain, _most_plain(sealed) - 1)
-        return max(never_sealed, self._entries_with_codes(table, sealed, amount))
+            return max(self._uneven_with_codes(table, quantized, amount))
+        never_quantized = min(plain, _most_plain(quantized) - 1)
+        return max(never_quantized, self._entries_with_codes(table, quantized, amount))
 
-    def _uneven_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> tuple[int, int]:
+    def _uneven_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> tuple[int, int]:
         """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
 
         An entry takes what it costs as a number, or twice what it costs as a code, because of tombstones.
         """
-        plain_page, packed_page = table.pool.page_bytes + 4, sealed.pool.page_bytes + 4
+        plain_page, packed_page = table.pool.page_bytes + 4, quantized.pool.page_bytes + 4
         room = amount // (len(self._windows) * table.n_regions) - 20 - 2 * packed_page
-        each = max(plain_page / table.pool.slots, 2 * packed_page / sealed.slots)
+        each = max(plain_page / table.pool.slots, 2 * packed_page / quantized.slots)
         anyhow = int((room - plain_page) / each) - self._policy.plan_every
-        full = -(-(_most_plain(sealed) + self._policy.plan_every) // table.pool.slots) * plain_page
-        return anyhow, (room - full) // (2 * packed_page) * sealed.slots
+        full = -(-(_most_plain(quantized) + self._policy.plan_every) // table.pool.slots) * plain_page
+        return anyhow, (room - full) // (2 * packed_page) * quantized.slots
 
-    def _entries_with_codes(self, table: PageTable, sealed: QuantizedStore, amount: int) -> int:
+    def _entries_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> int:
         """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
 
         Evictions while decoding leave tombstones, at most as many as entries before their pages are freed.
         """
-        most = _most_plain(sealed)
+        most = _most_plain(quantized)
         plain = -(-(most + self._policy.plan_every) // table.pool.slots) * (table.pool.page_bytes + 4)
         room = amount // (len(self._windows) * table.n_regions) - 20 - plain
-        pages = room // (sealed.pool.page_bytes + 4)
+        pages = room // (quantized.pool.page_bytes + 4)
         if pages < 1:
             return 0
-        return int(max(pages - 2, 0) // 2) * sealed.slots + most - sealed.slots
+        return int(max(pages - 2, 0) // 2) * quantized.slots + most - quantized.slots
 
     def _entries_by_age(self, table: PageTable, amount: int) -> int:
         """Entries per KV head, on average, whose tiers by age take at most `amount` bytes; 0 where none do.
@@ -217,9 +219,9 @@ class LayerBudgets:
         return bisect.bisect_left(range(room), True, key=lambda n: not fits(n + 1)) if room > 0 else 0
 
 
-def _most_plain(sealed: QuantizedStore) -> int:
+def _most_plain(quantized: QuantizedStore) -> int:
     """Entries as they are at which a page of codes is made."""
-    return sealed.codec.sinks + sealed.codec.residual + sealed.slots
+    return quantized.codec.sinks + quantized.codec.residual + quantized.slots
 
 
 def within(policy: Policy, budget: Budget | None) -> Policy:

@@ -192,9 +192,9 @@ def save_filters(cache: MillpondCache, path: str | Path) -> None:
         CacheMismatchError: the cache has seen no prompt, or its method finds no filters.
     """
     found = []
-    for core in cache.layer_caches:
-        total = core.moments(0)
-        for sequence in range(1, cache.timeline.n_seq):
-            total = total + core.moments(sequence)
-        found.append(query_directions(total, core.stored.shape[1]).float().cpu())
+    for layer_cache in cache.layer_caches:
+        total = layer_cache.moments(0)
+        for sequence in range(1, cache.tracker.n_seq):
+            total = total + layer_cache.moments(sequence)
+        found.append(query_directions(total, layer_cache.stored.shape[1]).float().cpu())
     save_file({"q_filters": torch.stack(found)}, path)

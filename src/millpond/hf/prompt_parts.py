@@ -53,14 +53,14 @@ class PromptParts:
     """Whether layers are in the middle of a prompt that is read in parts.
 
     Args:
-        policy: what is kept. cores: the layers.
+        policy: what is kept. layer_caches: the layers.
         stays: a plan evicts nothing and stores all as the model made it, so it frees nothing.
         limited: there is a limit of bytes, which entries that wait for a plan may not fit.
     """
 
-    def __init__(self, policy: Policy, cores: Sequence[LayerCache], *, stays: bool, limited: bool) -> None:
+    def __init__(self, policy: Policy, layer_caches: Sequence[LayerCache], *, stays: bool, limited: bool) -> None:
         self.policy, self.stays, self.limited = policy, stays, limited
-        self._cores = cores
+        self._layer_caches = layer_caches
         self._end = 0  # columns after the prompt; 0: none is read in parts
 
     def waits(self, columns: int) -> bool:
@@ -71,23 +71,23 @@ class PromptParts:
         """Tokens that a sequence of `seen` tokens will have at the prompt's end, as far as it is known."""
         if not self._end:
             return seen
-        timeline = self._cores[0].timeline
-        pads = timeline.columns - int(timeline.seen[sequence])
+        tracker = self._layer_caches[0].tracker
+        pads = tracker.columns - int(tracker.seen[sequence])
         return max(seen, self._end - pads)
 
     def end(self) -> bool:
         """No more parts come; whether there were any."""
         had, self._end = self._end > 0, 0
-        for core in self._cores if had else ():
-            core.reading = False
+        for layer_cache in self._layer_caches if had else ():
+            layer_cache.reading = False
         return had
 
     @contextmanager
     def reading(self, end: int) -> Iterator[None]:
         """Until `end` columns are read, or the block ends, plans wait."""
         self._end = end
-        for core in self._cores:
-            core.reading = True
+        for layer_cache in self._layer_caches:
+            layer_cache.reading = True
         try:
             yield
         finally:

@@ -21,15 +21,17 @@ class LayerCaches(Protocol):
     """The state of all layers of one cache.
 
     Attributes:
-        timeline: tokens seen. journal: drafts that may be taken back. text: the ids of every column that was read.
+        tracker: tokens seen.
+        draft_rollback: drafts that may be taken back.
+        text: the ids of every column that was read.
         filled_inside: whether what it holds was read by `generate` inside its `with` block.
         passes: hooks on the model's passes. dtype: of the model.
         parts: of a prompt that is read in several passes. states: of the layers that hold some, in a hybrid.
         shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads.
     """
 
-    timeline: PositionTracker
-    journal: DraftRollback
+    tracker: PositionTracker
+    draft_rollback: DraftRollback
     text: TextRead
     filled_inside: bool
     passes: ForwardHooks

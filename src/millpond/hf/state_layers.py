@@ -141,15 +141,16 @@ class States:
 
 
 def build_layers(
-    profile: ModelProfile, cores: Sequence[LayerCache], journal: DraftRollback, passes: ForwardHooks
+    profile: ModelProfile, layer_caches: Sequence[LayerCache], draft_rollback: DraftRollback, passes: ForwardHooks
 ) -> tuple[list[Any], States]:
     """The layers of a cache in the order of the model, and those among them that hold states.
 
-    cores: of the attention layers. journal, passes: as of `MillpondLayer`.
+    layer_caches: of the attention layers. draft_rollback, passes: as of `MillpondLayer`.
     """
-    of_each = zip(cores, profile.windows, profile.attending, strict=True)
+    of_each = zip(layer_caches, profile.windows, profile.attending, strict=True)
     attending = [
-        (core, journal, passes, window, number, readers_of(profile, number)) for core, window, number in of_each
+        (layer_cache, draft_rollback, passes, window, number, readers_of(profile, number))
+        for layer_cache, window, number in of_each
     ]
     if not profile.state_layers and len(profile.attending) == profile.depth:
         return [MillpondLayer(*args) for args in attending], States({})

@@ -61,10 +61,10 @@ class CacheStats:
 
 def measure(cache: LayerCaches) -> CacheStats:
     """Counts and bytes as they are now; pages that it shares with others that were forked count in each."""
-    stored = [core.stored for core in cache.layer_caches]
-    seen = cache.timeline.seen
+    stored = [layer_cache.stored for layer_cache in cache.layer_caches]
+    seen = cache.tracker.seen
     entries = sum(int(seen.sum()) * s.shape[1] for s in stored if s.size)
-    tables = [core.table for core in cache.layer_caches if core.table is not None]
+    tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
     full = numbers = 0
     for table in tables:
         wide = table.pool.arrays.key_dim + table.pool.arrays.value_dim
@@ -77,9 +77,9 @@ def measure(cache: LayerCaches) -> CacheStats:
         stored=[s.tolist() for s in stored],
         evicted=entries - sum(int(s.sum()) for s in stored),
         kv_bytes=kv_bytes,
-        layer_kv_bytes=[_layer_bytes(core.table) for core in cache.layer_caches],
-        layer_formats=[_format(core.table) for core in cache.layer_caches],
-        layer_tier_bytes=[_tier_bytes(core.table) for core in cache.layer_caches],
+        layer_kv_bytes=[_layer_bytes(layer_cache.table) for layer_cache in cache.layer_caches],
+        layer_formats=[_format(layer_cache.table) for layer_cache in cache.layer_caches],
+        layer_tier_bytes=[_tier_bytes(layer_cache.table) for layer_cache in cache.layer_caches],
         unused_bytes=max(0, kv_bytes - sum(int(table.used_bytes().sum()) for table in tables)),
         metadata_bytes=sum(table.nbytes for table in tables)
         + sum(n * (pool.page_bytes - pool.kv_bytes_per_page) for pool, n in live),
@@ -90,7 +90,7 @@ def measure(cache: LayerCaches) -> CacheStats:
         state_layers=list(cache.states.layers),
         shared_layers=dict(cache.shared_layers),
         state_bytes=cache.states.nbytes(),
-        gate_bytes=sum(core.companions.context_bytes for core in cache.layer_caches),
+        gate_bytes=sum(layer_cache.sequence_state.context_bytes for layer_cache in cache.layer_caches),
     )
 
 
@@ -117,4 +117,6 @@ def _format(table: PageTable | None) -> str:
     """The name of what a layer's entries become; "" before the first token."""
     if table is None:
         return ""
-    return str(table.pool.arrays.dtype).removeprefix("torch.") if table.sealed is None else table.sealed.codec.name
+    return (
+        str(table.pool.arrays.dtype).removeprefix("torch.") if table.quantized is None else table.quantized.codec.name
+    )

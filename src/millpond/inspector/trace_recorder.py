@@ -107,8 +107,8 @@ class Recorder(BaseStreamer):
     def _read(self) -> tuple[list[list[list[int]]], Frame]:
         held: list[list[list[int]]] = []
         frame: Frame = []
-        for core in self._cache.layer_caches:
-            dense = core.read(0)
+        for layer_cache in self._cache.layer_caches:
+            dense = layer_cache.read(0)
             positions, scores = dense.positions.cpu().numpy(), dense.scores.float().cpu().numpy()
             held.append([row[row >= 0].tolist() for row in positions])
             frame.append([of[row >= 0].copy() for row, of in zip(positions, scores, strict=True)])

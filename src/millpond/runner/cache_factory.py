@@ -150,8 +150,8 @@ class CacheFactory(CacheLayout):
         self.reach, self._rotations = reach, rotations
         self.on_disk = frozenset() if tier is None else tier.layers
         self._model = model
-        self._rotation = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
-        self._template_caches = self._cores(PositionTracker(), 0)
+        self._rotary = ModelRotation.of(profile) if policy.positions == "cache_relative" else None
+        self._template_caches = self._layer_caches(PositionTracker(), 0)
         if reach is not None:
             check_room_to_roll(self, model.layers, reach)
         attach_rotations(profile, self._template_caches)
@@ -163,19 +163,20 @@ class CacheFactory(CacheLayout):
         Args:
             prompt: Tokens of the prompt that it will read; 0 for sequences that come from other caches.
         """
-        timeline = PositionTracker()
+        tracker = PositionTracker()
         if self.policy.needs.token_ids:
-            timeline.tokens = TokenIds()
-        cores = self._cores(timeline, prompt)
-        for core, template in zip(cores, self._template_caches, strict=True):
-            core.attention.rope, core.attention.outputs = template.attention.rope, template.attention.outputs
-            core.attention.shares_runs = not self._model.deterministic
+            tracker.tokens = TokenIds()
+        layer_caches = self._layer_caches(tracker, prompt)
+        for layer_cache, template in zip(layer_caches, self._template_caches, strict=True):
+            layer_cache.attention.rotary = template.attention.rotary
+            layer_cache.attention.outputs = template.attention.outputs
+            layer_cache.attention.shares_runs = not self._model.deterministic
 
         def before_plan() -> None:
-            self._budgets.cores = cores
+            self._budgets.layer_caches = layer_caches
 
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
-        stack = BatchCache(cores, timeline, before_plan, states, self.tier, self._rotations)
+        stack = BatchCache(layer_caches, tracker, before_plan, states, self.tier, self._rotations)
         stack.reading = prompt > 0
         return stack
 
@@ -183,30 +184,30 @@ class CacheFactory(CacheLayout):
     def state_bytes(self) -> int:
         return 0 if self._model.states is None else self._model.states.nbytes
 
-    def _cores(self, timeline: PositionTracker, prompt: int) -> list[LayerCache]:
+    def _layer_caches(self, tracker: PositionTracker, prompt: int) -> list[LayerCache]:
         def entries(layer: int, table: PageTable, sequence: int, seen: int) -> int:
-            kept = timeline.marks.kept.count(sequence, self.policy.protect.sinks)
-            return self._budgets.entries(layer, table, sequence, self.within_reach(max(seen, prompt)), kept)
+            kept = tracker.marks.kept.count(sequence, self.policy.protect.sinks)
+            return self._budgets.entries(layer, table, sequence, self.within_context(max(seen, prompt)), kept)
 
-        cores = [
+        layer_caches = [
             LayerCache(
                 index,
                 self.policy,
                 partial(entries, index),
                 of.plain,
-                timeline,
+                tracker,
                 between_chunks=False,
-                rotation=self._rotation,
-                sealed=of.sealing,
+                rotary=self._rotary,
+                quantized=of.make_quantized,
                 reading=of.reading,
             )
             for index, of in enumerate(self.pools.by_layer(len(self._model.layers)))
         ]
-        for core, readers in zip(cores, self._model.readers.values(), strict=True):
-            core.shared = SharedEntries() if readers else None
-            rule = self.policy.decode_rule(core.index)
-            core.scores_answers = rule.evict is not Evict.NEVER or self.policy.plans_each_step
-        return cores
+        for layer_cache, readers in zip(layer_caches, self._model.readers.values(), strict=True):
+            layer_cache.shared = SharedEntries() if readers else None
+            rule = self.policy.decode_rule(layer_cache.index)
+            layer_cache.scores_answers = rule.evict is not Evict.NEVER or self.policy.plans_each_step
+        return layer_caches
 
 
 def described(

@@ -56,9 +56,9 @@ class CacheLayout:
             table: Pages of the sequence in the layer.
             kept: Tokens that every layer keeps, see `LayerBudgets.entries`.
         """
-        return self._budgets.expected(layer, table, self.within_reach(seen), kept)
+        return self._budgets.expected(layer, table, self.within_context(seen), kept)
 
-    def within_reach(self, seen: int) -> int:
+    def within_context(self, seen: int) -> int:
         """Return how many of `seen` tokens may be in memory at a time, before any is evicted."""
         return seen if self.reach is None else min(seen, self.reach)
 

@@ -32,7 +32,7 @@ class Segment:
     """Rows of a pass that go to one batch of caches.
 
     Attributes:
-        cores: Caches of all layers with attention.
+        layer_caches: Caches of all layers with attention.
         begin: First row.
         end: Row after the last one.
         decoding: Whether each row is one sequence's; else all rows are one sequence's.
@@ -41,7 +41,7 @@ class Segment:
         partial: Whether the rows are some of a run of tokens, whose others are in the cache.
     """
 
-    cores: Sequence[LayerCache]
+    layer_caches: Sequence[LayerCache]
     begin: int
     end: int
     decoding: bool
@@ -53,7 +53,7 @@ class Segment:
 class FusedSteps(NamedTuple):
     """A decoding step of all layers."""
 
-    cores: Sequence[LayerCache]
+    layer_caches: Sequence[LayerCache]
     newest: list[PendingStep]
 
     def regions(self) -> list[StepRegions]:
@@ -64,9 +64,11 @@ class FusedSteps(NamedTuple):
         """Take note of what happened; `lse`: (layers, S, Hq)."""
         together = lse.device.type != "cpu"
         if together:
-            self.cores[0].check_layers(lse)
-        for core, step, sums in zip(self.cores, self.newest, [None] * len(lse) if together else lse, strict=True):
-            core.end_step(step, sums)
+            self.layer_caches[0].check_layers(lse)
+        for layer_cache, step, sums in zip(
+            self.layer_caches, self.newest, [None] * len(lse) if together else lse, strict=True
+        ):
+            layer_cache.end_step(step, sums)
 
 
 class SegmentedAttention:
@@ -98,12 +100,15 @@ class SegmentedAttention:
     def steps(self, shapes: Sequence[AttentionShape]) -> FusedSteps | None:
         """Prepare all layers for one decoding step; None unless one segment's layers are fusable."""
         segment = self.segments[0]
-        n, cores = segment.end - segment.begin, segment.cores
+        n, layer_caches = segment.end - segment.begin, segment.layer_caches
         if len(self.segments) > 1 or not segment.decoding:
             return None
-        if not all(core.is_fusable(n, shape) for core, shape in zip(cores, shapes, strict=True)):
+        if not all(layer_cache.is_fusable(n, shape) for layer_cache, shape in zip(layer_caches, shapes, strict=True)):
             return None
-        return FusedSteps(cores, [core.begin_step(n, shape) for core, shape in zip(cores, shapes, strict=True)])
+        return FusedSteps(
+            layer_caches,
+            [layer_cache.begin_step(n, shape) for layer_cache, shape in zip(layer_caches, shapes, strict=True)],
+        )
 
     def attend_shared(self, index: int, q: Tensor, value_dim: int, shape: AttentionShape) -> Tensor:
         """Return attention of a later layer to entries of layer `index`, (1, Hq, T, value_dim).
@@ -116,7 +121,7 @@ class SegmentedAttention:
         """
         out = q.new_empty(*q.shape[:3], value_dim)
         for segment in self.segments:
-            shared = segment.cores[index].shared
+            shared = segment.layer_caches[index].shared
             assert shared is not None, "a layer whose keys are read by others"
             rows = q[:, :, segment.begin : segment.end]
             if segment.decoding:  # rows are sequences
@@ -130,22 +135,26 @@ class SegmentedAttention:
     def clear_shared(self) -> None:
         """Clear what later layers read of a pass, at its beginning and end."""
         for segment in self.segments:
-            for core in segment.cores:
-                if core.shared is not None:
-                    core.shared.clear()
+            for layer_cache in segment.layer_caches:
+                if layer_cache.shared is not None:
+                    layer_cache.shared.clear()
 
     def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Return attention (n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
-        core, stack = segment.cores[index], segment.stack
-        with nullcontext() if stack is None else stack.here(core, self._following(number, index), self._growth):
+        layer_cache, stack = segment.layer_caches[index], segment.stack
+        with (
+            nullcontext()
+            if stack is None
+            else stack.in_memory(layer_cache, self._following(number, index), self._growth)
+        ):
             if segment.decoding:
-                return core.attend_newest(q, k, v, shape)
+                return layer_cache.attend_newest(q, k, v, shape)
             if segment.partial is not None:
                 q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-                return core.attend_partial(q, k, v, segment.partial, shape).transpose(0, 1)
+                return layer_cache.attend_partial(q, k, v, segment.partial, shape).transpose(0, 1)
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            return core.attend(q, k, v, None, shape)[0].transpose(0, 1)
+            return layer_cache.attend(q, k, v, None, shape)[0].transpose(0, 1)
 
     def _following(self, number: int, index: int) -> Iterator[LayerCache]:
         """Yield the caches that attend next, up to the same segment of the next layer.
@@ -157,9 +166,9 @@ class SegmentedAttention:
             further, n = divmod(place, len(self.segments))
             segment = self.segments[n]
             decoding += segment.decoding
-            if index + further == len(segment.cores) or decoding > 1:
+            if index + further == len(segment.layer_caches) or decoding > 1:
                 return
-            yield segment.cores[index + further]
+            yield segment.layer_caches[index + further]
 
 
 def _growth(segments: Sequence[Segment]) -> Pages:
@@ -168,11 +177,11 @@ def _growth(segments: Sequence[Segment]) -> Pages:
     for segment in segments:
         if segment.stack is None or segment.stack.tier is None:
             continue
-        for core in segment.cores:
+        for layer_cache in segment.layer_caches:
             if segment.decoding:
-                need.update(core.pages_for_step())
-            elif core.table is not None:
-                need[core.table.pool] += core.pages_for(segment.end - segment.begin)
+                need.update(layer_cache.pages_for_step())
+            elif layer_cache.table is not None:
+                need[layer_cache.table.pool] += layer_cache.pages_for(segment.end - segment.begin)
     return dict(need)
 
 

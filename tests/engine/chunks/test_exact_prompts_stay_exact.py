@@ -37,7 +37,7 @@ def test_the_integrity_check_finds_a_tainted_page_in_the_tree() -> None:
     of.check_integrity()
     live = of._requests["x"]
     assert live.tainted
-    tables = [core.table for core in live.group.stack.layers]
+    tables = [layer_cache.table for layer_cache in live.group.stack.layers]
     of._parts.prefix_cache.tree.keep("wrong", live.numbers, tables)
     with pytest.raises(AssertionError, match="an approximate page in the prefix tree"):
         of.check_integrity()

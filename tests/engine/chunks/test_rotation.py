@@ -44,17 +44,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_keys_that_were_moved_agree_with_keys_computed_there(kind: str) -> None:
     name, parameters = KINDS[kind]
     model = family(name).make(rope_parameters=parameters, max_position_embeddings=16384)
-    rotation = layer_rotations(ModelProfile.of(model))[0]
-    assert rotation is not None
+    rotary = layer_rotations(ModelProfile.of(model))[0]
+    assert rotary is not None
     torch.manual_seed(0)
     bare = torch.randn(1, 2, 24, 8)
     for begin in (0, 7, 500):
-        old = rotation.rotate(bare, torch.arange(begin, begin + 24)[None])
-        stored = rotation.rotate(old, torch.arange(begin, begin + 24)[None], inverse=True)
+        old = rotary.rotate(bare, torch.arange(begin, begin + 24)[None])
+        stored = rotary.rotate(old, torch.arange(begin, begin + 24)[None], inverse=True)
         for moved in (1, 3, 100, 2047, 8000):
             there = torch.arange(begin + moved, begin + moved + 24)[None]
-            expected = rotation.rotate(bare, there)
-            assert torch.allclose(rotation.rotate(stored, there), expected, atol=1e-4)
+            expected = rotary.rotate(bare, there)
+            assert torch.allclose(rotary.rotate(stored, there), expected, atol=1e-4)
             assert not torch.allclose(old, expected, atol=1e-2)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import millpond as mp
-from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import DiskTier
+from millpond.cache.tiered.write_back import MAX_PATCHES
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, StepMemory, block_course
@@ -284,7 +284,7 @@ def test_the_engine_counts_what_stays_in_memory_of_kv_on_a_disk(recall: ModelSiz
     assert seconds["full"]["disk reads"] == pytest.approx(decoding * full.step_bytes / EXAMPLE.read_per_s)
     assert seconds["full"]["disk writes"] == pytest.approx(decoding * full.new_bytes / EXAMPLE.write_per_s)
     assert seconds["h2o"]["disk writes"] == pytest.approx(
-        decoding * (h2o.new_bytes + h2o.step_bytes / MOST_PATCHES) / EXAMPLE.write_per_s
+        decoding * (h2o.new_bytes + h2o.step_bytes / MAX_PATCHES) / EXAMPLE.write_per_s
     )
 
 

@@ -135,10 +135,10 @@ def test_pages_of_prompts_are_on_their_way_before_their_layers(tmp_path: Path, m
     engine = Engine(model("llama"), method="h2o", budget=48, max_step_tokens=32, tier=tier)
     bring, seen = DiskTier._bring, list[tuple[int, int]]()
 
-    def watched(self: DiskTier, core: Any, *rest: Any) -> Any:
-        if core.table is not None and core.table.is_away:
-            seen.append((core.index, sum(one.index == core.index for one in self._coming)))
-        return bring(self, core, *rest)
+    def watched(self: DiskTier, layer_cache: Any, *rest: Any) -> Any:
+        if layer_cache.table is not None and layer_cache.table.is_offloaded:
+            seen.append((layer_cache.index, sum(one.index == layer_cache.index for one in self._coming)))
+        return bring(self, layer_cache, *rest)
 
     params = mp.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     engine.add(Request(request_id="a", prompt=prompt(20), params=params))

@@ -1,4 +1,4 @@
-"""One layer whose entries are sealed, and random tokens for it."""
+"""One layer whose entries are quantized, and random tokens for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(
         pools.plain,
         PositionTracker(),
         between_chunks=between_chunks,
-        sealed=pools.sealed if isinstance(storage, Codec) else None,
+        quantized=pools.quantized if isinstance(storage, Codec) else None,
     )
 
 
@@ -62,7 +62,7 @@ def feed(
     cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, last: int, *, mask: Tensor | None = None
 ) -> Tensor:
     """Take in the tokens from `first` to `last` in one pass."""
-    cache.timeline.begin_pass()
+    cache.tracker.begin_pass()
     return cache.attend(*(t[:, :, first:last] for t in qkv), mask, SHAPE)
 
 
@@ -72,11 +72,11 @@ def decode(cache: LayerCache, qkv: tuple[Tensor, Tensor, Tensor], first: int, la
 
 
 def parts(cache: LayerCache) -> tuple[PageTable, QuantizedStore]:
-    """The table of a cache and its sealed part."""
+    """The table of a cache and its quantized part."""
     table = cache.table
     assert table is not None
-    assert table.sealed is not None
-    return table, table.sealed
+    assert table.quantized is not None
+    return table, table.quantized
 
 
 def positions(cache: LayerCache, sequence: int = 0) -> list[list[int]]:
@@ -84,24 +84,24 @@ def positions(cache: LayerCache, sequence: int = 0) -> list[list[int]]:
     return [[int(p) for p in row if p >= 0] for row in cache.read(sequence).positions]
 
 
-def codes(sealed: QuantizedStore, sequence: int = 0) -> list[Tensor]:
-    """(pages, bytes) uint8 of each head of a sequence: what is sealed, bit by bit, without the bytes that say nothing.
+def codes(quantized: QuantizedStore, sequence: int = 0) -> list[Tensor]:
+    """(pages, bytes) uint8 of each head of a sequence: what is quantized, bit by bit without padding.
 
     Pages must be full.
     """
-    arrays, rows = sealed.pool.arrays, sealed.rows(sequence)
+    arrays, rows = quantized.pool.arrays, quantized.rows(sequence)
     layout, per = arrays.layout, arrays.pages_per_arena
     n = layout.key_offsets.size + layout.value_offsets.size
-    own = (sealed.held_by(row).tolist() for row in range(rows.start, rows.stop))
+    own = (quantized.held_by(row).tolist() for row in range(rows.start, rows.stop))
     return [torch.stack([arrays.codes[i // per][i % per, :n] for i in ids]) for ids in own if ids]
 
 
 def check(cache: LayerCache) -> None:
     """Every page is held by exactly the tables that name it, tombstones are counted, lengths are right."""
-    table, sealed = parts(cache)
+    table, quantized = parts(cache)
     table.pool.check_integrity([table.held()])
-    sealed.pool.check_integrity([sealed.held()])
-    found = sealed.positions(slice(None))
-    used = (torch.arange(found.shape[1]) < torch.from_numpy(sealed.lens)[:, None]).to(found.device)
-    assert ((found < 0) & used).sum(1).tolist() == sealed.n_evicted.tolist()
+    quantized.pool.check_integrity([quantized.held()])
+    found = quantized.positions(slice(None))
+    used = (torch.arange(found.shape[1]) < torch.from_numpy(quantized.lens)[:, None]).to(found.device)
+    assert ((found < 0) & used).sum(1).tolist() == quantized.n_evicted.tolist()
     assert table.entries().tolist() == [[len(h) for h in positions(cache, s)] for s in range(table.n_seq)]

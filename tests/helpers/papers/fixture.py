@@ -26,7 +26,7 @@ ROWS = [
 COLUMN_SUMS = [2.832348, 1.106718, 0.887847, 0.718922, 0.183587, 0.270577]
 
 
-def layer_cache(policy: Policy, budget: int, slots: int = 8) -> LayerCache:
+def make_layer_cache(policy: Policy, budget: int, slots: int = 8) -> LayerCache:
     """A cache of one layer with a fixed budget."""
     pools: dict[str, PagePool] = {}
 
@@ -52,6 +52,6 @@ def kept(cache: LayerCache, head: int = 0) -> list[int]:
 
 def run(policy: Policy, budget: int) -> list[int]:
     """Positions kept after the whole fixture as one prompt."""
-    cache = layer_cache(policy, budget)
+    cache = make_layer_cache(policy, budget)
     feed(cache, LOGITS[None], 0, N)
     return kept(cache)

@@ -9,7 +9,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.kernels.args import AttentionShape
 from millpond.policy.policy import Policy
 from millpond.policy.view import View
-from tests.helpers.papers.fixture import kept, layer_cache
+from tests.helpers.papers.fixture import kept, make_layer_cache
 
 
 def view(
@@ -43,7 +43,7 @@ def text(heads: int = 2, n: int = 40, dim: int = 6, seed: int = 0) -> tuple[Tens
 
 def run(policy: Policy, budget: int, q: Tensor, k: Tensor, v: Tensor, prompt: int = 0) -> LayerCache:
     """The cache of one layer after a prompt (by default all) and single steps behind it."""
-    cache = layer_cache(policy, budget)
+    cache = make_layer_cache(policy, budget)
     n = k.shape[1]
     prompt = prompt or n
     for first, last in [(0, prompt), *((t, t + 1) for t in range(prompt, n))]:

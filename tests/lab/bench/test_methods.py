@@ -145,7 +145,7 @@ def test_plans_of_the_prompt_are_timed_and_those_of_decoding_are_not(
                 min_new_tokens=5,
                 do_sample=False,
             )
-        assert not any("_plan" in vars(core) for core in cache.layer_caches)
+        assert not any("_plan" in vars(layer_cache) for layer_cache in cache.layer_caches)
     assert (clock.plan_s, clock.late_s) == (0 if name == "full" else 2, late)
     assert clock.passes == (2 if name == "kvzip" else 1)
 

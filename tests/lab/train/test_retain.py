@@ -151,7 +151,7 @@ def test_features_are_what_the_cache_scores(chunked: bool) -> None:
     with torch.no_grad(), mp.compress(model, "locret", budget, **options) as cache:
         policy = cache.policy
         model(text.ids[None, : text.begin], cache=cache)
-        held = [core.read(0) for core in cache.layer_caches]
+        held = [layer_cache.read(0) for layer_cache in cache.layer_caches]
     found = TextReader(model).read(text.ids, text.begin, policy if chunked else None, budget)
     for layer, (own, entries) in enumerate(zip(found, held, strict=True)):
         scored = heads.layers[layer].scores(own.features.float())

@@ -23,7 +23,7 @@ from millpond.kernels.eager.softmax import INF, reduce_group, soft_cap
 
 
 class _Met(NamedTuple):
-    """What queries met in one tier."""
+    """Result of queries in one tier."""
 
     part: QuantizedStore
     logits: Tensor  #: (R, group, W) float32, -inf where a query sees nothing
@@ -32,7 +32,7 @@ class _Met(NamedTuple):
 
 def decode_aged(
     table: PageTable,
-    sealed: AgedStore,
+    quantized: AgedStore,
     rule: DecodeRule,
     shape: AttentionShape,
     q: Tensor,
@@ -40,16 +40,23 @@ def decode_aged(
     v: Tensor,
     q_pos: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all tiers, score them, and store the new entries; nothing leaves.
+    """Attend to all tiers, score them, and store the new entries; nothing is evicted.
 
     Args:
-        rule: with `Evict.NEVER`. q: (S, Hq, key_dim). k, v: (S, Hkv, dim). q_pos: (S,) int32.
+        table: Table of the layer.
+        quantized: Tiers of its quantized entries.
+        rule: Rule with `Evict.NEVER`.
+        shape: Scale, soft cap and window of the layer.
+        q: Queries (S, Hq, key_dim).
+        k: Keys (S, Hkv, key_dim).
+        v: Values (S, Hkv, value_dim).
+        q_pos: Positions (S,) int32.
 
     Returns:
         (S, Hq, value_dim) and the log-sum-exp (S, Hq).
     """
     n_seq, n_heads = q.shape[:2]
-    met = [_meet(part, q, q_pos, shape) for part in sealed.middle]
+    met = [_meet(part, q, q_pos, shape) for part in quantized.middle]
     logits = torch.cat([one.logits for one in met], -1)
     lse = torch.logsumexp(logits, -1).reshape(n_seq, n_heads)  # -inf where there is nothing
     args = DecodeArgs(q.float(), k, v, table.step_regions(rule, shape, q_pos))
@@ -72,7 +79,7 @@ def decode_aged(
 
 
 def _meet(part: QuantizedStore, q: Tensor, q_pos: Tensor, shape: AttentionShape) -> _Met:
-    """The logits of one tier, dequantized."""
+    """Return the logits of one tier, dequantized."""
     width = int(part.lens.max(initial=0))
     keys, values, positions, _, masses = ops.read_packed(part.regions(), width, part.head_dim)
     n_regions, pos = len(keys), q_pos.repeat_interleave(part.n_kv_heads)[:, None]
@@ -87,12 +94,15 @@ def _meet(part: QuantizedStore, q: Tensor, q_pos: Tensor, shape: AttentionShape)
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
-    """The share of a denominator, both as logarithms; 0 where there is nothing at all."""
+    """Return the share of a denominator, both as logarithms; 0 if there is nothing at all."""
     return torch.exp(part - total.masked_fill(total == -INF, 0.0))
 
 
 def _with_sinks(args: DecodeArgs, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`ops.decode` with the denominators (S, Hq) of what it does not read; a kernel takes those of one sequence."""
+    """Run `ops.decode` with the denominators (S, Hq) of entries that it does not read.
+
+    A kernel takes those of one sequence.
+    """
     r, n_heads = args.regions, args.k_new.shape[1]
     assert r.packed is not None, "the last tier is packed"
     outs, totals = [], []
@@ -116,7 +126,7 @@ def _with_sinks(args: DecodeArgs, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _score(part: QuantizedStore, rule: DecodeRule, p: Tensor, q_pos: Tensor) -> None:
-    """What the decode kernel does to the accumulators of other entries; p: (R, group, W)."""
+    """Update accumulators of other entries as the decode kernel does; p: (R, group, W)."""
     if rule.signal is Signal.NONE or not p.shape[-1]:
         return
     rows = slice(0, len(part.lens))
@@ -128,49 +138,55 @@ def _score(part: QuantizedStore, rule: DecodeRule, p: Tensor, q_pos: Tensor) -> 
 
 
 class PagedAttention:
-    """The attention of one layer, to what is stored or as far as its `Focus` looks.
+    """Attention of one layer to stored entries, or to those that its selection chooses.
 
     Attributes:
-        index: of the layer.
-        shape: what it does besides softmax(q k / sqrt d), as the last pass said.
-        rope: how the layer rotates queries, for scores that undo it; None: not at all. Set by the model integration.
-        outputs: see `View.outputs`. Set by the model integration.
-        recorded: runs steps as recorded graphs; None: each is launched. Set by the model integration.
-        shares_runs: a step may read what several sequences begin with once for all, which adds in another order.
+        index: Index of the layer.
+        shape: Scale, soft cap and window in the last pass.
+        rotary: Rotary embedding of queries, for scores that undo it; None for none. Set by the model integration.
+        outputs: Output maps, see `View.outputs`. Set by the model integration.
+        recorded: Recorded graphs that run steps; None to launch each. Set by the model integration.
+        shares_runs: Whether a step may read common beginnings of sequences once for all, which adds in another order.
     """
 
-    def __init__(self, index: int, companions: SequenceState) -> None:
+    def __init__(self, index: int, sequence_state: SequenceState) -> None:
         self.index = index
         self.shape = AttentionShape(1.0)
-        self.rope: RotaryEmbedding | None = None
+        self.rotary: RotaryEmbedding | None = None
         self.outputs: Callable[[], Tensor] | None = None
         self.shares_runs = True
         self.recorded: RecordedDecode | None = None
-        self._companions = companions
+        self._sequence_state = sequence_state
 
     def value_dim(self, v: Tensor) -> int:
-        """Numbers per output head."""
+        """Return the numbers per output head."""
         return v.shape[-1]
 
     def chunk(
         self, chunk: PromptChunk, reduce: Reduce | None, decay: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attention of many queries over stored and new entries, with its column sums: see `ops.prefill`."""
-        sequence, q, q_pos, found, budget = chunk
-        focus = self._companions.focus
-        if focus is not None and not self.shape.window:
-            return *focus.attend(sequence, q, found.keys, found.values, q_pos, budget(), self.shape, self.rope), None
-        n_past = found.positions.shape[1] - len(q_pos)
-        past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
-        return ops.prefill(PrefillArgs(q, found.keys, found.values, q_pos, self.shape, past, masses, reduce, decay))
+        """Attend from many queries to stored and new entries, with column sums: see `ops.prefill`."""
+        sequence, q, q_pos, entries, budget = chunk
+        selective = self._sequence_state.selective
+        if selective is not None and not self.shape.window:
+            k, v = entries.keys, entries.values
+            return *selective.attend(sequence, q, k, v, q_pos, budget(), self.shape, self.rotary), None
+        n_past = entries.positions.shape[1] - len(q_pos)
+        past, masses = (
+            None if t is None or not n_past else t[:, :n_past] for t in (entries.positions, entries.log_masses)
+        )
+        return ops.prefill(PrefillArgs(q, entries.keys, entries.values, q_pos, self.shape, past, masses, reduce, decay))
 
     def step(
         self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attend, score, evict, store: `ops.decode`. Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq)."""
-        focus = self._companions.focus
-        if focus is not None and not self.shape.window:
-            found = focus.decode(table, q, k, v, q_pos, self.shape, self.rope)
+        """Attend, score, evict, store: `ops.decode`.
+
+        Returns (S, Hq, value_dim) and the log-sum-exp (S, Hq).
+        """
+        selective = self._sequence_state.selective
+        if selective is not None and not self.shape.window:
+            found = selective.decode(table, q, k, v, q_pos, self.shape, self.rotary)
             if found is not None:
                 return found
         if table.aged is not None:
@@ -183,14 +199,14 @@ class PagedAttention:
         return out, lse
 
     def runs(self, table: PageTable, rule: DecodeRule, shape: AttentionShape) -> SharedPrefixRuns | None:
-        """What sequences begin with together, where a step reads it once for all of them."""
-        may = self.shares_runs and table.sealed is None and rule == KEEP_ALL and not shape.window
+        """Return common beginnings of sequences, if a step reads them once for all."""
+        may = self.shares_runs and table.quantized is None and rule == KEEP_ALL and not shape.window
         return table.shared_runs() if may else None
 
     def _two_phases(
         self, table: PageTable, runs: SharedPrefixRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A step where nothing leaves and nothing is scored: what is a sequence's own, then what it shares."""
+        """Run a step without eviction and scores: a sequence's own entries, then shared ones."""
         lens = table.lens - runs.taken
         own = PageRegions(table.pool.arrays, runs.own, lens)
         regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
@@ -200,18 +216,21 @@ class PagedAttention:
         idle = (q_pos < 0)[:, None]
         return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)
 
-    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce) -> Tensor:
-        """(H, N) float32: the attention of earlier queries q (Hq, w, key_dim) at q_pos (w,): `ops.window_signal`."""
-        args = WindowSignalArgs(q, found.keys, q_pos, found.positions, self.shape, reduce, found.log_masses)
+    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, entries: Entries, reduce: Reduce) -> Tensor:
+        """Return the attention of earlier queries, (H, N) float32: `ops.window_signal`.
+
+        q: (Hq, w, key_dim) at q_pos (w,).
+        """
+        args = WindowSignalArgs(q, entries.keys, q_pos, entries.positions, self.shape, reduce, entries.log_masses)
         return ops.window_signal(args)
 
-    def keys(self, sequence: int, found: Entries) -> Tensor:
-        """(H, N, key_dim): the keys that queries meet."""
-        return found.keys
+    def keys(self, sequence: int, entries: Entries) -> Tensor:
+        """Return the keys that queries meet, (H, N, key_dim)."""
+        return entries.keys
 
-    def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
-        """(H, N, dim): the keys or the values of candidates of a table, for a score that reads them."""
-        basis, stored = table.basis, found.keys if part == "keys" else found.values
+    def contents(self, table: PageTable, entries: Entries, part: Literal["keys", "values"]) -> Tensor:
+        """Return keys or values of candidates of a table, (H, N, dim), for a score of them."""
+        basis, stored = table.basis, entries.keys if part == "keys" else entries.values
         if basis is None:
             return stored
         return basis.keys_back(stored) if part == "keys" else basis.values(stored)

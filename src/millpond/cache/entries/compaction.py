@@ -16,7 +16,7 @@ from millpond.kernels.pages import PageArrays
 
 
 def slots_of(table: PageTable, pages: Tensor, lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Flat slot ids (R, width), and which of them hold an entry; ids of empty slots are 0."""
+    """Return flat slot ids (R, width), and which of them hold an entry; ids of others are 0."""
     slots = table.pool.slots
     valid = torch.arange(width, device=pages.device) < lens[:, None]
     first = pages[:, : -(-width // slots), None].long() * slots
@@ -25,15 +25,16 @@ def slots_of(table: PageTable, pages: Tensor, lens: Tensor, width: int) -> tuple
 
 
 def rows_at(arenas: list[Tensor], ids: Tensor) -> Tensor:
-    """Rows of flat slot ids (any shape) out of a list of arenas."""
+    """Return rows of flat slot ids (any shape) out of a list of arenas."""
     return arenas[0].flatten(0, 1)[ids] if len(arenas) == 1 else gather(arenas, ids)
 
 
 class SlotWriter:
-    """Slots that are written again and again, sorted once by the arenas that they lie in.
+    """Slots that are written repeatedly, sorted once by their arenas.
 
     Args:
-        arenas: of a pool, as it is. ids: (n,) flat slot ids.
+        arenas: Arenas of a pool, as it is.
+        ids: Flat slot ids (n,).
     """
 
     def __init__(self, arenas: list[Tensor], ids: Tensor) -> None:
@@ -55,7 +56,7 @@ class SlotWriter:
 
 
 def compact(arrays: PageArrays, ids: Tensor, valid: Tensor, leave: Tensor) -> None:
-    """Move the last entries that stay of each region (R, N) into the slots of those that leave."""
+    """Move the last entries that stay of each region (R, N) into the slots of evicted ones."""
     column = torch.arange(ids.shape[1], device=ids.device)
     after = (valid & ~leave).sum(1, keepdim=True)
     target = ids[leave & (column < after)]
@@ -71,8 +72,12 @@ class SlotView:
     """The plain slots of regions `rows` (n,), then their packed ones.
 
     Attributes:
-        ids: (n, plain) flat ids of the plain slots. used: (n, plain) bool, which of them hold an entry.
-        positions: (n, N) int32, -1 for none. scores: (n, N) float32, anything there.
+        table: Table of the layer.
+        rows: Regions (n,).
+        ids: Flat ids (n, plain) of the plain slots.
+        used: Which of them hold an entry, (n, plain) bool.
+        positions: Positions (n, N) int32, -1 for none.
+        scores: Scores (n, N) float32, anything without an entry.
     """
 
     table: PageTable
@@ -84,38 +89,38 @@ class SlotView:
 
     @classmethod
     def of(cls, table: PageTable, rows: npt.NDArray[np.int64]) -> SlotView:
-        """Those of some regions as they are now."""
+        """Return the slots of some regions as they are now."""
         chosen = torch.from_numpy(rows).to(table.lens.device)
         width = int(table.lengths().ravel()[rows].max(initial=0))
         ids, used = slots_of(table, table.pages[chosen], table.lens[chosen], width)
-        arrays, sealed = table.pool.arrays, table.sealed
+        arrays, quantized = table.pool.arrays, table.quantized
         positions = torch.where(used, rows_at(arrays.positions, ids), -1) if width else ids.int()
         scores = rows_at(arrays.scores, ids) if width else ids.float()
-        if sealed is not None:
-            positions = torch.cat([positions, sealed.positions(rows)], 1)
-            scores = torch.cat([scores, sealed.scores(rows)], 1)
+        if quantized is not None:
+            positions = torch.cat([positions, quantized.positions(rows)], 1)
+            scores = torch.cat([scores, quantized.scores(rows)], 1)
         return cls(table, rows, ids, used, positions, scores)
 
     @property
     def valid(self) -> Tensor:
-        """(n, N) bool: which slots hold an entry."""
+        """Which slots hold an entry, (n, N) bool."""
         return self.positions >= 0
 
     def rescore(self, scores: Tensor, told: Tensor) -> None:
         """Write scores (n, N) where `told` (n, N) bool."""
         n = self.ids.shape[1]
         scatter(self.table.pool.arrays.scores, self.ids[told[:, :n]], scores[:, :n][told[:, :n]])
-        if self.table.sealed is not None:
-            self.table.sealed.rescore(self.rows, scores[:, n:], told[:, n:])
+        if self.table.quantized is not None:
+            self.table.quantized.rescore(self.rows, scores[:, n:], told[:, n:])
 
     def evict(self, gone: Tensor) -> npt.NDArray[np.int32]:
-        """Release the entries in slots `gone` (n, N) bool; returns how many are left in plain slots, (n,).
+        """Release entries in slots `gone` (n, N) bool; return how many remain in plain slots.
 
-        The caller tells the table.
+        The result is (n,). The caller updates the table.
         """
         n = self.ids.shape[1]
         compact(self.table.pool.arrays, self.ids, self.used, gone[:, :n])
-        if self.table.sealed is not None:
-            self.table.sealed.mark_evicted(self.rows, gone[:, n:])
+        if self.table.quantized is not None:
+            self.table.quantized.mark_evicted(self.rows, gone[:, n:])
         left: npt.NDArray[np.int32] = (self.used & ~gone[:, :n]).sum(1).cpu().numpy().astype(np.int32)
         return left

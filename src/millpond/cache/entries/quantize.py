@@ -1,4 +1,4 @@
-"""Quantization of entries: which entries of a region become codes, when, and how they pass through age bands."""
+"""Quantization of entries: which entries of a region become codes, when, and how they age into lower bands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millpond.cache.pages.aged_store import PackedPart
+from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.quantized_store import Ints, QuantizedStore
 from millpond.cache.pages.ref_counted_pool import Pool
@@ -25,27 +25,34 @@ FAR = 2**30
 
 
 def newest(codec: Codec, held: Ints) -> Ints:
-    """How many of the newest of `held` entries, of any shape, stay in the tiers before `codec`, see `Codec.newest`."""
-    found: Ints = (codec.residual + held.astype(np.int64) * codec.share // WHOLE).astype(np.int32)
-    return found
+    """Return how many of the newest of `held` entries stay in the tiers before `codec`.
+
+    `held` has any shape. See `Codec.newest`.
+    """
+    n_newest: Ints = (codec.residual + held.astype(np.int64) * codec.share // WHOLE).astype(np.int32)
+    return n_newest
 
 
 def due(table: PageTable, upper: QuantizedStore, lower: QuantizedStore, more: Ints | int = 0) -> Ints:
-    """(n_seq, n_kv_heads) entries of `upper` that should lie in `lower`, the tier behind it.
+    """Return how many entries of `upper` belong in the next tier, (n_seq, n_kv_heads).
 
-    more: entries that may come into `upper` before.
+    Args:
+        table: Table of the layer.
+        upper: Tier that holds them.
+        lower: Tier after it.
+        more: Entries that may be added to `upper` before.
     """
     held, parts = table.entries(), table.packed_parts
     below = sum((part.live for part in parts[parts.index(lower) :]), np.zeros_like(held))
-    found: Ints = np.minimum(held - newest(lower.codec, held) - below, upper.live + more)
-    return found
+    n_due: Ints = np.minimum(held - newest(lower.codec, held) - below, upper.live + more)
+    return n_due
 
 
 def pass_down(table: PageTable, active: np.ndarray) -> None:
-    """Let entries of the sequences that are `active` (S,) bool pass into the tiers that they are old enough for.
+    """Move entries of the sequences that are `active` (S,) bool to the tiers for their age.
 
     Raises:
-        PoolFullError: the pool is full; what has not passed stays in the tier where it was.
+        PoolFullError: the pool is full; other entries stay in their tiers.
     """
     for upper, lower in pairwise(table.packed_parts):
         over = due(table, upper, lower)
@@ -56,7 +63,7 @@ def pass_down(table: PageTable, active: np.ndarray) -> None:
 def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Ints) -> None:
     """Encode as many of the oldest `over` (H,) entries of one tier as fill pages of the next.
 
-    With them goes what survives in pages of the next tier that are at least half dead, where both together fill pages.
+    Entries of pages of the next tier that are at least half dead are encoded again with them, if both fill pages.
     """
     rows, slots = upper.rows(sequence), lower.slots
     sparse = lower.sparse(rows)
@@ -68,12 +75,12 @@ def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Int
         again = lower.pages_of(rows, sparse)
         stays = (again.positions >= 0).sum(1).cpu().numpy()
     count = torch.from_numpy((over + stays) // slots * slots).to(again.positions.device)
-    found = joined([again, upper.read(sequence)])
+    entries = joined([again, upper.read(sequence)])
     n_again = again.positions.shape[1]
-    age = found.positions.clone()
+    age = entries.positions.clone()
     age[:, n_again:] += torch.where(age[:, n_again:] >= 0, FAR, 0)
     order = by_position(age)
-    lower.write(sequence, count, order[:, : int(count.max())], found)
+    lower.write(sequence, count, order[:, : int(count.max())], entries)
     chosen = torch.arange(order.shape[1], device=order.device) < count[:, None]
     moved = torch.zeros_like(chosen).scatter_(1, order, chosen)
     lower.drop_pages(rows, sparse)
@@ -81,8 +88,8 @@ def _pass(upper: QuantizedStore, lower: QuantizedStore, sequence: int, over: Int
     upper.drop_pages(rows, upper.sparse(rows, whole=True))
 
 
-def write_fresh_pages(table: PageTable, sequence: int, found: Entries, index: Tensor, counts: Tensor) -> None:
-    """Hold the first counts (H,) candidates that index (H, n) names, and nothing else, in fresh neighbouring pages.
+def write_fresh_pages(table: PageTable, sequence: int, entries: Entries, index: Tensor, counts: Tensor) -> None:
+    """Hold the first counts (H,) candidates of index (H, n), and nothing else, in fresh pages.
 
     Raises:
         PoolFullError: the pool is full; nothing was changed.
@@ -91,47 +98,47 @@ def write_fresh_pages(table: PageTable, sequence: int, found: Entries, index: Te
     rows = table.rows(sequence)
     table.renew(sequence, lens)
     start = torch.zeros_like(counts).int()
-    ops.write(table.regions_of(rows), EntryRows(start, counts.int(), index.int().contiguous(), *found[:5]))
+    ops.write(table.regions_of(rows), EntryRows(start, counts.int(), index.int().contiguous(), *entries[:5]))
     table.set_lengths(sequence, lens)
 
 
-def before(sealed: PackedPart, sequence: int, plain: Entries) -> Entries:
-    """All entries of a sequence: the sealed ones as numbers, slot by slot, then the plain ones."""
-    return _behind(sealed.read(sequence), plain)._replace(n_sealed=sealed.width(sequence))
+def before(quantized: QuantizedPart, sequence: int, plain: Entries) -> Entries:
+    """Return all entries of a sequence: dequantized ones, slot by slot, then the plain ones."""
+    return _behind(quantized.read(sequence), plain)._replace(n_quantized=quantized.width(sequence))
 
 
-def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, seal: bool) -> None:
-    """Hold exactly the kept candidates (H, N), and with `seal` as many of them as codes as the format wants.
+def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, seal: bool) -> None:
+    """Hold exactly the kept candidates (H, N); `seal`: quantize as many as the format wants.
 
-    Sealed entries that stay keep their codes, those that leave become tombstones; only what survives in a page that is
-    at least half dead is encoded again. Candidates of which none was sealed (a merge made them) replace everything. In
-    a format with tiers nothing leaves: what is not kept is sealed.
+    Quantized entries that stay keep their codes, evicted ones become tombstones; only survivors in a page that is at
+    least half dead are encoded again. Candidates of which none was quantized (a merge made them) replace everything. In
+    a format with tiers nothing leaves: what is not kept is quantized.
     """
-    sealed = table.sealed
-    assert sealed is not None
-    n, rows = found.n_sealed, table.rows(sequence)
-    here = found.positions >= 0
+    quantized = table.quantized
+    assert quantized is not None
+    n, rows = entries.n_quantized, table.rows(sequence)
+    here = entries.positions >= 0
     loose = keep & here
-    first = sealed.parts[0]
-    if sealed.codec.tiered:
+    first = quantized.parts[0]
+    if quantized.codec.tiered:
         codes = here & ~keep
         codes[:, :n], loose[:, :n] = False, False
-        _write(table, first, sequence, found, codes, loose)
+        _write(table, first, sequence, entries, codes, loose)
         return
     if not n:
-        sealed.forget(sequence)
+        quantized.forget(sequence)
     leave, stays, held = (here & ~keep)[:, :n], loose[:, :n].clone(), loose.sum(1).cpu().numpy()
     own = first.width(sequence) if n else 0
     sparse = first.sparse(rows, leave[:, :own])
     column = torch.arange(own, device=loose.device)
     loose[:, :own] &= torch.from_numpy(sparse).to(loose.device)[:, column // first.slots]
     loose[:, own:n] = False  # what passed into a later tier stays there
-    codes = _oldest(first, found.positions, loose, held) if seal else torch.zeros_like(loose)
-    ends = np.cumsum([0, *(part.width(sequence) for part in sealed.parts)]).tolist()
-    _write(table, first, sequence, found, codes, loose & ~codes)
+    codes = _oldest(first, entries.positions, loose, held) if seal else torch.zeros_like(loose)
+    ends = np.cumsum([0, *(part.width(sequence) for part in quantized.parts)]).tolist()
+    _write(table, first, sequence, entries, codes, loose & ~codes)
     if n:
-        for part, begin, end in zip(sealed.parts, ends, ends[1:], strict=False):
-            scores = found.scores[:, begin:end]
+        for part, begin, end in zip(quantized.parts, ends, ends[1:], strict=False):
+            scores = entries.scores[:, begin:end]
             part.mark_evicted(rows, leave[:, begin:end])
             part.rescore(rows, scores, stays[:, begin:end] & (scores != part.scores(rows)[:, : end - begin]))
         first.drop_pages(rows, sparse)
@@ -139,84 +146,89 @@ def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, se
         pass_down(table, np.arange(table.n_seq) == sequence)
 
 
-def drop(table: PageTable, sequence: int, found: Entries, gone: Tensor) -> None:
-    """In a format with tiers, let entries of both leave, `gone` (H, N) bool; none of the others moves."""
-    (sealed,) = table.packed_parts
-    n, rows = found.n_sealed, table.rows(sequence)
-    plain = (found.positions >= 0) & ~gone
+def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor) -> None:
+    """Evict entries of both tiers, `gone` (H, N) bool; none of the others moves."""
+    (quantized,) = table.packed_parts
+    n, rows = entries.n_quantized, table.rows(sequence)
+    plain = (entries.positions >= 0) & ~gone
     plain[:, :n] = False
-    _write(table, sealed, sequence, found, torch.zeros_like(plain), plain)
-    sealed.mark_evicted(rows, gone[:, :n] & (found.positions[:, :n] >= 0))
-    sealed.drop_pages(rows, sealed.sparse(rows, whole=True))
+    _write(table, quantized, sequence, entries, torch.zeros_like(plain), plain)
+    quantized.mark_evicted(rows, gone[:, :n] & (entries.positions[:, :n] >= 0))
+    quantized.drop_pages(rows, quantized.sparse(rows, whole=True))
 
 
 def quantize_due(table: PageTable, active: np.ndarray) -> None:
-    """Before a decoding step of the sequences that are `active` (S,) bool: seal what has gathered in plain pages."""
-    sealed = table.sealed
-    if sealed is None or sealed.steps_until_check > 0 or sealed.codec.tiered:
+    """Quantize what has gathered in plain pages, before a step of `active` (S,) sequences."""
+    quantized = table.quantized
+    if quantized is None or quantized.steps_until_check > 0 or quantized.codec.tiered:
         return
-    first, lens = sealed.parts[0], table.lengths()
-    if sealed.codec.ages:  # how many stay depends on how many there are
+    first, lens = quantized.parts[0], table.lengths()
+    if quantized.codec.ages:  # how many stay depends on how many there are
         full = lens >= max_unquantized(first, table.entries())
     else:
         most = first.codec.sinks + first.codec.residual + first.slots
-        sealed.steps_until_check = most - int(lens.max(initial=0))
+        quantized.steps_until_check = most - int(lens.max(initial=0))
         full = lens >= most
     ready = np.flatnonzero(active & full.any(1))
-    if len(ready) and not _seal_first_pages(table, first, ready):
-        _seal(table, first, ready)
+    if len(ready) and not _quantize_first_pages(table, first, ready):
+        _quantize_oldest(table, first, ready)
     pass_down(table, active)
 
 
-def _seal(table: PageTable, sealed: QuantizedStore, sequences: np.ndarray) -> None:
-    """Seal what is due of some sequences (n,), with what survives in pages that are at least half dead."""
+def _quantize_oldest(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> None:
+    """Quantize due entries of some sequences (n,).
+
+    Survivors of pages that are at least half dead are encoded again with them.
+    """
     for sequence in sequences.tolist():
-        rows, found = table.rows(sequence), _plain(table, sequence)
-        sparse = sealed.sparse(rows)
+        rows, entries = table.rows(sequence), _plain(table, sequence)
+        sparse = quantized.sparse(rows)
         if sparse.any():
-            found = _behind(sealed.pages_of(rows, sparse), found)
-        here = found.positions >= 0
-        codes = _oldest(sealed, found.positions, here, table.entries()[sequence])
-        _write(table, sealed, sequence, found, codes, here & ~codes)
-        sealed.drop_pages(rows, sparse)
+            entries = _behind(quantized.pages_of(rows, sparse), entries)
+        here = entries.positions >= 0
+        codes = _oldest(quantized, entries.positions, here, table.entries()[sequence])
+        _write(table, quantized, sequence, entries, codes, here & ~codes)
+        quantized.drop_pages(rows, sparse)
 
 
-def _seal_first_pages(table: PageTable, sealed: QuantizedStore, sequences: np.ndarray) -> bool:
-    """Seal what is due of some sequences (n,) where that is whole plain pages, the first of each region.
+def _quantize_first_pages(table: PageTable, quantized: QuantizedStore, sequences: np.ndarray) -> bool:
+    """Quantize due entries of sequences (n,) if they are the first plain pages of regions.
 
-    So it is where nothing left a region since it was last sealed. Then no entry is sorted or moved.
+    That is so if nothing left a region since it was last quantized. Then no entry is sorted or moved.
 
     Returns:
-        False where it is not so of all of them; then nothing was done.
+        False if it is not so of all of them; then nothing was done.
     """
-    slots, codec = table.pool.slots, sealed.codec
+    slots, codec = table.pool.slots, quantized.codec
     rows = (sequences[:, None] * table.n_kv_heads + np.arange(table.n_kv_heads)).ravel()
-    if codec.sinks or sealed.slots % slots or sealed.n_evicted[rows].any():
+    if codec.sinks or quantized.slots % slots or quantized.n_evicted[rows].any():
         return False
     lens = table.lengths().ravel()[rows]
     stay = newest(codec, table.entries().ravel()[rows])
-    more = np.maximum(lens - stay, 0) // sealed.slots * sealed.slots
+    more = np.maximum(lens - stay, 0) // quantized.slots * quantized.slots
     chosen, width = torch.from_numpy(rows).to(table.lens.device), int(lens.max())
-    found = ops.read(table.regions_of(chosen), width)
-    positions = found.positions.cpu().numpy()
+    entries = ops.read(table.regions_of(chosen), width)
+    positions = entries.positions.cpu().numpy()
     if not ((positions[:, 1:] > positions[:, :-1]) | (np.arange(1, width) >= lens[:, None])).all():
         return False
     index = torch.arange(int(more.max()), dtype=torch.int32, device=chosen.device).expand(len(rows), -1).contiguous()
-    sealed.write_all(sequences, torch.from_numpy(more).to(chosen.device), index, found)
+    quantized.write_all(sequences, torch.from_numpy(more).to(chosen.device), index, entries)
     table.drop_first(rows, more // slots)
     return True
 
 
 def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpans) -> None:
-    """After a decoding step at positions `at` (S,), -1 for none: what a page's worth of new entries puts beyond the
-    budget is sealed, the lowest by `rule` first. `kept` entries stay in the upper tier."""
-    (sealed,) = table.packed_parts
+    """After a step at positions `at` (S,), -1 for none, quantize entries beyond the budget.
+
+    That happens when new entries fill a page, to the lowest by `rule` first. `kept` entries stay in the upper tier.
+    """
+    (quantized,) = table.packed_parts
     over = table.lengths() - table.budgets()
-    for sequence in np.flatnonzero((at >= 0) & (over >= sealed.slots).any(1)).tolist():
-        found = _plain(table, sequence)
-        positions = found.positions
+    for sequence in np.flatnonzero((at >= 0) & (over >= quantized.slots).any(1)).tolist():
+        entries = _plain(table, sequence)
+        positions = entries.positions
         query = torch.full((table.n_kv_heads, 1), int(at[sequence]), dtype=torch.int32, device=positions.device)
-        value = eviction_value(rule, found.scores, positions, query, table.n_kv_heads).double()
+        value = eviction_value(rule, entries.scores, positions, query, table.n_kv_heads).double()
         pinned = (positions < rule.sinks) | (query - positions < table.recent[table.rows(sequence)][:, None])
         stays = kept.mask(sequence, positions)
         value = value.masked_fill(pinned if stays is None else pinned | stays, torch.inf)
@@ -225,7 +237,7 @@ def demote_due(table: PageTable, rule: DecodeRule, at: np.ndarray, kept: KeptSpa
         places = torch.arange(lowest.shape[1], device=lowest.device).expand_as(lowest)
         place_of = torch.empty_like(lowest).scatter_(1, lowest, places)
         keep = (positions >= 0) & (place_of >= torch.from_numpy(over[sequence]).to(lowest.device)[:, None])
-        _write(table, sealed, sequence, found, (positions >= 0) & ~keep, keep)
+        _write(table, quantized, sequence, entries, (positions >= 0) & ~keep, keep)
 
 
 def _plain(table: PageTable, sequence: int) -> Entries:
@@ -233,47 +245,47 @@ def _plain(table: PageTable, sequence: int) -> Entries:
     return Entries(*ops.read(table.regions_of(rows), width))
 
 
-def max_unquantized(sealed: QuantizedStore, held: Ints) -> Ints:
-    """Plain entries at which a page of them is sealed, of regions that hold `held` entries, of any shape."""
-    found: Ints = sealed.codec.sinks + sealed.slots + newest(sealed.codec, held)
-    return found
+def max_unquantized(quantized: QuantizedStore, held: Ints) -> Ints:
+    """Return at how many plain entries a page is quantized, of regions that hold `held`."""
+    n_plain: Ints = quantized.codec.sinks + quantized.slots + newest(quantized.codec, held)
+    return n_plain
 
 
 def pages_due(table: PageTable) -> dict[Pool, int]:
-    """Most packed pages that the next decoding step may take of each pool."""
-    sealed = table.sealed
-    if sealed is None:
+    """Return the most packed pages that the next decoding step may take of each pool."""
+    quantized = table.quantized
+    if quantized is None:
         return {}
-    first, held = sealed.parts[0], table.entries()
+    first, held = quantized.parts[0], table.entries()
     slots, lens = first.slots, table.lengths()
-    if sealed.steps_until_check > 0 and not sealed.codec.tiered:
+    if quantized.steps_until_check > 0 and not quantized.codec.tiered:
         return {first.pool: first.n_shared}
-    if sealed.codec.tiered:
+    if quantized.codec.tiered:
         over = lens + 1 - table.budgets().astype(np.int64)
         return {first.pool: int(np.where(over >= slots, over // slots + 1, 0).sum()) + first.n_shared}
     loose = lens - first.codec.sinks - newest(first.codec, held)
     need: dict[Pool, int] = {first.pool: _new_pages(first, loose) + first.n_shared}
-    for upper, lower in pairwise(sealed.parts):
+    for upper, lower in pairwise(quantized.parts):
         need[lower.pool] = _new_pages(lower, due(table, upper, lower, np.maximum(loose, 0))) + lower.n_shared
     return need
 
 
 def _new_pages(part: QuantizedStore, more: Ints) -> int:
-    """Pages that (n_seq, n_kv_heads) entries fill, with what is left in pages that are half dead."""
+    """Return the pages that (n_seq, n_kv_heads) entries and half-dead pages' survivors fill."""
     dead = part.n_evicted.reshape(more.shape)
     return int(np.where(more >= part.slots, (more + 2 * dead) // part.slots + 1, 0).sum())
 
 
-def truncate(sealed: PackedPart, sequence: int, seen: int) -> np.ndarray:
-    """Release the sealed entries at positions from `seen` on; returns how many of each head, (H,)."""
-    rows = sealed.rows(sequence)
-    gone = sealed.positions(rows) >= seen
-    sealed.mark_evicted(rows, gone)
+def truncate(quantized: QuantizedPart, sequence: int, seen: int) -> np.ndarray:
+    """Release quantized entries from position `seen` on; return the number of each head, (H,)."""
+    rows = quantized.rows(sequence)
+    gone = quantized.positions(rows) >= seen
+    quantized.mark_evicted(rows, gone)
     return gone.sum(1).cpu().numpy().astype(np.int32)
 
 
 def _behind(first: PaddedEntries, then: Entries) -> Entries:
-    """Two runs of entries as one, in float32: numbers of 16 bits would cost codes of eight some of theirs."""
+    """Return two runs of entries as one, in float32: 16 bits would round codes of eight."""
     if not first.positions.shape[1]:
         return then
     masses = None
@@ -288,9 +300,12 @@ def _behind(first: PaddedEntries, then: Entries) -> Entries:
     )
 
 
-def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints) -> Tensor:
-    """(H, N) bool: which of the `loose` entries are sealed now, the first and the newest of `held` (H,) left out."""
-    codec, page = sealed.codec, sealed.slots
+def _oldest(quantized: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints) -> Tensor:
+    """Return which `loose` entries are quantized now, (H, N) bool.
+
+    The first and the newest of `held` (H,) are left out.
+    """
+    codec, page = quantized.codec, quantized.slots
     stay = torch.from_numpy(newest(codec, held)).to(loose.device)
     more = (loose.sum(1) - codec.sinks - stay).clamp(min=0) // page * page
     order = by_position(torch.where(loose, positions, -1))
@@ -301,23 +316,23 @@ def _oldest(sealed: QuantizedStore, positions: Tensor, loose: Tensor, held: Ints
 
 
 def _write(
-    table: PageTable, sealed: QuantizedStore, sequence: int, found: Entries, codes: Tensor, plain: Tensor
+    table: PageTable, quantized: QuantizedStore, sequence: int, entries: Entries, codes: Tensor, plain: Tensor
 ) -> None:
-    """Write candidates, both (H, N) bool: `codes` behind what is sealed, and `plain` in place of all plain ones.
+    """Write candidates (H, N) bool: `codes` after quantized ones, `plain` over plain ones.
 
-    Codes are made of numbers as plain pages hold them, whether an entry ever lay in one or not.
+    Codes are made of numbers as plain pages hold them, whether an entry was ever stored in one or not.
 
     Raises:
         PoolFullError: the pool is full; nothing was changed.
     """
     dtype = table.pool.arrays.dtype
-    found = found._replace(keys=found.keys.to(dtype), values=found.values.to(dtype))
-    orders = [by_position(torch.where(chosen, found.positions, -1)) for chosen in (codes, plain)]
+    entries = entries._replace(keys=entries.keys.to(dtype), values=entries.values.to(dtype))
+    orders = [by_position(torch.where(chosen, entries.positions, -1)) for chosen in (codes, plain)]
     counts = [chosen.sum(1) for chosen in (codes, plain)]
     rows = [order[:, : int(count.max())] for order, count in zip(orders, counts, strict=True)]
-    sealed.write(sequence, counts[0], rows[0], PaddedEntries(*found[:5]))
+    quantized.write(sequence, counts[0], rows[0], PaddedEntries(*entries[:5]))
     try:
-        write_fresh_pages(table, sequence, found, rows[1], counts[1])
+        write_fresh_pages(table, sequence, entries, rows[1], counts[1])
     except PoolFullError:
-        sealed.unwrite(sequence, counts[0])
+        quantized.unwrite(sequence, counts[0])
         raise

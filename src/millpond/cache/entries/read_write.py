@@ -1,4 +1,4 @@
-"""Reading and writing of all entries of one sequence, with the positions and scores stored beside them."""
+"""Reading and writing of all entries of one sequence, with their positions and scores."""
 
 from __future__ import annotations
 
@@ -19,29 +19,34 @@ from millpond.policy.view import columns_of
 
 
 def read(table: PageTable, sequence: int) -> Entries:
-    """All entries that a sequence holds, one row per KV head, padded at the end, in any order."""
+    """Return all entries of a sequence, one row per KV head, padded at the end, in any order."""
     rows = table.rows(sequence)
     width = int(table.lengths()[sequence].max(initial=0))
     plain = Entries(*ops.read(table.regions_of(rows), width))
-    return plain if table.sealed is None else quantize.before(table.sealed, sequence, plain)
+    return plain if table.quantized is None else quantize.before(table.quantized, sequence, plain)
 
 
-def in_order(found: Entries) -> PaddedEntries:
-    """Entries in the order of their positions, padding at the end."""
-    order = by_position(found.positions)
+def in_order(entries: Entries) -> PaddedEntries:
+    """Return entries in the order of their positions, padding at the end."""
+    order = by_position(entries.positions)
     return PaddedEntries(
-        columns_of(found.keys, order),
-        columns_of(found.values, order),
-        columns_of(found.positions, order),
-        columns_of(found.scores, order),
-        None if found.log_masses is None else columns_of(found.log_masses, order),
+        columns_of(entries.keys, order),
+        columns_of(entries.values, order),
+        columns_of(entries.positions, order),
+        columns_of(entries.scores, order),
+        None if entries.log_masses is None else columns_of(entries.log_masses, order),
     )
 
 
 def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | None = None) -> Entries:
-    """Stored entries and new ones, k (H, Q, key_dim) and v (H, Q, value_dim) at positions q_pos (Q,), after them.
+    """Return stored entries and then new ones.
 
-    scores: (H, Q) float32 of the new ones; None: zero.
+    Args:
+        past: Stored entries.
+        k: Keys (H, Q, key_dim).
+        v: Values (H, Q, value_dim).
+        q_pos: Positions (Q,) of the new entries.
+        scores: Scores (H, Q) float32 of the new entries; None for zero.
     """
     n_new = k.shape[1]
     positions = q_pos.expand(k.shape[0], -1)
@@ -53,7 +58,7 @@ def join(past: Entries, k: Tensor, v: Tensor, q_pos: Tensor, scores: Tensor | No
         torch.cat([past.positions, positions], 1),
         F.pad(past.scores, (0, n_new)) if scores is None else torch.cat([past.scores, scores], 1),
         None if past.log_masses is None else F.pad(past.log_masses, (0, n_new)),
-        past.n_sealed,
+        past.n_quantized,
     )
 
 
@@ -72,47 +77,52 @@ def append(table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor,
 
 
 def keep_all(
-    table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, found: Entries, *, last: bool
+    table: PageTable, sequence: int, k: Tensor, v: Tensor, q_pos: Tensor, entries: Entries, *, last: bool
 ) -> None:
-    """Store all new entries, as `append`; `found`: the stored entries and the new ones. `last`: see `rewrite`."""
-    if table.sealed is None or not (last or found.n_sealed):
-        append(table, sequence, k, v, q_pos)
-    else:
-        replace(table, sequence, found, found.positions >= 0, last=last)
-
-
-def replace(table: PageTable, sequence: int, found: Entries, keep: Tensor, *, last: bool = True) -> None:
-    """Hold exactly the kept candidates (H, N), in the order of their positions, in fresh neighbouring pages.
-
-    Where a table seals entries, what is sealed stays as it is, and more is sealed unless a plan is still to come
-    (`last` is False).
-    """
-    if table.sealed is not None:
-        quantize.replace(table, sequence, found, keep, seal=last)
-        return
-    order = by_position(torch.where(keep, found.positions, -1))
-    counts = keep.sum(1)
-    write_fresh_pages(table, sequence, found, order[:, : int(counts.max())], counts)
-
-
-def drop(table: PageTable, sequence: int, found: Entries, gone: Tensor, *, last: bool = True) -> None:
-    """Hold all candidates but those that are `gone` (H, N), whatever else a plan would move to a lower tier.
+    """Store all new entries as `append`; `entries`: stored and new ones.
 
     last: see `replace`.
     """
-    if table.sealed is not None and table.sealed.codec.tiered:
-        quantize.drop(table, sequence, found, gone)
+    if table.quantized is None or not (last or entries.n_quantized):
+        append(table, sequence, k, v, q_pos)
     else:
-        replace(table, sequence, found, (found.positions >= 0) & ~gone, last=last)
+        replace(table, sequence, entries, entries.positions >= 0, last=last)
+
+
+def replace(table: PageTable, sequence: int, entries: Entries, keep: Tensor, *, last: bool = True) -> None:
+    """Hold exactly the kept candidates (H, N), by position, in fresh neighbouring pages.
+
+    If a table quantizes entries, quantized ones stay as they are, and more are quantized unless a plan is still to come
+    (`last` is False).
+    """
+    if table.quantized is not None:
+        quantize.replace(table, sequence, entries, keep, seal=last)
+        return
+    order = by_position(torch.where(keep, entries.positions, -1))
+    counts = keep.sum(1)
+    write_fresh_pages(table, sequence, entries, order[:, : int(counts.max())], counts)
+
+
+def drop(table: PageTable, sequence: int, entries: Entries, gone: Tensor, *, last: bool = True) -> None:
+    """Hold all candidates but those `gone` (H, N), whatever a plan would move to a lower tier.
+
+    last: see `replace`.
+    """
+    if table.quantized is not None and table.quantized.codec.tiered:
+        quantize.drop(table, sequence, entries, gone)
+    else:
+        replace(table, sequence, entries, (entries.positions >= 0) & ~gone, last=last)
 
 
 def set_scores(table: PageTable, before: Tensor, values: Tensor, factors: Tensor | None = None) -> None:
     """Give stored tokens of every sequence new scores, the same in all KV heads.
 
     Args:
-        before: (S,) position of the first of these tokens. values: (S, n) float32, the scores of the tokens at
-            positions before, before + 1, ...; tokens that are not stored are passed over.
-        factors: (S,) on the scores of all earlier tokens; None: these stay as they are.
+        table: Table of the layer.
+        before: Position (S,) of the first of these tokens.
+        values: Scores (S, n) float32 of the tokens at positions before, before + 1, ...; tokens that are not stored are
+            skipped.
+        factors: Factors (S,) of the scores of all earlier tokens; None to keep these.
     """
     table.copy_on_write(whole=True)
     slots, n = SlotView.of(table, np.arange(table.n_regions)), values.shape[1]
@@ -120,19 +130,19 @@ def set_scores(table: PageTable, before: Tensor, values: Tensor, factors: Tensor
         return
     place = slots.positions - before.repeat_interleave(table.n_kv_heads)[:, None]
     told = slots.valid & (place >= 0) & (place < n)
-    found = values.repeat_interleave(table.n_kv_heads, 0).gather(1, place.clamp(0, n - 1).long())
+    scores = values.repeat_interleave(table.n_kv_heads, 0).gather(1, place.clamp(0, n - 1).long())
     if factors is not None:
         aged = slots.scores * factors.repeat_interleave(table.n_kv_heads)[:, None]
-        found, told = torch.where(told, found, aged), told | (slots.valid & (place < 0))
-    slots.rescore(found, told)
+        scores, told = torch.where(told, scores, aged), told | (slots.valid & (place < 0))
+    slots.rescore(scores, told)
 
 
 def gather(arrays: Arenas, pages: Tensor, numbers: list[Tensor]) -> Tensor:
-    """(H, n * slots): `numbers`, positions or scores by arena, of pages (H, n), which exist."""
+    """Return `numbers`, positions or scores by arena, of pages (H, n), (H, n * slots)."""
     pages = pages.long()
     arena, row = pages // arrays.pages_per_arena, pages % arrays.pages_per_arena
-    found = torch.empty(*pages.shape, arrays.slots, dtype=numbers[0].dtype, device=pages.device)
+    gathered = torch.empty(*pages.shape, arrays.slots, dtype=numbers[0].dtype, device=pages.device)
     for number, memory in enumerate(numbers):
         chosen = arena == number
-        found[chosen] = memory[row[chosen]]
-    return found.flatten(1)
+        gathered[chosen] = memory[row[chosen]]
+    return gathered.flatten(1)

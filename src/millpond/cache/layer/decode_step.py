@@ -29,11 +29,14 @@ from millpond.policy.policy import Policy
 
 
 def evict_due(table: PageTable, rule: DecodeRule, q_pos: Tensor, active: np.ndarray, window: int) -> None:
-    """Let the entry leave that `rule` names, of each head that a step has put beyond its budget.
+    """Evict the entry that `rule` chooses from each head that a step has put over its budget.
 
     Args:
-        q_pos: (S,) int32, positions of the new tokens. active: (S,) bool, which sequences had one.
-        window: 0, or what the layer sees.
+        table: Table of the layer.
+        rule: Decode rule of the layer.
+        q_pos: Positions (S,) int32 of the new tokens.
+        active: Which sequences had a new token, (S,) bool.
+        window: Window of the layer; 0 for none.
     """
     over = (table.entries() > table.budgets()) & active[:, None]
     sequences = np.flatnonzero(over.any(1))
@@ -51,12 +54,13 @@ def evict_due(table: PageTable, rule: DecodeRule, q_pos: Tensor, active: np.ndar
 
 
 def score_newest(table: PageTable, q_pos: Tensor, scores: Tensor, *, appended: bool) -> None:
-    """Give the newest entry of each KV head its score; an entry that was not stored is passed over.
+    """Give the newest entry of each KV head its score; skip entries that were not stored.
 
     Args:
-        q_pos: (S,) int32 position of each sequence's new token, -1 where there is none.
-        scores: (S, KV heads) float32.
-        appended: each new entry lies in the last plain slot of its region; else it may lie anywhere.
+        table: Table of the layer.
+        q_pos: Position (S,) int32 of each sequence's new token, -1 for none.
+        scores: Scores (S, KV heads) float32.
+        appended: Whether each new entry is in the last plain slot of its region; else it may be anywhere.
     """
     width = int(table.lengths().max(initial=0))
     if not width:
@@ -70,7 +74,7 @@ def score_newest(table: PageTable, q_pos: Tensor, scores: Tensor, *, appended: b
 
 
 def _last_slots(table: PageTable) -> tuple[Tensor, Tensor]:
-    """Flat id (R, 1) of the last slot of each region that holds an entry, and whether there is one; else 0."""
+    """Return the flat id (R, 1) of the last used slot of each region, and whether it exists."""
     used, slots = table.lens[:, None] > 0, table.pool.slots
     last = (table.lens.long()[:, None] - 1).clamp(min=0)
     ids = table.pages.gather(1, last // slots).long() * slots + last % slots
@@ -78,16 +82,19 @@ def _last_slots(table: PageTable) -> tuple[Tensor, Tensor]:
 
 
 def grow(table: PageTable, positions: np.ndarray, budget: Callable[[PageTable, int, int], int]) -> None:
-    """Before a step with tokens at `positions` (S,), -1 for none: give their sequences the budget of what is seen.
+    """Set the budgets of sequences to those of the tokens seen, before a step.
 
-    budget: `budget(table, sequence, seen)` -> entries per KV head.
+    Args:
+        table: Table of the layer.
+        positions: Positions (S,) of the new tokens, -1 for none.
+        budget: Entries per KV head, `budget(table, sequence, seen)`.
     """
     before = table.budgets()
-    caps = before.copy()
+    capacities = before.copy()
     for sequence in np.flatnonzero(positions >= 0).tolist():
-        caps[sequence] = budget(table, sequence, int(positions[sequence]) + 1)
-    if (caps != before).any():
-        table.set_budgets(caps)
+        capacities[sequence] = budget(table, sequence, int(positions[sequence]) + 1)
+    if (capacities != before).any():
+        table.set_budgets(capacities)
 
 
 #: On a GPU, columns between two looks at whether attention became NaN.
@@ -95,17 +102,18 @@ NAN_CHECK_COLUMNS = 64
 
 
 class NanCheck:
-    """What one layer has noticed of its attention since the last look."""
+    """Check of one layer's attention for NaN since the last look."""
 
     def __init__(self, layer: int) -> None:
         self._layer = layer
         self._nan: Tensor | None = None
 
     def check(self, lse: Tensor, columns: int) -> None:
-        """Refuse NaN at once on the CPU; elsewhere once in a while, so that no step waits for the device.
+        """Refuse NaN at once on the CPU; elsewhere at intervals, so that no step waits.
 
         Args:
-            lse: the log-sum-exp of a step's attention. columns: that the layer had seen before.
+            lse: Log-sum-exp of a step's attention.
+            columns: Columns that the layer had seen before.
 
         Raises:
             NumericsError: attention is NaN.
@@ -121,13 +129,13 @@ class NanCheck:
         self._refuse(nan)
 
     def check_layers(self, lse: Tensor, columns: int) -> None:
-        """The same for this layer and those after it, whose steps ran together on a device: lse (layers, S, Hq).
+        """Check this layer and those after it, whose steps ran together: lse (layers, S, Hq).
 
         Raises:
             NumericsError: attention of one of them is NaN.
         """
-        found = lse.isnan().flatten(1).any(1)
-        self._nan = found if self._nan is None else self._nan | found
+        is_nan = lse.isnan().flatten(1).any(1)
+        self._nan = is_nan if self._nan is None else self._nan | is_nan
         if columns % NAN_CHECK_COLUMNS:
             return
         nan, self._nan = self._nan.tolist(), None
@@ -144,7 +152,7 @@ FEW_ROWS = 32
 
 
 class PendingStep(NamedTuple):
-    """A step that has room: what attention meets besides queries, keys and values, and what is needed after it."""
+    """A step that has room: further inputs of its attention, and those of its end."""
 
     table: PageTable
     rule: DecodeRule
@@ -154,28 +162,33 @@ class PendingStep(NamedTuple):
     rivals: HeadCompetition | None  #: who competes in this step
 
     def regions(self) -> StepRegions:
-        """What attention meets."""
+        """Regions that attention reads."""
         return self.table.step_regions(self.rule, self.shape, self.q_pos)
 
 
 class DecodeStep:
-    """The steps of one layer.
+    """The decoding steps of one layer.
 
     Args:
-        index: of the layer. The others are the layer's own parts.
+        index: Index of the layer.
+        policy: Policy of the layer.
+        tracker: Positions of the sequences.
+        attention: Attention of the layer.
+        planner: Planner of the layer.
+        sequence_state: State of the sequences.
     """
 
     def __init__(
         self,
         index: int,
         policy: Policy,
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         attention: PagedAttention,
         planner: Planner,
-        companions: SequenceState,
+        sequence_state: SequenceState,
     ) -> None:
-        self._index, self._policy, self._timeline = index, policy, timeline
-        self._attention, self._planner, self._companions = attention, planner, companions
+        self._index, self._policy, self._tracker = index, policy, tracker
+        self._attention, self._planner, self._sequence_state = attention, planner, sequence_state
         self._rule: DecodeRule = policy.decode_rule(index)
         self._demotes = KEEP_ALL  # the rule by which entries go to a lower tier
         self._evicts = KEEP_ALL  # the rule by which entries leave after a step, where the kernel does not see them all
@@ -186,18 +199,21 @@ class DecodeStep:
     def appends(self) -> bool:
         """Whether a step only adds entries."""
         keeps = all(rule.evict is Evict.NEVER for rule in (self._rule, self._demotes, self._evicts))
-        return keeps and self._companions.headwise is None and not self._policy.plans_each_step
+        return keeps and self._sequence_state.head_rules is None and not self._policy.plans_each_step
 
     def open(self, window: int, tiered: bool, aged: bool = False) -> None:
-        """Begin with an empty table: of a layer that sees `window` tokens (0: all), whose victims may be `tiered`.
+        """Begin with an empty table.
 
-        aged: its entries lie in tiers that the kernel does not read all.
+        Args:
+            window: Window of the layer; 0 for none.
+            tiered: Whether evicted entries may go to a lower tier.
+            aged: Whether entries are in tiers of which the kernel does not read all.
         """
         self._rule = self._policy.decode_rule(self._index)
         if window:
-            own = self._policy.plans_each_step or self._companions.headwise is not None
+            own = self._policy.plans_each_step or self._sequence_state.head_rules is not None
             self._rule = self._rule if own else on_sliding_layer(self._rule)
-            self._companions.rolling = None  # the window hides the sinks, and no distance exceeds it
+            self._sequence_state.rolling = None  # the window hides the sinks, and no distance exceeds it
         if tiered:
             self._demotes = self._rule
         if aged:
@@ -210,11 +226,11 @@ class DecodeStep:
         self._rule, self._demotes, self._evicts = other._rule, other._demotes, other._evicts
 
     def reset(self) -> None:
-        """Forget what was noticed."""
+        """Forget all checks and counts."""
         self._finite = NanCheck(self._index)
 
     def pages(self, table: PageTable) -> dict[Pool, int]:
-        """Most pages that the next step may take of each pool."""
+        """Return the most pages that the next step may take of each pool."""
         always, whole = self._rule.evict is Evict.NEVER, self._rule.signal is not Signal.NONE
         grows = always or self._policy.grows or bool(self._rivals.every)
         whole = whole or not always or self._evicts.evict is not Evict.NEVER
@@ -222,8 +238,8 @@ class DecodeStep:
         return need | quantize.pages_due(table)
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
-        """Whether between `begin` and `end` there is `ops.decode` and nothing else."""
-        besides = (self._companions.rolling, self._companions.focus)
+        """Whether there is only `ops.decode` between `begin` and `end`."""
+        besides = (self._sequence_state.rolling, self._sequence_state.selective)
         if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.basis is not None:
             return False
         if table.aged is not None:
@@ -241,35 +257,43 @@ class DecodeStep:
         q_pos: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """One token per sequence. q: (S, Hq, D), k, v: (S, Hkv, D) -> (S, Hq, value_dim).
+        """Decode one token per sequence.
 
         Args:
-            positions: (S,) of the tokens, -1 where a sequence has none. columns: that the layer has seen before.
-            q_pos: positions on the device, if known.
-            scores: (S, Hkv) float32 that are stored with the new entries; None: the kernel's rule says.
+            table: Table of the layer.
+            q: Queries (S, Hq, D).
+            k: Keys (S, Hkv, D).
+            v: Values (S, Hkv, D).
+            positions: Positions (S,) of the tokens, -1 for a sequence without one.
+            columns: Columns that the layer has seen before.
+            q_pos: Positions on the device, if known.
+            scores: Scores (S, Hkv) float32 of the new entries; None for those of the kernel's rule.
+
+        Returns:
+            (S, Hq, value_dim).
         """
-        newest, rolling = self.begin(table, positions, q.device, q_pos), self._companions.rolling
+        newest, rolling = self.begin(table, positions, q.device, q_pos), self._sequence_state.rolling
         if rolling is not None:
             q, k = rolling.step(table, q, k, positions)
         out, lse = self._attention.step(table, newest.rule, q, k, v, newest.q_pos)
         self.end(newest, lse, columns)
         if scores is not None:
-            appended = newest.rule.evict is Evict.NEVER and table.sealed is None
+            appended = newest.rule.evict is Evict.NEVER and table.quantized is None
             score_newest(table, newest.q_pos, scores, appended=appended)
         if self._policy.plans_each_step:
             self._planner.stepped(table, q, newest.q_pos, positions)
         return out
 
     def takes_rows(self, table: PageTable, n: int, dtype: torch.dtype) -> bool:
-        """Whether `rows` takes `n` tokens: where all stay, stored in their `dtype`, and a CPU reads the pages."""
+        """Whether `rows` takes `n` tokens: all entries stay, in their `dtype`, in pages of a CPU."""
         arrays = table.pool.arrays
-        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._companions.headwise is None
+        keeps = self._policy.keeps_all and self._rule == KEEP_ALL and self._sequence_state.head_rules is None
         if not keeps or n > FEW_ROWS or arrays.device.type != "cpu" or arrays.dtype is not dtype:
             return False
-        return table.sealed is None and self.plain(table, self._attention.shape)
+        return table.quantized is None and self.plain(table, self._attention.shape)
 
     def rows(self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor:
-        """A few tokens per sequence, each with the bits of a `step` of its own, where `takes_rows`.
+        """Decode a few tokens per sequence, if `takes_rows`, each with the bits of a `step`.
 
         q: (S, Hq, n, D), k, v: (S, Hkv, n, D) -> (S, Hq, n, value_dim).
 
@@ -294,7 +318,7 @@ class DecodeStep:
         rule, always = self._rule, self._rule.evict is Evict.NEVER
         if q_pos is None:
             q_pos = torch.from_numpy(positions.astype(np.int32)).to(device)
-        table.kept = self._timeline.marks.kept.tensor(device)
+        table.kept = self._tracker.marks.kept.tensor(device)
         table.least = self._planner.least(table, positions, device)
         quantize.quantize_due(table, positions >= 0)
         moves = not always or self._evicts.evict is not Evict.NEVER
@@ -310,23 +334,28 @@ class DecodeStep:
         self._finite.check_layers(lse, columns)
 
     def end(self, step: PendingStep, lse: Tensor | None, columns: int) -> None:
-        """Update counts, scores and positions after attention. lse: (S, Hq); None: NaN was looked for elsewhere.
+        """Update counts, scores and positions after attention.
+
+        Args:
+            step: Step that `begin` returned.
+            lse: Log-sum-exp (S, Hq); None if NaN was looked for elsewhere.
+            columns: Columns that the layer has seen before.
 
         Raises:
             NumericsError: attention is NaN.
         """
         table, rule, shape, positions, q_pos, rivals = step
-        always, headwise = rule.evict is Evict.NEVER, self._companions.headwise
+        always, head_rules = rule.evict is Evict.NEVER, self._sequence_state.head_rules
         table.stepped(always, positions >= 0)
         leaves = self._evicts.evict is not Evict.NEVER
-        if lse is not None and (not always or leaves or headwise is not None or self._policy.plans_each_step):
+        if lse is not None and (not always or leaves or head_rules is not None or self._policy.plans_each_step):
             self._finite.check(lse, columns)
-        if headwise is not None:
-            assert self._timeline.tokens is not None, "token ids are kept for a policy that looks at them"
-            headwise.apply(table, self._timeline.tokens, positions, shape.window, self._timeline.marks.kept)
+        if head_rules is not None:
+            assert self._tracker.tokens is not None, "token ids are kept for a policy that looks at them"
+            head_rules.apply(table, self._tracker.tokens, positions, shape.window, self._tracker.marks.kept)
         if rivals is not None:
-            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._timeline.marks.kept)
+            rivals.compete(self._evicts if leaves else rule, q_pos, shape.window, self._tracker.marks.kept)
         if leaves:
             evict_due(table, self._evicts, q_pos, positions >= 0, shape.window)
         if self._demotes.evict is not Evict.NEVER:
-            quantize.demote_due(table, self._demotes, positions, self._timeline.marks.kept)
+            quantize.demote_due(table, self._demotes, positions, self._tracker.marks.kept)

@@ -1,8 +1,8 @@
 """Exact rollback of draft tokens, after entries were evicted to make room for them.
 
-A pass that may be taken back holds tokens that are certain and then draft tokens. The certain ones are taken in as
-ever. Then the layer's state is kept (its pages are shared, copied only when written), and the draft is decoded token
-by token, as it would have been without drafting. `crop` goes back to the kept state and repeats the accepted tokens.
+A pass that may be rolled back holds tokens that are certain and then draft tokens. The certain ones are read as in any
+pass. Then the layer's state is kept (its pages are shared, copied only when written), and the draft is decoded token
+by token, as it would have been without drafting. `crop` restores the kept state and repeats the accepted tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millpond.kernels.args import AttentionShape
 
 @dataclass(slots=True)
 class _Draft:
-    """The state before a layer's draft tokens, and the tokens: q, k, v of shape (B, heads, draft, D)."""
+    """State before a layer's draft tokens, and these tokens: q, k, v (B, heads, draft, D)."""
 
     state: LayerSnapshot
     q: Tensor
@@ -35,26 +35,28 @@ class _Draft:
     def length(self) -> int:
         return self.q.shape[2]
 
-    def replay(self, core: LayerCache, n: int) -> list[Tensor]:
+    def replay(self, layer_cache: LayerCache, n: int) -> list[Tensor]:
         """Decode the first `n` tokens, one by one."""
         outs = []
         for column in range(n):
             q, k, v = (t[:, :, column : column + 1] for t in (self.q, self.k, self.v))
-            outs.append(core.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
+            outs.append(layer_cache.attend(q, k, v, _until(self.mask, self.length - column - 1), self.shape))
         return outs
 
 
 @dataclass(slots=True)
 class DraftRollback:
-    """What is needed to take back the last pass, for all layers of one cache.
+    """Record of the last pass that a rollback needs, for all layers of one cache.
 
     Attributes:
-        recording: set by `activate_past_recording`; off, passes are stored as usual.
-        draft: how many of the next pass's last tokens may be taken back; None: all but the first.
-        truncatable: nothing ever leaves any layer, so that the newest entries can be cut off without a recording.
+        tracker: Positions of the sequences.
+        truncatable: Whether nothing ever leaves any layer, so that the newest entries can be cut off without a
+            recording.
+        recording: Whether passes are recorded, set by `activate_past_recording`.
+        draft: Last tokens of the next pass that may be rolled back; None for all but the first.
     """
 
-    timeline: PositionTracker
+    tracker: PositionTracker
     truncatable: bool = False
     recording: bool = False
     draft: int | None = None
@@ -63,65 +65,65 @@ class DraftRollback:
     _columns: int = 0
 
     def attend(
-        self, core: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
+        self, layer_cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape
     ) -> Tensor:
-        """`LayerCache.attend`, remembering what `crop` will need."""
-        self._discard(core.index)
+        """Attend as `LayerCache.attend`, and record what `crop` will need."""
+        self._discard(layer_cache.index)
         length = q.shape[2]
         draft = min(length - 1, length - 1 if self.draft is None else self.draft)
         if not self.recording or self.truncatable or draft == 0:
-            return core.attend(q, k, v, mask, shape)
+            return layer_cache.attend(q, k, v, mask, shape)
         certain = length - draft
         q_now, k_now, v_now = (t[:, :, :certain] for t in (q, k, v))
-        out = core.attend(q_now, k_now, v_now, _until(mask, draft), shape)
-        self._columns = core.columns
-        self._seen = self.timeline.span_after(core.columns)
+        out = layer_cache.attend(q_now, k_now, v_now, _until(mask, draft), shape)
+        self._columns = layer_cache.columns
+        self._seen = self.tracker.span_after(layer_cache.columns)
         q, k, v = (t[:, :, certain:] for t in (q, k, v))
-        self._drafts[core.index] = _Draft(core.fork(), q, k, v, mask, shape)
-        return torch.cat([out, *self._drafts[core.index].replay(core, draft)], 2)
+        self._drafts[layer_cache.index] = _Draft(layer_cache.fork(), q, k, v, mask, shape)
+        return torch.cat([out, *self._drafts[layer_cache.index].replay(layer_cache, draft)], 2)
 
-    def crop(self, cores: list[LayerCache], n: int) -> None:
-        """Take back the last `n` tokens of every layer.
+    def crop(self, layer_caches: list[LayerCache], n: int) -> None:
+        """Roll back the last `n` tokens of every layer.
 
         Raises:
             CacheMismatchError: entries have been evicted and no recording covers these tokens.
         """
         if n:
-            self._check(cores, n)
+            self._check(layer_caches, n)
             if self._drafts:
-                self._take_back(cores, n)
+                self._undo(layer_caches, n)
             else:
-                tokens = self.timeline.tokens_in_last(n)
-                self.timeline.rewind(self.timeline.columns - n, self.timeline.seen - tokens)
-                for core in cores:
-                    core.truncate(n, tokens)
-        self.settle()
+                tokens = self.tracker.tokens_in_last(n)
+                self.tracker.rewind(self.tracker.columns - n, self.tracker.seen - tokens)
+                for layer_cache in layer_caches:
+                    layer_cache.truncate(n, tokens)
+        self.commit()
 
-    def settle(self) -> None:
-        """What was drafted stays: it can be taken back no more."""
+    def commit(self) -> None:
+        """Keep the drafted tokens: they can no longer be rolled back."""
         for draft in self._drafts.values():
             draft.state.release()
         self._drafts.clear()
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.settle()
+        """Forget all drafts and settings."""
+        self.commit()
         self.draft = None
         self.recording = False
 
-    def _take_back(self, cores: list[LayerCache], n: int) -> None:
-        self.timeline.rewind(self._columns, self._seen)
-        for core in cores:
-            draft = self._drafts[core.index]
-            core.restore(draft.state)
-            draft.replay(core, draft.length - n)
+    def _undo(self, layer_caches: list[LayerCache], n: int) -> None:
+        self.tracker.rewind(self._columns, self._seen)
+        for layer_cache in layer_caches:
+            draft = self._drafts[layer_cache.index]
+            layer_cache.restore(draft.state)
+            draft.replay(layer_cache, draft.length - n)
 
-    def _check(self, cores: list[LayerCache], n: int) -> None:
-        if n > self.timeline.columns:
-            raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.timeline.columns}")
-        for core in cores:
-            draft = self._drafts.get(core.index)
-            covered = core.truncatable if not self._drafts else draft is not None and n <= draft.length
+    def _check(self, layer_caches: list[LayerCache], n: int) -> None:
+        if n > self.tracker.columns:
+            raise CacheMismatchError(f"cannot take back {n} tokens: the cache has seen {self.tracker.columns}")
+        for layer_cache in layer_caches:
+            draft = self._drafts.get(layer_cache.index)
+            covered = layer_cache.truncatable if not self._drafts else draft is not None and n <= draft.length
             if not covered:
                 raise CacheMismatchError(
                     f"cannot take back {n} tokens: entries were evicted since and no recording covers them; call "
@@ -135,5 +137,5 @@ class DraftRollback:
 
 
 def _until(mask: Tensor | None, hidden: int) -> Tensor | None:
-    """The padding mask without its last `hidden` columns."""
+    """Return the padding mask without its last `hidden` columns."""
     return mask if mask is None or hidden == 0 else mask[:, :-hidden]

@@ -18,60 +18,78 @@ BLOCK = 1024
 
 
 def entry_scores(
-    heads: RetainingHeads, layer: int, rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan
+    heads: RetainingHeads,
+    layer: int,
+    rotary: RotaryEmbedding | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: ForwardSpan,
 ) -> Tensor:
-    """(S, Hkv, Q) float32: the scores of the new tokens of one pass; any number at pads.
+    """Return scores of the new tokens of one pass, (S, Hkv, Q) float32; any number at pads.
 
     Args:
-        rope: how the layer has rotated q (S, Hq, Q, key_dim) and k (S, Hkv, Q, key_dim); None: not at all.
-        v: (S, Hkv, Q, value_dim).
+        heads: Trained heads that give the scores.
+        layer: Index of the layer.
+        rotary: Rotary embedding that was applied to q and k; None if there was none.
+        q: Queries (S, Hq, Q, key_dim).
+        k: Keys (S, Hkv, Q, key_dim).
+        v: Values (S, Hkv, Q, value_dim).
+        span: Positions of the pass.
 
     Raises:
         CacheMismatchError: the heads are of a model of another shape.
     """
-    found = [heads.scores(layer, *part.qkv) for part in _unrotated(rope, q, k, v, span)]
-    return found[0] if len(found) == 1 else torch.cat(found, -1)
+    scores = [heads.scores(layer, *part.qkv) for part in _unrotated(rotary, q, k, v, span)]
+    return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
 def gate_scores(
     gates: Gates,
     layer: int,
-    rope: RotaryEmbedding | None,
+    rotary: RotaryEmbedding | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     span: ForwardSpan,
     contexts: PerSequence[GateContext],
 ) -> Tensor:
-    """(S, Hkv, Q) float32: how surely each KV head keeps the new tokens of one pass; 0 at pads.
+    """Return how surely each KV head keeps the new tokens, (S, Hkv, Q) float32; 0 at pads.
 
-    Each sequence is taken alone, so the rest of the batch changes nothing.
+    Each sequence is computed alone, so the rest of the batch changes nothing.
 
     Args:
-        contexts: what the gate has read of each sequence; the new tokens join it. The others: as of `entry_scores`.
+        gates: Trained gates that give the scores.
+        layer: Index of the layer.
+        rotary: Rotary embedding that was applied to q and k; None if there was none.
+        q: Queries (S, Hq, Q, key_dim).
+        k: Keys (S, Hkv, Q, key_dim).
+        v: Values (S, Hkv, Q, value_dim).
+        span: Positions of the pass.
+        contexts: Tokens that the gate has read of each sequence; the new tokens join them.
 
     Raises:
         CacheMismatchError: the gates are of a model of another shape.
     """
-    found = torch.zeros(*k.shape[:3], device=k.device)
+    scores = torch.zeros(*k.shape[:3], device=k.device)
     valid = None if span.valid is None else torch.from_numpy(span.valid).to(q.device)
     read = span.before.copy()
-    for columns, features in _features(rope, q, k, v, span, cut=gates.causal):
+    for columns, features in _features(rotary, q, k, v, span, cut=gates.causal):
         gate = gates.at(layer, features, k.shape[1])
         for s in range(len(features)):
             own = slice(None) if valid is None else valid[s, columns]
             tokens = features[s, own]
             if len(tokens):
-                found[s, :, columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
+                scores[s, :, columns][:, own] = _gate_tokens(gate, tokens, contexts, s, int(read[s]))
                 read[s] += len(tokens)
-    return found
+    return scores
 
 
 def _features(
-    rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, *, cut: bool
+    rotary: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, *, cut: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of a pass, and the features (S, n, inputs) of their tokens; all at once unless it may be cut."""
-    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rope, q, k, v, span))
+    """Yield columns of a pass and the features (S, n, inputs) of their tokens, cut if asked."""
+    parts = ((part.columns, features_of(*part.qkv)) for part in _unrotated(rotary, q, k, v, span))
     if cut:
         yield from parts
     else:  # each token of a prompt looks at all of it
@@ -81,7 +99,10 @@ def _features(
 def _gate_tokens(
     gate: LayerGate, features: Tensor, contexts: PerSequence[GateContext], sequence: int, before: int
 ) -> Tensor:
-    """(KV heads, n): p of tokens with features (n, inputs), which come behind the first `before` of their sequence."""
+    """Return p (KV heads, n) of tokens with features (n, inputs).
+
+    They follow the first `before` tokens of their sequence.
+    """
     queries, keys, values = gate.take(features)
     known = contexts.get(sequence)
     context = GateContext.of(keys, values) if known is None else known.extended(before, keys, values)
@@ -96,13 +117,13 @@ class _Part(NamedTuple):
     qkv: tuple[Tensor, Tensor, Tensor]
 
 
-def _unrotated(rope: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Iterator[_Part]:
-    """The columns of a pass, `BLOCK` at a time."""
-    grid = None if rope is None else span.grid().clamp(min=0).long()
+def _unrotated(rotary: RotaryEmbedding | None, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Iterator[_Part]:
+    """Yield the columns of a pass, `BLOCK` at a time."""
+    grid = None if rotary is None else span.grid().clamp(min=0).long()
     for begin in range(0, q.shape[2], BLOCK):
         part = slice(begin, begin + BLOCK)
         queries, keys = q[:, :, part], k[:, :, part]
-        if rope is not None and grid is not None:
-            both = rope.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True).to(q.dtype)
+        if rotary is not None and grid is not None:
+            both = rotary.rotate(torch.cat([queries, keys], 1), grid[:, part], inverse=True).to(q.dtype)
             queries, keys = both[:, : q.shape[1]], both[:, q.shape[1] :]
         yield _Part(part, (queries, keys, v[:, :, part]))

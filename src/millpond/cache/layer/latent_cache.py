@@ -23,8 +23,10 @@ class LatentExpansion:
     """Per-head keys and values of one pass: of the kept tokens, then of the new ones.
 
     Args:
-        keys: (S, H, N, key_dim). values: (S, H, N, value_dim). kept: (S, n) int32, positions of the first n columns.
-        start: columns that the layer had seen before this pass.
+        keys: Keys (S, H, N, key_dim).
+        values: Values (S, H, N, value_dim).
+        kept: Positions (S, n) int32 of the first n columns.
+        start: Columns that the layer had seen before this pass.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, kept: Tensor, start: int) -> None:
@@ -39,15 +41,15 @@ class LatentExpansion:
         return self.keys.shape[1]
 
     def place(self, span: ForwardSpan) -> None:
-        """Learn the positions of the new tokens of (a part of) this pass."""
+        """Set the positions of the new tokens of (a part of) this pass."""
         first = self._n_kept + span.start - self.start
         self._positions[:, first : first + span.length] = span.grid()
         self._sorted, self._order = self._positions.sort(1)
 
     def of(self, sequence: slice, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (S, H, n, D) of the tokens at `positions` (S, n) of some sequences; anything where -1."""
-        found = torch.searchsorted(self._sorted[sequence].contiguous(), positions.contiguous())
-        columns = self._order[sequence].gather(1, found.clamp(max=self._order.shape[1] - 1))
+        """Return keys and values (S, H, n, D) of the tokens at `positions` (S, n), any where -1."""
+        ranks = torch.searchsorted(self._sorted[sequence].contiguous(), positions.contiguous())
+        columns = self._order[sequence].gather(1, ranks.clamp(max=self._order.shape[1] - 1))
         index = columns[:, None, :, None]
         keys, values = self.keys[sequence], self.values[sequence]
         return (
@@ -57,10 +59,10 @@ class LatentExpansion:
 
 
 class MLAAttention(PagedAttention):
-    """Attention to the expansion of a pass while there is one; without it, to what is stored.
+    """Attention to the expansion of a pass if there is one, else to the stored entries.
 
     Attributes:
-        expansion: of the running pass, set by `LatentCache`.
+        expansion: Expansion of the running pass, set by `LatentCache`.
     """
 
     expansion: LatentExpansion | None = None
@@ -73,46 +75,49 @@ class MLAAttention(PagedAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.expansion is None:
             return super().chunk(chunk, reduce, decay)
-        found = self._expanded(chunk.sequence, chunk.found)
-        out, lse, sums = super().chunk(chunk._replace(found=found), None if reduce is None else Reduce.SUM, decay)
+        entries = self._expanded(chunk.sequence, chunk.entries)
+        out, lse, sums = super().chunk(chunk._replace(entries=entries), None if reduce is None else Reduce.SUM, decay)
         if reduce is Reduce.MAX:  # the largest of all heads, query by query: column sums per head do not tell it
-            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, found, reduce, decay)
+            return out, lse, self._window_by_query(chunk.q, chunk.q_pos, entries, reduce, decay)
         if sums is not None and reduce is Reduce.MEAN:
             sums = sums / chunk.q.shape[0]
         return out, lse, None if sums is None else sums.sum(0, keepdim=True)
 
-    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce) -> Tensor:
+    def look_back(self, sequence: int, q: Tensor, q_pos: Tensor, entries: Entries, reduce: Reduce) -> Tensor:
         if self.expansion is None:
-            return super().look_back(sequence, q, q_pos, found, reduce)
-        return self._window_by_query(q, q_pos, self._expanded(sequence, found), reduce)
+            return super().look_back(sequence, q, q_pos, entries, reduce)
+        return self._window_by_query(q, q_pos, self._expanded(sequence, entries), reduce)
 
-    def keys(self, sequence: int, found: Entries) -> Tensor:
-        return self._expanded(sequence, found).keys
+    def keys(self, sequence: int, entries: Entries) -> Tensor:
+        return self._expanded(sequence, entries).keys
 
-    def contents(self, table: PageTable, found: Entries, part: Literal["keys", "values"]) -> Tensor:
-        """
+    def contents(self, table: PageTable, entries: Entries, part: Literal["keys", "values"]) -> Tensor:
+        """Refuse to read latents without an expansion.
+
         Raises:
-            UnsupportedModelError: what is stored are latents.
+            UnsupportedModelError: the stored entries are latents.
         """
         if self.expansion is None:
-            return super().contents(table, found, part)
+            return super().contents(table, entries, part)
         raise UnsupportedModelError(
             f"layer {self.index} stores latents (MLA), one for all heads, so a score cannot look at its {part}; use a "
             "method that scores by attention (h2o, snapkv, tova) or by position (streaming, window)"
         )
 
-    def _expanded(self, sequence: int, found: Entries) -> Entries:
-        """Entries with the keys and values that each head attends to, (H, N, D), at the positions of all."""
+    def _expanded(self, sequence: int, entries: Entries) -> Entries:
+        """Return entries with keys and values of each head, (H, N, D), at the positions of all."""
         if self.expansion is None:
-            return found
-        (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), found.positions)
-        return Entries(keys, values, found.positions.expand(len(keys), -1), found.scores)
+            return entries
+        (keys,), (values,) = self.expansion.of(slice(sequence, sequence + 1), entries.positions)
+        return Entries(keys, values, entries.positions.expand(len(keys), -1), entries.scores)
 
-    def _window_by_query(self, q: Tensor, q_pos: Tensor, found: Entries, reduce: Reduce, decay: float = 1.0) -> Tensor:
-        """(1, N): sum_i decay**(w - 1 - i) reduce_h A[h, i, j] over queries q (Hq, w, D) that share their entries."""
-        total = torch.zeros(1, found.positions.shape[1], device=q.device)
+    def _window_by_query(
+        self, q: Tensor, q_pos: Tensor, entries: Entries, reduce: Reduce, decay: float = 1.0
+    ) -> Tensor:
+        """Return sum_i decay**(w - 1 - i) reduce_h A[h, i, j], (1, N), over queries q (Hq, w, D)."""
+        total = torch.zeros(1, entries.positions.shape[1], device=q.device)
         for i in range(q.shape[1]):
-            one = q[:, i : i + 1], found.keys, q_pos[i : i + 1], found.positions
+            one = q[:, i : i + 1], entries.keys, q_pos[i : i + 1], entries.positions
             by_head = ops.window_signal(WindowSignalArgs(*one, self.shape, reduce))
             total = decay * total + softmax.reduce_group(by_head, reduce, 0)
         return total
@@ -120,7 +125,7 @@ class MLAAttention(PagedAttention):
     def step(
         self, table: PageTable, rule: DecodeRule, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`ops.decode` for entries whose keys lie in the expansion: the same scores, ties and protection."""
+        """Decode as `ops.decode` with keys of the expansion: the same scores, ties and protection."""
         if self.expansion is None:
             return super().step(table, rule, q, k, v, q_pos)
         stored = int(table.lengths().max(initial=0))
@@ -132,7 +137,10 @@ class MLAAttention(PagedAttention):
         return out, lse
 
     def _attention(self, q: Tensor, positions: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Out (S, Hq, value_dim), log-sum-exp (S, Hq) and probabilities (S, Hq, n) over the tokens at `positions`."""
+        """Return the attention of `q` over the tokens at `positions`.
+
+        The results are the output (S, Hq, value_dim), log-sum-exp (S, Hq) and probabilities (S, Hq, n).
+        """
         assert self.expansion is not None, "the model's attention came back before its update"
         shape, n_seq, n_heads = self.shape, q.shape[0], self.expansion.n_heads
         wide = softmax.wide(q.dtype)
@@ -158,7 +166,7 @@ class MLAAttention(PagedAttention):
         dense: PaddedEntries,
         received: Tensor,
     ) -> None:
-        """Gather scores and put the new entry (the last column) after the stored ones, or instead of one."""
+        """Gather scores; store the new entry (the last column) after the others or over one."""
         lens, stored = table.lens, positions.shape[1] - 1
         active = q_pos[:, 0] >= 0
         old = torch.nn.functional.pad(dense.scores, (0, 1))
@@ -181,7 +189,10 @@ class MLAAttention(PagedAttention):
 
 
 class LatentCache(LayerCache):
-    """A `LayerCache` of latents of `latent_dim` and `rope_dim` numbers; entries of another shape are cached as ever."""
+    """A `LayerCache` of latents of `latent_dim` and `rope_dim` numbers.
+
+    Entries of another shape are cached as in a `LayerCache`.
+    """
 
     attention: MLAAttention
     _attention_type = MLAAttention
@@ -194,8 +205,8 @@ class LatentCache(LayerCache):
 
     # ------------------------------------------------------------------ to the model and back
 
-    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept latents of all sequences (padded, in any order), then the new ones: (S, 1, n + Q, dim)."""
+    def before_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the kept latents (padded, in any order), then the new ones: (S, 1, n + Q, dim)."""
         self._offered = self.attention.expansion = None
         if (k.shape[-1], v.shape[-1]) != self._dims or k.shape[1] != 1:
             return k, v
@@ -210,21 +221,21 @@ class LatentCache(LayerCache):
         self._kept = dense.positions
         return torch.cat([dense.keys[:, None].to(k.dtype), k], 2), torch.cat([dense.values[:, None].to(v.dtype), v], 2)
 
-    def accept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The new latents; `k` and `v` (S, H, n + Q, D) are what the model made of all that it was offered."""
+    def after_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new latents; `k` and `v` (S, H, n + Q, D) are the model's expansion of all."""
         if self._offered is None:
             return k, v
         self.attention.expansion = LatentExpansion(k, v, self._kept, self.columns)
         return self._offered
 
     def forget(self) -> None:
-        """Drop the expanded keys of the last pass; only taking tokens back needs them."""
+        """Drop the expanded keys of the last pass, which only a rollback needs."""
         self._offered = self.attention.expansion = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
-        """As `LayerCache.attend`; k and v are latents, the output has the model's own value size."""
+        """Attend as `LayerCache.attend` to latents k and v; the output has the model's size."""
         if self.attention.expansion is not None:
-            span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
+            span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
             self.attention.expansion.place(span)
         return super().attend(q, k, v, mask, shape)
 

@@ -17,7 +17,7 @@ from millpond.cache.layer.layer_storage import LayerStorage
 from millpond.cache.layer.prompt_pages import FindPool, PromptPages
 from millpond.cache.layer.prompt_pass import PartialSpan, PromptPass
 from millpond.cache.layer.shared_entries import SharedEntries
-from millpond.cache.pages.aged_store import PackedPart
+from millpond.cache.pages.aged_store import QuantizedPart
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.planning.planner import Planner
@@ -38,24 +38,27 @@ class LayerCache(LayerStorage):
     """The cache of one attention layer for a batch of sequences.
 
     Args:
-        index: of the layer.
-        policy: what is kept.
-        entries: `entries(table, sequence, seen)` -> budget in entries per KV head for a sequence of `seen` tokens.
-        pool: where pages of a shape lie. reading: where those of a prompt lie until its plan; None: in the same pool.
-        timeline: shared by all layers.
-        between_chunks: plan at the end of every multi-token pass; else once, before the next single-token pass.
-        rotation: how keys are rotated by position, for policies with cache-relative positions.
-        sealed: `sealed(layer, n_seq, n_kv_heads, key_dim, value_dim, device)` -> where entries go as codes; None: they
-            stay as they are.
+        index: Index of the layer.
+        policy: Policy that chooses which entries are kept.
+        entries: Budget in entries per KV head, `entries(table, sequence, seen)`, of a sequence of `seen` tokens.
+        pool: Function that returns the pool of pages of a shape.
+        tracker: Positions of the sequences, shared by all layers.
+        between_chunks: Whether to plan at the end of every multi-token pass; else once, before the next single-token
+            pass.
+        rotary: Rotary embedding of the keys, for policies with cache-relative positions.
+        quantized: Maker of the quantized part,
+            `quantized(layer, n_seq, n_kv_heads, key_dim, value_dim, device)`; None if all entries stay plain.
+        reading: Function that returns the pool of a prompt's pages until its plan; None for the same pool.
 
     Attributes:
-        peek: while set, it observes multi-token passes, and their tokens are not stored.
-        rebuilt: while set, scores count as at least what this observed.
-        reading: while set, a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
-        scores_answers: what is decoded gets a score of its own too, where the policy scores entries when they are
-            written; False where nothing is planned or evicted behind the prompt.
-        shared: what other layers read of a pass; None: none does, as in most models. Set by the model integration.
-        attention: attention of queries to entries. planner: chooses the entries that are kept.
+        probe: Observer of multi-token passes, whose tokens are not stored while it is set.
+        reconstruction: Probe whose scores are lower bounds of all scores while it is set.
+        reading: Whether a prompt is read in parts: its plan waits, and a pass of one token belongs to it.
+        scores_answers: Whether decoded tokens are scored as they are written too, if the policy scores entries; False
+            if nothing is planned or evicted after the prompt.
+        shared: Entries of a pass that other layers read, set by the model integration; None in most models.
+        attention: Attention of queries to entries.
+        planner: Planner that chooses the entries that are kept.
     """
 
     _attention_type = PagedAttention  # a subclass may read elsewhere
@@ -66,25 +69,25 @@ class LayerCache(LayerStorage):
         policy: Policy,
         entries: Callable[[PageTable, int, int], int],
         pool: FindPool,
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         *,
         between_chunks: bool = True,
-        rotation: RotaryEmbedding | None = None,
-        sealed: Callable[[int, int, int, int, int, torch.device], PackedPart] | None = None,
+        rotary: RotaryEmbedding | None = None,
+        quantized: Callable[[int, int, int, int, int, torch.device], QuantizedPart] | None = None,
         reading: FindPool | None = None,
     ) -> None:
-        super().__init__(index, policy, timeline, SequenceState.of(policy, index, rotation))
-        self.peek: ReconstructionProbe | None = None
-        self.rebuilt: ReconstructionProbe | None = None
+        super().__init__(index, policy, tracker, SequenceState.of(policy, index, rotary))
+        self.probe: ReconstructionProbe | None = None
+        self.reconstruction: ReconstructionProbe | None = None
         self.reading = False
         self.scores_answers = True
         self.shared: SharedEntries | None = None
-        self.attention = self._attention_type(index, self.companions)
-        self.planner = Planner(policy, entries, timeline, self.attention, self.companions)
-        self._stepper = DecodeStep(index, policy, timeline, self.attention, self.planner, self.companions)
-        self._passes = PromptPass(policy, self.attention, self.planner, self.companions, self._stepper)
+        self.attention = self._attention_type(index, self.sequence_state)
+        self.planner = Planner(policy, entries, tracker, self.attention, self.sequence_state)
+        self._decode_step = DecodeStep(index, policy, tracker, self.attention, self.planner, self.sequence_state)
+        self._passes = PromptPass(policy, self.attention, self.planner, self.sequence_state, self._decode_step)
         self._pool = pool
-        self._sealed = sealed
+        self._quantized = quantized
         self._between_chunks = between_chunks
         self._prompt = PromptPages(pool, None if policy.prefill == "greedy" else reading, self._waits)
         self._opened = False
@@ -92,41 +95,45 @@ class LayerCache(LayerStorage):
     # ------------------------------------------------------------------ scores and plans
 
     def measure(self, sequence: int, of: Callable[[View], T]) -> T:
-        """What is measured `of` one sequence as a plan would see it now."""
-        return self.planner.measure(self._require_table(), sequence, of, self.rebuilt)
+        """Return `of` of one sequence as a plan would see it now."""
+        return self.planner.measure(self._require_table(), sequence, of, self.reconstruction)
 
     def moments(self, sequence: int) -> QueryMoments:
-        """Sums over the queries of one sequence so far, for a policy that asks for them.
+        """Return sums over the queries of one sequence so far, for a policy that needs them.
 
         Raises:
             CacheMismatchError: nothing was summed.
         """
         return self.planner.views.moments(sequence)
 
-    def settle(self) -> None:
+    def run_plans(self) -> None:
         """Run the plan that waits for the end of the prompt, and quantize entries that are due."""
-        table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.rebuilt)
+        table = self._table = self.planner.run_deferred(self._require_table(), self._prompt, self.reconstruction)
         quantize.quantize_due(table, np.ones(table.n_seq, dtype=bool))
 
     # ------------------------------------------------------------------ the step
 
-    def offer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that the model continues with, given its new ones: here the same."""
+    def before_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the model continues with: here its new ones."""
         return k, v
 
-    def accept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The new entries for `attend`, given what the model made of those that `offer` returned: here the same."""
+    def after_rope(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the entries for `attend`, from the model's result of `before_rope`: itself."""
         return k, v
 
     def forget(self) -> None:
         """Drop state of the last pass that only a rollback of its tokens would need: here nothing."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: AttentionShape) -> Tensor:
-        """Take in new tokens and return their attention over what is kept and themselves.
+        """Add new tokens and return their attention over the kept entries and themselves.
 
         Args:
-            q: (B, Hq, Q, key_dim). k: (B, Hkv, Q, key_dim). v: (B, Hkv, Q, value_dim), keys after RoPE.
-            mask: (B, >= Q) bool, newest columns last, False for pads; None: no pads. Pads are never stored.
+            q: Queries (B, Hq, Q, key_dim) after RoPE.
+            k: Keys (B, Hkv, Q, key_dim) after RoPE.
+            v: Values (B, Hkv, Q, value_dim).
+            mask: Mask (B, >= Q) bool, newest columns last, False for pads, which are never stored; None if there are
+                none.
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (B, Hq, Q, value_dim); zero at pads.
@@ -134,7 +141,7 @@ class LayerCache(LayerStorage):
         Raises:
             PoolFullError, CacheMismatchError, BudgetError, NumericsError: see `millpond.errors`.
         """
-        span = self.timeline.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
+        span = self.tracker.span(self.columns, q.shape[2], q.shape[0], mask, q.device)
         table = self._table if self._table is not None and self._opened else self.allocate(k, v, shape)
         self.attention.shape = shape
         scores = self._entry_scores(q, k, v, span)
@@ -142,12 +149,12 @@ class LayerCache(LayerStorage):
         if basis is not None:
             q, k, v = basis.stored(q, k, v)
         if self.shared is not None:
-            table = self._show(self.shared, table, k, v, span)
+            table = self._publish_to_readers(self.shared, table, k, v, span)
         if self._decodes(span):
             newest = None if scores is None else scores[..., 0]
             out = self._newest(table, q[:, :, 0], k[:, :, 0], v[:, :, 0], span, newest)[:, :, None]
         elif self._decodes_rows(table, q.dtype, span):
-            out = self._stepper.rows(table, q, k, v, span)
+            out = self._decode_step.rows(table, q, k, v, span)
         elif self.policy.prefill == "greedy":
             out = self._passes.token_by_token(table, q, k, v, span, self.columns)
         else:
@@ -156,12 +163,16 @@ class LayerCache(LayerStorage):
         return out if basis is None else basis.values(out)
 
     def attend_partial(self, q: Tensor, k: Tensor, v: Tensor, part: PartialSpan, shape: AttentionShape) -> Tensor:
-        """Take in the tokens of a span of which only some are computed; returns the attention of these.
+        """Add the tokens of a span of which only some are computed; return the attention of these.
 
         Each of them sees the entries at positions up to its own. The plan of the prompt waits.
 
         Args:
-            q: (Hq, R, key_dim), k: (Hkv, R, key_dim), v: (Hkv, R, value_dim), keys after RoPE, of the computed tokens.
+            q: Queries (Hq, R, key_dim) of the computed tokens, after RoPE.
+            k: Keys (Hkv, R, key_dim) of these, after RoPE.
+            v: Values (Hkv, R, value_dim) of these.
+            part: Span, and which of its tokens are computed.
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (Hq, R, value_dim).
@@ -169,7 +180,7 @@ class LayerCache(LayerStorage):
         Raises:
             PoolFullError: see `attend`.
         """
-        span = self.timeline.span(self.columns, part.length, 1, None, q.device)
+        span = self.tracker.span(self.columns, part.length, 1, None, q.device)
         k, v = part.complete(self.index, k, v)
         table = self._table if self._table is not None and self._opened else self.allocate(k[None], v[None], shape)
         self.attention.shape = shape
@@ -182,15 +193,18 @@ class LayerCache(LayerStorage):
         return out if basis is None else basis.values(out)
 
     def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
-        """`attend` for one new token of every sequence, none a pad.
+        """Attend as `attend` for one new token of every sequence, none a pad.
 
         Args:
-            q: (S, Hq, key_dim). k: (S, Hkv, key_dim). v: (S, Hkv, value_dim), keys after RoPE.
+            q: Queries (S, Hq, key_dim) after RoPE.
+            k: Keys (S, Hkv, key_dim) after RoPE.
+            v: Values (S, Hkv, value_dim).
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (S, Hq, value_dim).
         """
-        span = self.timeline.span(self.columns, 1, q.shape[0], None, q.device)
+        span = self.tracker.span(self.columns, 1, q.shape[0], None, q.device)
         plain = self._table is not None and self._opened and self._table.basis is None
         if self._table is None or not plain or self.shared is not None or not self._decodes(span):
             return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
@@ -203,46 +217,53 @@ class LayerCache(LayerStorage):
     def is_fusable(self, n_seq: int, shape: AttentionShape) -> bool:
         """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else."""
         table = self._table
-        if table is None or not self._opened or self.pending or self.shared is not None or table.is_away:
+        if table is None or not self._opened or self.pending or self.shared is not None or table.is_offloaded:
             return False
         if self.policy.scores_entries and self.scores_answers:
             return False
-        return self._decodes(self._newest_span(table, n_seq)) and self._stepper.plain(table, shape)
+        return self._decodes(self._newest_span(table, n_seq)) and self._decode_step.plain(table, shape)
 
     def begin_step(self, n_seq: int, shape: AttentionShape) -> PendingStep:
-        """Of a layer that `is_fusable`: one new token of every sequence, none a pad.
+        """Begin a step of a layer that `is_fusable`: one new token of every sequence, none a pad.
 
         Raises:
             PoolFullError: see `attend`; nothing was changed.
         """
         table, self.attention.shape = self._require_table(), shape
         span = self._newest_span(table, n_seq)
-        return self._stepper.begin(table, span.token(0), span.device, span.q_pos)
+        return self._decode_step.begin(table, span.token(0), span.device, span.q_pos)
 
     def check_layers(self, lse: Tensor) -> None:
-        """Look for NaN in the attention of all layers, of which this is the first; before their `end_step`.
+        """Refuse NaN in the attention of all layers, of which this is the first.
 
-        lse: (layers, S, Hq) on a device, which no step waits for.
+        It is called before `end_step`.
+
+        Args:
+            lse: Log-sum-exp (layers, S, Hq) on a device, for which no step waits.
 
         Raises:
             NumericsError: attention is NaN.
         """
-        self._stepper.check_layers(lse, self.columns)
+        self._decode_step.check_layers(lse, self.columns)
 
     def end_step(self, step: PendingStep, lse: Tensor | None) -> None:
-        """Behind `ops.decode`, whose log-sum-exp is `lse` (S, Hq); None after `check_layers`.
+        """End a step after `ops.decode`.
+
+        Args:
+            step: Step that `begin_step` returned.
+            lse: Log-sum-exp (S, Hq) of the attention; None after `check_layers`.
 
         Raises:
             NumericsError: attention is NaN.
         """
-        self._stepper.end(step, lse, self.columns)
+        self._decode_step.end(step, lse, self.columns)
         self.columns += 1
 
     def reopen(self, dtype: torch.dtype) -> None:
-        """More of a prompt follows what was planned: entries move to the pages that prompts are read into.
+        """Move the entries to the pages that prompts are read into, as more of a prompt follows.
 
         Args:
-            dtype: that the model computes in.
+            dtype: Type in which the model computes.
 
         Raises:
             PoolFullError: no room; nothing was changed.
@@ -251,61 +272,70 @@ class LayerCache(LayerStorage):
             self._table = self._prompt.begin(self._require_table(), dtype)
 
     def allocate(self, k: Tensor, v: Tensor, shape: AttentionShape, *, planned: bool = False) -> PageTable:
-        """An empty table for entries like k (B, Hkv, any, key_dim) and v (B, Hkv, any, value_dim).
+        """Return an empty table for entries of the shapes of k and v.
 
-        planned: they come from a cache that has planned them.
+        Args:
+            k: Keys (B, Hkv, any, key_dim).
+            v: Values (B, Hkv, any, value_dim).
+            shape: Scale, soft cap and window of the layer.
+            planned: Whether the entries come from a cache that has planned them.
         """
         pool = self._prompt.pool(k, v, planned=planned)
         assert pool.arrays.masses or not self.policy.mass_bias, "entries that merge with mass_bias have masses"
-        sealed = None
-        if self._sealed is not None:
-            sealed = self._sealed(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
-            if shape.window and sealed.codec.tiered:
-                sealed = None  # what a window hides needs no lower tier
+        quantized = None
+        if self._quantized is not None:
+            quantized = self._quantized(self.index, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], k.device)
+            if shape.window and quantized.codec.tiered:
+                quantized = None  # what a window hides needs no lower tier
         table = self._table = self._table or PageTable(pool, k.shape[0], k.shape[1])
-        table.sealed = sealed
+        table.quantized = quantized
         self._opened = True
-        self._stepper.open(shape.window, sealed is not None and sealed.codec.tiered, table.aged is not None)
+        self._decode_step.open(shape.window, quantized is not None and quantized.codec.tiered, table.aged is not None)
         return table
 
     # ------------------------------------------------------------------ decoding
 
     def _decodes(self, span: ForwardSpan) -> bool:
-        """Whether a pass brings every sequence its next token, or a pad, behind a prompt that was read."""
-        return span.length == 1 and span.begun and self.peek is None and not self.reading
+        """Whether a pass adds one token, or a pad, to every sequence after a prompt that was read."""
+        return span.length == 1 and span.begun and self.probe is None and not self.reading
 
     def _decodes_rows(self, table: PageTable, dtype: torch.dtype, span: ForwardSpan) -> bool:
-        """Whether a pass brings every sequence, behind a prompt that was read, a few tokens that decode together."""
-        if not span.begun or self.peek is not None or self.reading or self.pending:
+        """Whether a pass adds a few tokens after the prompt of every sequence, decoded together."""
+        if not span.begun or self.probe is not None or self.reading or self.pending:
             return False
-        return self._stepper.takes_rows(table, span.length, dtype)
+        return self._decode_step.takes_rows(table, span.length, dtype)
 
     def _newest(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
     ) -> Tensor:
-        """A pass that decodes: q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
+        """Decode q (S, Hq, D), k, v (S, Hkv, D), scores (S, Hkv) -> (S, Hq, value_dim)."""
         if self.pending:
             table = self._table = self.planner.run_deferred(table, self._prompt)
-        return self._stepper.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
+        return self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos, scores)
 
     def _entry_scores(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan) -> Tensor | None:
-        """(S, Hkv, Q) float32: the scores that new tokens are written with; None where the policy has no such scores.
+        """Return the scores that new tokens are written with, (S, Hkv, Q) float32.
 
-        q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
+        None if the policy has no such scores. q: (S, Hq, Q, D), k, v: (S, Hkv, Q, D), after RoPE, which is undone.
         """
-        if not self.policy.scores_entries or self.peek is not None:
+        if not self.policy.scores_entries or self.probe is not None:
             return None
         if self._decodes(span) and not self.scores_answers:
             return None
-        gates, rope = self.policy.gates, self.attention.rope
+        gates, rotary = self.policy.gates, self.attention.rotary
         if gates is not None:
-            return gate_scores(gates, self.index, rope, q, k, v, span, self.companions.contexts)
+            return gate_scores(gates, self.index, rotary, q, k, v, span, self.sequence_state.contexts)
         heads = self.policy.entry_scores
         assert heads is not None, "the heads of a model are found before its caches are made"
-        return entry_scores(heads, self.index, rope, q, k, v, span)
+        return entry_scores(heads, self.index, rotary, q, k, v, span)
 
-    def _show(self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> PageTable:
-        """Let other layers see what this pass meets: after a plan that waits for it. Returns the table from then on."""
+    def _publish_to_readers(
+        self, shared: SharedEntries, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan
+    ) -> PageTable:
+        """Let other layers see the entries of this pass, after a plan that waits for it.
+
+        Returns the table from then on.
+        """
         if self._decodes(span):
             if self.pending:
                 table = self._table = self.planner.run_deferred(table, self._prompt)
@@ -314,8 +344,8 @@ class LayerCache(LayerStorage):
         return table
 
     def _newest_span(self, table: PageTable, n_seq: int) -> ForwardSpan:
-        """One more token of every sequence."""
-        return self.timeline.span(self.columns, 1, n_seq, None, table.pool.arrays.device)
+        """Return the span of one more token of every sequence."""
+        return self.tracker.span(self.columns, 1, n_seq, None, table.pool.arrays.device)
 
     # ------------------------------------------------------------------ prompts
 
@@ -327,36 +357,38 @@ class LayerCache(LayerStorage):
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, scores: Tensor | None
     ) -> Tensor:
         give_back_after(q.nbytes if q.is_cpu else 0)
-        if self.peek is None:
+        if self.probe is None:
             table = self._table = self._prompt.begin(table, k.dtype)
-        return self._passes.read(table, q, k, v, span, self.columns, waits=self._waits(), peek=self.peek, scores=scores)
+        return self._passes.read(
+            table, q, k, v, span, self.columns, waits=self._waits(), probe=self.probe, scores=scores
+        )
 
     # ------------------------------------------------------------------ pages
 
     def pages_for(self, n_tokens: int) -> int:
-        """Pages that the next `n_tokens` of a prompt take; 0 for a layer that has read nothing."""
+        """Return the pages that the next `n_tokens` of a prompt take; 0 before the first token."""
         table, policy = self._table, self.policy
         if table is None:
             return 0
         if policy.prefill == "chunks":  # a chunk at most is held beyond the budget
             held = int(table.lengths().min(initial=0))
-            budget = self.planner.budget(table, 0, int(self.timeline.seen[0]) + n_tokens)
+            budget = self.planner.budget(table, 0, int(self.tracker.seen[0]) + n_tokens)
             n_tokens = min(n_tokens, policy.chunk + max(budget - held, 0))
         return table.pages_for(n_tokens, policy.observes_all or policy.prefill != "once")
 
     def pages_for_step(self) -> dict[Pool, int]:
-        """Most pages that the next decoding step may take of each pool."""
-        return {} if self._table is None else self._stepper.pages(self._table)
+        """Return the most pages that the next decoding step may take of each pool."""
+        return {} if self._table is None else self._decode_step.pages(self._table)
 
     @property
     def appends(self) -> bool:
-        """Whether the next pass only adds entries behind those that it holds, or makes new pages of them."""
-        return self.reading or self._stepper.appends
+        """Whether the next pass only adds entries after the stored ones, or writes them to new pages."""
+        return self.reading or self._decode_step.appends
 
     @property
     def frames(self) -> np.ndarray | None:
-        """(n_seq,) of cache-relative positions, see `Rerotation.frames`; None: keys stay as they are."""
-        return None if self.companions.rolling is None else self.companions.rolling.frames
+        """Frames of cache-relative positions (n_seq,), see `Rerotation.frames`; None if keys stay."""
+        return None if self.sequence_state.rolling is None else self.sequence_state.rolling.frames
 
     @property
     def merges_each_step(self) -> bool:
@@ -365,15 +397,15 @@ class LayerCache(LayerStorage):
 
     @property
     def truncatable(self) -> bool:
-        """Whether the newest entries can simply be cut off: nothing ever left."""
-        follows = self.companions.focus is None or self.companions.focus.truncatable
-        return self.policy.keeps_all and not self.attention.shape.window and follows and not self.timeline.marks.dropped
+        """Whether the newest entries can simply be cut off, as nothing was ever evicted."""
+        follows = self.sequence_state.selective is None or self.sequence_state.selective.truncatable
+        return self.policy.keeps_all and not self.attention.shape.window and follows and not self.tracker.marks.dropped
 
     def reset(self) -> None:
         super().reset()
         self._opened = False
-        self._stepper.reset()
+        self._decode_step.reset()
 
     def _take_over(self, other: Self) -> None:
         self.attention.shape, self._opened = other.attention.shape, True
-        self._stepper.take_over(other._stepper)
+        self._decode_step.take_over(other._decode_step)

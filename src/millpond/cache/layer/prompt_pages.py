@@ -1,8 +1,8 @@
-"""Pages of a prompt's entries until its plan, in the dtype that the model computes in.
+"""Pages of a prompt's entries until its plan, in the dtype in which the model computes.
 
-Tokens of one pass attend to each other as the model made them. Where pages hold fewer bits, tokens of two passes would
-not, and where a prompt is cut would change the result. So a prompt that is planned at its end lies in pages of the
-model's own dtype until then.
+Tokens of one pass attend to each other as the model made them. If pages hold fewer bits, tokens of two passes would
+not, and the place at which a prompt is cut would change the result. So a prompt that is planned at its end is stored in
+pages of the model's own dtype until then.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ Plan = Callable[[PageTable, int, Entries], None]
 
 
 class PromptPages:
-    """The pools of one layer, and how tables move between them.
+    """The pools of one layer, and the moves of tables between them.
 
     Args:
-        stored: of entries that were planned. apart: of those of a prompt that was not; None: the same.
-        waits: whether a prompt that begins or continues now is planned later than in the pass that brings it.
+        stored: Function that returns the pool of entries that were planned.
+        apart: Function that returns the pool of entries that wait for a plan; None for the same.
+        waits: Function that says whether a prompt that begins or continues now is planned after its pass.
     """
 
     def __init__(self, stored: FindPool, apart: FindPool | None, waits: Callable[[], bool]) -> None:
@@ -44,15 +45,16 @@ class PromptPages:
         return self._apart if self._waits() else self._stored
 
     def pool(self, k: Tensor, v: Tensor, *, planned: bool) -> PagePool:
-        """The pool of new entries (..., key_dim) and (..., value_dim)."""
+        """Return the pool of new entries (..., key_dim) and (..., value_dim)."""
         find = self._stored if planned else self._reading
         return find(k.shape[-1], v.shape[-1], k.dtype, k.device)
 
     def begin(self, table: PageTable, dtype: torch.dtype) -> PageTable:
-        """The table that takes more tokens of a prompt: another one where this one's pages hold fewer bits.
+        """Return the table for more tokens of a prompt: another one if the pages hold fewer bits.
 
         Args:
-            dtype: that the model computes in.
+            table: Table of the layer.
+            dtype: Type in which the model computes.
 
         Raises:
             PoolFullError: no room; nothing was changed.
@@ -63,7 +65,7 @@ class PromptPages:
             return table
         into, lens = table.emptied(pool), table.lengths()
         width = int(lens.max(initial=0))
-        found = ops.read(table.regions, width)
+        entries = ops.read(table.regions, width)
         index = torch.arange(width, dtype=torch.int32, device=arrays.device).expand(table.n_regions, -1).contiguous()
         try:
             for sequence in range(table.n_seq):
@@ -71,16 +73,16 @@ class PromptPages:
         except BaseException:
             _let_go(into)
             raise
-        ops.write(into.regions, EntryRows(torch.zeros_like(table.lens), table.lens.clone(), index, *found))
+        ops.write(into.regions, EntryRows(torch.zeros_like(table.lens), table.lens.clone(), index, *entries))
         for sequence in range(table.n_seq):
             into.set_lengths(sequence, lens[sequence])
         _let_go(table)
         return into
 
     def end(self, table: PageTable, sequences: Sequence[int], plan: Plan) -> PageTable:
-        """The table after the plans of `sequences`: another one where the prompt lay in pages of its own.
+        """Return the table after the plans of `sequences`: another one if it had own pages.
 
-        There every sequence is planned, since all move.
+        In that case every sequence is planned, since all move.
 
         Raises:
             PoolFullError: no room; what was not planned stays as it was.
@@ -109,12 +111,12 @@ def _copy(source: PageTable, target: PageTable, sequence: int) -> None:
     """Let a sequence hold in `target` the plain entries that it holds in `source`."""
     rows, lens = source.rows(sequence), source.lengths()[sequence]
     width = int(lens.max(initial=0))
-    found = Entries(*ops.read(source.regions_of(rows), width))
+    entries = Entries(*ops.read(source.regions_of(rows), width))
     index = torch.arange(width, device=source.lens.device).expand(len(lens), -1)
-    write_fresh_pages(target, sequence, found, index, torch.from_numpy(lens).to(source.lens.device))
+    write_fresh_pages(target, sequence, entries, index, torch.from_numpy(lens).to(source.lens.device))
 
 
 def _let_go(table: PageTable) -> None:
-    """Give the plain pages of a table back; another one continues with what it has sealed."""
-    table.sealed = None
+    """Release the plain pages of a table whose quantized part another one takes over."""
+    table.quantized = None
     table.clear()

@@ -25,35 +25,45 @@ from millpond.policy.policy import REDUCE, Policy
 
 
 class PartialSpan(Protocol):
-    """The next `length` tokens of one sequence."""
+    """The next `length` tokens of one sequence, of which only some are computed."""
 
     @property
     def length(self) -> int:
-        """Tokens of the run."""
+        """Tokens of the span."""
         ...
 
     @property
     def rows(self) -> Tensor:
-        """(R,) int64 on the host, ascending: which of them are computed."""
+        """Indices (R,) int64 of the computed tokens, ascending, on the host."""
         ...
 
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (Hkv, length, key_dim) and values (Hkv, length, value_dim) of all tokens, keys after RoPE.
+        """Return the keys and values of all tokens, keys after RoPE.
 
-        k, v: (Hkv, R, dim), those of the computed tokens.
+        Args:
+            layer: Index of the layer.
+            k: Keys (Hkv, R, key_dim) of the computed tokens.
+            v: Values (Hkv, R, value_dim) of these.
+
+        Returns:
+            Keys (Hkv, length, key_dim) and values (Hkv, length, value_dim).
         """
         ...
 
     def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> None:
-        """See the attention of a layer: queries q (Hq, R, key_dim) over keys (Hkv, N, key_dim) at positions (Hkv, N).
+        """Observe the attention of a layer.
 
-        They come as they are stored: rotated by a Hadamard matrix where the codec does so.
+        Queries are (Hq, R, key_dim), keys (Hkv, N, key_dim) at positions (Hkv, N). They are as stored: rotated by a
+        Hadamard matrix if the codec does so.
         """
         ...
 
 
 class NewTokens(NamedTuple):
-    """New tokens of one sequence: q (Hq, Q, D), k (Hkv, Q, D), v (Hkv, Q, V) at positions (Q,), and their scores."""
+    """New tokens of one sequence, and their scores.
+
+    q is (Hq, Q, D), k (Hkv, Q, D) and v (Hkv, Q, V), at positions (Q,).
+    """
 
     q: Tensor
     k: Tensor
@@ -62,7 +72,7 @@ class NewTokens(NamedTuple):
     scores: Tensor | None  #: (Hkv, Q) float32 that are stored with the entries; None: zero
 
     def part(self, begin: int, end: int) -> NewTokens:
-        """Those of some columns."""
+        """Return the tokens of some columns."""
         q, k, v, positions, scores = self
         return NewTokens(
             q[:, begin:end],
@@ -78,26 +88,30 @@ class PromptPass:
     """The multi-token passes of one layer.
 
     Attributes:
-        policy: what is kept. The others are the layer's own parts.
+        policy: Policy of the layer.
+        attention: Attention of the layer.
+        planner: Planner of the layer.
+        sequence_state: State of the sequences.
+        decode_step: Decoding steps of the layer.
     """
 
     policy: Policy
     attention: PagedAttention
     planner: Planner
-    companions: SequenceState
-    stepper: DecodeStep
+    sequence_state: SequenceState
+    decode_step: DecodeStep
 
     def token_by_token(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, columns: int
     ) -> Tensor:
-        """A pass whose tokens are decoded one after another. Arguments and result: as for `read`."""
+        """Decode the tokens of a pass one after another; arguments and result as for `read`."""
         for sequence in np.flatnonzero(~span.decoding & (span.after > span.before)).tolist():
             self.planner.set_budget(table, sequence, self.planner.budget(table, sequence, int(span.after[sequence])))
-            if table.sealed is not None:
+            if table.quantized is not None:
                 own = span.columns(sequence)
-                table.sealed.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
+                table.quantized.collect_statistics(sequence, q[sequence, :, own], k[sequence, :, own])
         steps = [
-            self.stepper.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), columns)
+            self.decode_step.step(table, q[..., i, :], k[..., i, :], v[..., i, :], span.token(i), columns)
             for i in range(span.length)
         ]
         return torch.stack(steps, 2)
@@ -112,15 +126,24 @@ class PromptPass:
         columns: int,
         *,
         waits: bool,
-        peek: ReconstructionProbe | None,
+        probe: ReconstructionProbe | None,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """A pass of many tokens. q: (S, Hq, Q, D), k: (S, Hkv, Q, D), v: (S, Hkv, Q, V) -> (S, Hq, Q, value_dim).
+        """Read many tokens.
 
         Args:
-            columns: that the layer has seen before. waits: the plan of the prompt comes later than this pass.
-            peek: observes the pass, whose tokens are then not stored.
-            scores: (S, Hkv, Q) float32 that are stored with the new entries; None: zero.
+            table: Table of the layer.
+            q: Queries (S, Hq, Q, D).
+            k: Keys (S, Hkv, Q, D).
+            v: Values (S, Hkv, Q, V).
+            span: Positions of the pass.
+            columns: Columns that the layer has seen before.
+            waits: Whether the plan of the prompt comes later than this pass.
+            probe: Observer of the pass, whose tokens are then not stored.
+            scores: Scores (S, Hkv, Q) float32 of the new entries; None for zero.
+
+        Returns:
+            (S, Hq, Q, value_dim).
         """
         out = q.new_zeros(*q.shape[:3], self.attention.value_dim(v))
         # what has a single new token decodes, as it would outside this batch; in a prompt in chunks nothing tells
@@ -133,21 +156,22 @@ class PromptPass:
                 q_own, k_own, v_own = (t[sequence, :, own] for t in (q, k, v))
                 given = None if scores is None else scores[sequence, :, own]
                 tokens = NewTokens(q_own, k_own, v_own, positions, given)
-                out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, peek)
+                out[sequence, :, own] = self._read_one(table, sequence, tokens, waits, probe)
         return out
 
     def read_partial(
         self, table: PageTable, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, part: PartialSpan
     ) -> Tensor:
-        """Tokens of one sequence of which only some have queries: q (Hq, R, D), k (Hkv, Q, D), v (Hkv, Q, V).
+        """Read tokens of one sequence of which only some have queries.
 
-        All Q entries are stored, and their plan waits. Returns (Hq, R, value_dim).
+        q: (Hq, R, D), k: (Hkv, Q, D), v: (Hkv, Q, V) -> (Hq, R, value_dim). All Q entries are stored, and their plan
+        waits.
         """
         positions = span.positions(0)
         q_pos = positions[part.rows.to(positions.device)]
-        found = read_write.join(read_write.read(table, 0), k, v, positions)
-        part.observe(self.attention.index, q, found.keys, found.positions, self.attention.shape)
-        out = attend_scattered(q, found.keys, found.values, q_pos, found.positions, self.attention.shape)
+        entries = read_write.join(read_write.read(table, 0), k, v, positions)
+        part.observe(self.attention.index, q, entries.keys, entries.positions, self.attention.shape)
+        out = attend_scattered(q, entries.keys, entries.values, q_pos, entries.positions, self.attention.shape)
         self.planner.add_partial(table, q, q_pos, k, v, positions)
         return out
 
@@ -163,22 +187,22 @@ class PromptPass:
         out: Tensor,
         scores: Tensor | None,
     ) -> None:
-        """One decoding step of the sequences in `decoding` (S,) bool, whose only token may lie in any column."""
+        """Decode the only token, in any column, of the sequences in `decoding` (S,) bool."""
         rows = torch.arange(table.n_seq, device=q.device)
         first = torch.from_numpy(span.first_columns()).to(q.device)
         q_own, k_own, v_own = (t[rows, :, first] for t in (q, k, v))
         given = None if scores is None else scores[rows, :, first]
         positions = np.where(decoding, span.before, -1)
-        step = self.stepper.step(table, q_own, k_own, v_own, positions, columns, scores=given)
+        step = self.decode_step.step(table, q_own, k_own, v_own, positions, columns, scores=given)
         chosen = torch.from_numpy(decoding).to(q.device)
         out[rows[chosen], :, first[chosen]] = step[chosen]
 
     def _read_one(
-        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, peek: ReconstructionProbe | None
+        self, table: PageTable, sequence: int, tokens: NewTokens, waits: bool, probe: ReconstructionProbe | None
     ) -> Tensor:
-        """Many tokens of one sequence -> (Hq, Q, value_dim)."""
-        if peek is not None or self.policy.prefill != "chunks":
-            return self._read_piece(table, sequence, tokens, waits, peek)
+        """Read many tokens of one sequence -> (Hq, Q, value_dim)."""
+        if probe is not None or self.policy.prefill != "chunks":
+            return self._read_piece(table, sequence, tokens, waits, probe)
         n, seen = len(tokens.positions), int(tokens.positions[-1]) + 1
         ends = [*range(self.policy.chunk - (seen - n) % self.policy.chunk, n, self.policy.chunk), n]
         outs = []
@@ -194,29 +218,31 @@ class PromptPass:
         sequence: int,
         tokens: NewTokens,
         waits: bool,
-        peek: ReconstructionProbe | None,
+        probe: ReconstructionProbe | None,
         until: int = 0,
     ) -> Tensor:
-        """Tokens that attend to what is stored and to each other; until: see `Planner.add_chunk`."""
+        """Read tokens that attend to stored entries and to each other, see `Planner.add_chunk`."""
         q, k, v, q_pos, scores = tokens
-        if self.companions.rolling is not None:
-            q, k = self.companions.rolling.prefill(table, sequence, q, k, q_pos)
-        if table.sealed is not None and peek is None:
-            table.sealed.collect_statistics(sequence, q, k)
+        if self.sequence_state.rolling is not None:
+            q, k = self.sequence_state.rolling.prefill(table, sequence, q, k, q_pos)
+        if table.quantized is not None and probe is None:
+            table.quantized.collect_statistics(sequence, q, k)
         past = read_write.read(table, sequence)
-        columns = None if peek is not None else self.companions.columns.pop(sequence, None)
+        columns = None if probe is not None else self.sequence_state.columns.pop(sequence, None)
         if columns is not None:  # the pages are others', and so are the scores in them
             past = past._replace(scores=columns)
-        found = read_write.join(past, k, v, q_pos, scores)
-        chunk = PromptChunk(sequence, q, q_pos, found, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1))
+        entries = read_write.join(past, k, v, q_pos, scores)
+        chunk = PromptChunk(
+            sequence, q, q_pos, entries, lambda: self.planner.budget(table, sequence, int(q_pos[-1]) + 1)
+        )
         reduce = REDUCE[self.policy.reduce] if self.policy.observes_all else None
         out, lse, sums = self.attention.chunk(chunk, reduce, self.policy.decay)
-        if peek is not None:
-            met = self.attention.keys(sequence, found)
-            positions = found.positions.expand(len(met), -1)
-            peek.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, found.log_masses)
+        if probe is not None:
+            met = self.attention.keys(sequence, entries)
+            positions = entries.positions.expand(len(met), -1)
+            probe.look(sequence, q, lse, q_pos, met, positions, self.attention.shape, entries.log_masses)
         elif self.policy.keeps_all and not self.attention.shape.window:
-            read_write.keep_all(table, sequence, k, v, q_pos, found, last=not waits)
+            read_write.keep_all(table, sequence, k, v, q_pos, entries, last=not waits)
         else:
             self.planner.add_chunk(table, chunk, lse, sums, defer=waits, until=until)
         return out

@@ -1,4 +1,4 @@
-"""Entries that one layer meets in a pass, kept until its end for later layers that have no keys of their own."""
+"""Entries of one layer in a pass, kept until its end for later layers without keys of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millpond.kernels.args import AttentionShape, PrefillArgs
 
 
 class _Part(NamedTuple):
-    """A part of a pass, and what its tokens meet: per sequence the entries held before it, then the new ones."""
+    """Part of a pass, and the entries of its tokens: earlier ones per sequence, then new ones."""
 
     span: ForwardSpan
     met: list[Entries]
@@ -25,24 +25,27 @@ class _Part(NamedTuple):
 
 
 class SharedEntries:
-    """The entries of one layer that other layers read in the running pass, as they are before it evicts.
+    """Entries of one layer that other layers read in the running pass, before it evicts.
 
-    So a layer that shares keys sees what their owner sees: what was evicted in earlier passes is gone for both, and
-    what the owner evicts at the end of this pass is seen by both for the last time.
+    So a layer that shares keys sees what their owner sees: entries that were evicted in earlier passes are gone for
+    both, and both see for the last time what the owner evicts at the end of this pass.
     """
 
     def __init__(self) -> None:
         self._parts: list[_Part] = []
 
     def clear(self) -> None:
-        """A pass begins, or came to its end."""
+        """Forget the entries of a pass."""
         self._parts.clear()
 
     def collect(self, table: PageTable, k: Tensor, v: Tensor, span: ForwardSpan) -> None:
-        """Keep what the tokens of `span` meet, before the owner stores them.
+        """Keep the entries that the tokens of `span` attend to, before the owner stores them.
 
         Args:
-            k: (S, Hkv, Q, key_dim). v: (S, Hkv, Q, value_dim), as they are stored in `table`.
+            table: Table of the owner.
+            k: New keys (S, Hkv, Q, key_dim), as they are stored in `table`.
+            v: New values (S, Hkv, Q, value_dim).
+            span: Positions of the pass.
         """
         met = []
         for sequence in range(table.n_seq):
@@ -52,10 +55,11 @@ class SharedEntries:
         self._parts.append(_Part(span, met, table.basis))
 
     def attend(self, q: Tensor, shape: AttentionShape) -> Tensor:
-        """Attention of another layer's queries in the same pass.
+        """Return the attention of another layer's queries in the same pass.
 
         Args:
-            q: (S, Hq, Q, key_dim), after RoPE; of fewer tokens than the pass has, the last ones.
+            q: Queries (S, Hq, Q, key_dim), after RoPE; if they are fewer than the tokens of the pass, of its last ones.
+            shape: Scale, soft cap and window of the layer.
 
         Returns:
             (S, Hq, Q, value_dim); zero at pads.
@@ -73,18 +77,20 @@ class SharedEntries:
 
 
 def _attend(part: _Part, q: Tensor, skip: int, shape: AttentionShape) -> Tensor:
-    """Attention of the tokens of a part but for its first `skip` columns. q: (S, Hq, n, D) -> (S, Hq, n, value_dim)."""
+    """Return the attention of a part without its first `skip` columns, (S, Hq, n, value_dim)."""
     if part.basis is not None:
         q = part.basis.queries(q)
     out = q.new_zeros(*q.shape[:3], part.met[0].values.shape[-1])
-    for sequence, found in enumerate(part.met):
+    for sequence, entries in enumerate(part.met):
         columns = torch.arange(part.span.length, device=q.device)[part.span.columns(sequence)]
         asked = columns >= skip
         if not bool(asked.any()):
             continue
         here, positions = columns[asked] - skip, part.span.positions(sequence)[asked]
-        n_past = found.positions.shape[1] - len(positions)
-        past, masses = (None if t is None or not n_past else t[:, :n_past] for t in (found.positions, found.log_masses))
-        args = PrefillArgs(q[sequence, :, here], found.keys, found.values, positions, shape, past, masses)
+        n_past = entries.positions.shape[1] - len(positions)
+        past, masses = (
+            None if t is None or not n_past else t[:, :n_past] for t in (entries.positions, entries.log_masses)
+        )
+        args = PrefillArgs(q[sequence, :, here], entries.keys, entries.values, positions, shape, past, masses)
         out[sequence, :, here] = ops.prefill(args).out
     return out if part.basis is None else part.basis.values(out)

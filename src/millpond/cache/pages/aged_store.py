@@ -147,4 +147,4 @@ class AgedStore:
 
 
 #: What regions hold as codes.
-PackedPart = QuantizedStore | AgedStore
+QuantizedPart = QuantizedStore | AgedStore

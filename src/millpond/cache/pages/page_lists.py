@@ -56,15 +56,15 @@ class PageLists:
 
     def follow(self, places: PageIds) -> None:
         """Each page i that is held is page places[i] of the pool from now on."""
-        mine = self.owned_mask()
-        self.ids[mine] = places[self.ids[mine]]
+        owned = self.owned_mask()
+        self.ids[owned] = places[self.ids[owned]]
 
     def n_shared(self, written: Mask | None = None) -> int:
         """Pages, of those that will be `written` (R, n), that others hold too; None: of all."""
         if not self.may_share:
             return 0
-        mine = self.owned_mask() if written is None else self.owned_mask() & written
-        return int((self.pool.refs(self.ids[mine]) > 1).sum())
+        owned = self.owned_mask() if written is None else self.owned_mask() & written
+        return int((self.pool.refs(self.ids[owned]) > 1).sum())
 
     # ------------------------------------------------------------------ room
 
@@ -89,11 +89,11 @@ class PageLists:
 
     def drop(self, rows: Rows, chosen: Mask) -> None:
         """Free the `chosen` (n, <= columns) pages of some regions; later ones take their places."""
-        mine, gone = self.owned_mask(rows), np.zeros((len(chosen), self.ids.shape[1]), dtype=bool)
+        owned, gone = self.owned_mask(rows), np.zeros((len(chosen), self.ids.shape[1]), dtype=bool)
         gone[:, : chosen.shape[1]] = chosen
-        gone &= mine
+        gone &= owned
         self.pool.release(self.ids[rows][gone])
-        keep = mine & ~gone
+        keep = owned & ~gone
         self.ids[rows] = np.take_along_axis(self.ids[rows], np.argsort(~keep, axis=1, kind="stable"), 1)
         self.owned[rows] = keep.sum(1)
 
@@ -140,8 +140,8 @@ class PageLists:
         if not self.n_shared():
             self.may_share = False
             return False
-        mine = self.owned_mask() if written is None else self.owned_mask() & written
-        self.ids[mine] = self.pool.privatise(self.ids[mine])
+        owned = self.owned_mask() if written is None else self.owned_mask() & written
+        self.ids[owned] = self.pool.privatise(self.ids[owned])
         self.may_share = written is not None
         return True
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages import page_lists
-from millpond.cache.pages.aged_store import AgedStore, PackedPart
+from millpond.cache.pages.aged_store import AgedStore, QuantizedPart
 from millpond.cache.pages.page_lists import PageLists
 from millpond.cache.pages.pool import PageIds, PagePool
 from millpond.cache.pages.quantized_store import QuantizedStore
@@ -31,17 +31,18 @@ class PageTable:
     each (on the CPU the two are one memory), so that no step waits for a device.
 
     Attributes:
-        pages: (R, n) int32 page ids. lens: (R,) int32 entries held. caps: (R,) int32 most entries a region may hold.
+        pages: (R, n) int32 page ids. lens: (R,) int32 entries held.
+        capacities: (R,) int32 most entries a region may hold.
         regions: pages and lengths together, as the ops take them.
         recent: (R,) int32 how many newest positions are protected.
         head_rules: (R,) int64 the rule of each region, where a policy gives heads rules of their own; 0 elsewhere.
-        sealed: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
+        quantized: what regions hold as codes besides; None where nothing is. All else here speaks of the plain part.
         kept, least: of the step that follows, see `StepRegions`.
     """
 
-    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, sealed: PackedPart | None = None) -> None:
+    def __init__(self, pool: PagePool, n_seq: int, n_kv_heads: int, quantized: QuantizedPart | None = None) -> None:
         self.pool = pool
-        self.sealed = sealed
+        self.quantized = quantized
         self.kept: Tensor | None = None
         self.least: Tensor | None = None
         self.n_seq, self.n_kv_heads = n_seq, n_kv_heads
@@ -73,17 +74,17 @@ class PageTable:
     @property
     def basis(self) -> Basis | None:
         """In which both parts hold numbers; None: as the model makes them."""
-        return None if self.sealed is None else self.sealed.basis
+        return None if self.quantized is None else self.quantized.basis
 
     @property
     def packed_parts(self) -> tuple[QuantizedStore, ...]:
         """Where its codes lie, the newest first: of each tier by age; () where it has none."""
-        return () if self.sealed is None else self.sealed.parts
+        return () if self.quantized is None else self.quantized.parts
 
     @property
     def aged(self) -> AgedStore | None:
         """Its codes, where they lie in several tiers by age, which no kernel reads together."""
-        return self.sealed if isinstance(self.sealed, AgedStore) else None
+        return self.quantized if isinstance(self.quantized, AgedStore) else None
 
     @property
     def unplanned(self) -> bool:
@@ -96,11 +97,11 @@ class PageTable:
 
     def entries(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries held in both parts, on the host."""
-        return self.lengths() if self.sealed is None else self.lengths() + self.sealed.live
+        return self.lengths() if self.quantized is None else self.lengths() + self.quantized.live
 
     def budgeted(self) -> npt.NDArray[np.int32]:
         """(n_seq, n_kv_heads) entries that count against the budget, on the host: a lower tier does not."""
-        tiered = self.sealed is not None and self.sealed.codec.tiered
+        tiered = self.quantized is not None and self.quantized.codec.tiered
         return self.lengths() if tiered else self.entries()
 
     def newest_protected(self) -> npt.NDArray[np.int32]:
@@ -126,7 +127,7 @@ class PageTable:
 
     def step_regions(self, rule: DecodeRule, shape: AttentionShape, q_pos: Tensor) -> StepRegions:
         """All regions at a decoding step of tokens at q_pos (S,)."""
-        packed = None if self.sealed is None else self.sealed.regions()
+        packed = None if self.quantized is None else self.quantized.regions()
         spans = (self.kept, self.least)
         return StepRegions(self.regions, self.capacities, self.recent, q_pos, rule, shape, packed, *spans)
 
@@ -141,7 +142,7 @@ class PageTable:
         return self._lengths.host
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the content of its plain pages is elsewhere, so that nothing may read or write it."""
         return self._rows.pool is not self.pool
 
@@ -172,13 +173,13 @@ class PageTable:
     def nbytes(self) -> int:
         """Bytes of the tables themselves."""
         own = sum(t.numel() * t.element_size() for t in (self.pages, self.lens, self.capacities, self.recent))
-        return own if self.sealed is None else own + self.sealed.nbytes
+        return own if self.quantized is None else own + self.quantized.nbytes
 
     def kv_bytes(self) -> npt.NDArray[np.int64]:
         """(n_seq,) bytes of keys and values in the pages that the entries of each sequence need."""
         pages: npt.NDArray[np.int64] = (-(-self.lengths() // self.pool.slots)).sum(1).astype(np.int64)
         own = pages * self.pool.kv_bytes_per_page
-        return own if self.sealed is None else own + self.sealed.kv_bytes()
+        return own if self.quantized is None else own + self.quantized.kv_bytes()
 
     def used_bytes(self) -> npt.NDArray[np.int64]:
         """(n_seq,) of `kv_bytes`, those in slots that hold an entry."""
@@ -187,10 +188,10 @@ class PageTable:
 
     # ------------------------------------------------------------------ budgets
 
-    def set_budget(self, sequence: int, caps: Ints, recent: Ints | int) -> None:
+    def set_budget(self, sequence: int, capacities: Ints, recent: Ints | int) -> None:
         """How many entries each head of a sequence may hold, and how many of its newest ones are protected."""
         rows = self.rows(sequence)
-        self._budgets.capacities[rows] = caps
+        self._budgets.capacities[rows] = capacities
         self._budgets.recent[rows] = recent
         self._slack = 0
         self._publish(ids=False)
@@ -210,9 +211,9 @@ class PageTable:
         """(n_seq, n_kv_heads) the rule of each head, on the host."""
         return self._budgets.head_rules.reshape(self.n_seq, self.n_kv_heads).copy()
 
-    def set_budgets(self, caps: Ints) -> None:
+    def set_budgets(self, capacities: Ints) -> None:
         """How many entries each head may hold, (n_seq, n_kv_heads)."""
-        self._budgets.capacities[:] = caps.ravel()
+        self._budgets.capacities[:] = capacities.ravel()
         self._slack = 0
         self._publish(ids=False)
 
@@ -237,8 +238,8 @@ class PageTable:
         if self._slack >= n:
             return
         growing = np.full(self.n_regions, True) if grows_always else self._lengths.host < self._budgets.capacities
-        if self.sealed is not None:  # a victim among the codes leaves no plain slot for the new entry
-            growing |= self.sealed.live.ravel() > 0
+        if self.quantized is not None:  # a victim among the codes leaves no plain slot for the new entry
+            growing |= self.quantized.live.ravel() > 0
         spare = self._rows.owned * self.pool.slots - self._lengths.host
         needy = np.flatnonzero(growing & (spare < n))
         if len(needy):
@@ -273,8 +274,8 @@ class PageTable:
     def stepped(self, grows_always: bool, active: npt.NDArray[np.bool_], n: int = 1) -> None:
         """After a decoding step, or on the CPU `n` of them: follow on the host what the kernel did to the lengths."""
         self._slack -= n
-        if self.sealed is not None:
-            self.sealed.stepped(not grows_always)
+        if self.quantized is not None:
+            self.quantized.stepped(not grows_always)
             self._lengths.behind |= not grows_always and self.lens.device.type != "cpu"
         if self._lengths.behind:
             return  # which regions grew depends on where their victims lay, which the host asks for when it must
@@ -283,7 +284,7 @@ class PageTable:
             self._lengths.host[:] += grew.astype(np.int32)
 
     def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
-        """After regions of the sequences that are `due` (S,) went back to their caps from `before` (R,) entries.
+        """After regions of the sequences that are `due` (S,) went back to their capacities from `before` (R,) entries.
 
         Pages beyond them return to the pool.
         """
@@ -304,8 +305,8 @@ class PageTable:
         self._lengths.host[rows] = lens
         self._rows.cut(rows, -(-lens // self.pool.slots))
         self._slack = 0
-        if self.sealed is not None:
-            self.sealed.steps_until_check = 0
+        if self.quantized is not None:
+            self.quantized.steps_until_check = 0
         self._publish(ids=False)
 
     def drop_first(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
@@ -359,8 +360,8 @@ class PageTable:
         self._lengths.select(regions)
         self._budgets = self._budgets.select(regions)
         self.n_seq = len(sequences)
-        if self.sealed is not None:
-            self.sealed.select(sequences)
+        if self.quantized is not None:
+            self.quantized.select(sequences)
         self._slack = 0
         self._publish()
 
@@ -371,7 +372,7 @@ class PageTable:
         self._lengths.join(other._lengths)
         self._budgets = self._budgets.join(other._budgets)
         self.n_seq += other.n_seq
-        if self.sealed is not None and other.sealed is not None:
+        if self.quantized is not None and other.quantized is not None:
             for part, theirs in zip(self.packed_parts, other.packed_parts, strict=True):
                 part.join(theirs)
         self._slack = 0
@@ -380,7 +381,9 @@ class PageTable:
 
     def fork(self) -> PageTable:
         """Another table of the same entries: pages are shared until one of the two writes."""
-        other = PageTable(self.pool, self.n_seq, self.n_kv_heads, None if self.sealed is None else self.sealed.fork())
+        other = PageTable(
+            self.pool, self.n_seq, self.n_kv_heads, None if self.quantized is None else self.quantized.fork()
+        )
         other._rows = self._rows.fork()
         other._lengths, other._budgets = self._lengths.copy(), self._budgets.copy()
         other._publish()
@@ -396,8 +399,8 @@ class PageTable:
         Raises:
             PoolFullError: no room for the copies; nothing was changed.
         """
-        if whole and self.sealed is not None:
-            self.sealed.copy_on_write()
+        if whole and self.quantized is not None:
+            self.quantized.copy_on_write()
         if self._rows.may_share:
             written = page_lists.written(self._rows, self._lengths.host, whole)
             if self._rows.copy_on_write(written):
@@ -416,7 +419,7 @@ class PageTable:
 
     def emptied(self, pool: PagePool) -> PageTable:
         """A table of the same sequences, budgets and codes over another pool, without plain entries."""
-        other = PageTable(pool, self.n_seq, self.n_kv_heads, self.sealed)
+        other = PageTable(pool, self.n_seq, self.n_kv_heads, self.quantized)
         other._budgets = self._budgets.copy()
         other._publish()
         return other
@@ -433,8 +436,8 @@ class PageTable:
 
     def clear(self) -> None:
         """Give every page back."""
-        if self.sealed is not None:
-            self.sealed.clear()
+        if self.quantized is not None:
+            self.quantized.clear()
         self._rows.clear()
         self._lengths.host[:] = 0
         self._slack = 0

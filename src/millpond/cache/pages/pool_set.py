@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from millpond.cache.pages.aged_store import AgedStore, PackedPart
+from millpond.cache.pages.aged_store import AgedStore, QuantizedPart
 from millpond.cache.pages.channel_statistics import kept_dim
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import PagePool, QuantizedPool
@@ -57,9 +57,9 @@ class PoolSet:
         return self._dtype if self.codec is None else self.codec.name
 
     @property
-    def sealing(self) -> Callable[..., PackedPart] | None:
-        """`sealed` where entries become codes."""
-        return None if self.codec is None else self.sealed
+    def make_quantized(self) -> Callable[..., QuantizedPart] | None:
+        """`quantized` where entries become codes."""
+        return None if self.codec is None else self.quantized
 
     @property
     def limited(self) -> bool:
@@ -100,9 +100,9 @@ class PoolSet:
             )
         return self._plain[key]
 
-    def sealed(
+    def quantized(
         self, layer: int, n_seq: int, n_kv_heads: int, key_dim: int, value_dim: int, device: torch.device
-    ) -> PackedPart:
+    ) -> QuantizedPart:
         """The packed part of the table of one layer; of a codec with several tiers by age an `AgedStore`.
 
         Raises:

@@ -1,7 +1,7 @@
 """The quantized part of a table's regions: entries as codes, in pages of a pool of their own.
 
-What is sealed is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in its
-slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
+A quantized entry is never encoded again while its page lives. An entry that leaves becomes a tombstone, position -1 in
+its slot; a page whose slots are all dead goes back to the pool. See docs/explanation/packed-pages.md.
 """
 
 from __future__ import annotations
@@ -194,20 +194,20 @@ class QuantizedStore:
     # ------------------------------------------------------------------ writing
 
     def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
-        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are sealed."""
+        """Learn from the tokens of a prompt, q (Hq, Q, D) and k (Hkv, Q, D), until its first entries are quantized."""
         self._keys.collect(sequence, q, k)
 
-    def write(self, sequence: int, count: Tensor, index: Tensor, found: PaddedEntries) -> None:
-        """Seal rows index (H, width) of `found`, count (H,) of each head, behind what is sealed.
+    def write(self, sequence: int, count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
+        """Quantize rows index (H, width) of `entries`, count (H,) of each head, behind what is quantized.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
             NumericsError: a number that the format cannot hold.
         """
-        self.write_all(np.array([sequence]), count, index.int().contiguous(), found)
+        self.write_all(np.array([sequence]), count, index.int().contiguous(), entries)
 
-    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, found: PaddedEntries) -> None:
-        """The same of several sequences: count (n,), index (n, width) int32 and `found` of their regions, in order."""
+    def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
+        """Quantize entries of several sequences: count (n,), index (n, width) int32 of their regions."""
         more = count.cpu().numpy().astype(np.int32)
         if not more.any():
             return
@@ -217,9 +217,9 @@ class QuantizedStore:
         rows = (sequences[:, None] * self.n_kv_heads + np.arange(self.n_kv_heads)).ravel()
         self._reserve(rows, self.lens[rows] + more)
         if self._rope is not None:
-            self._rope.reach(int(found.positions.max()) + 1)
+            self._rope.reach(int(entries.positions.max()) + 1)
         start = self._there(self.lens[rows])
-        ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *found))
+        ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *entries))
         self.lens[rows] += more
         self._changed()
 

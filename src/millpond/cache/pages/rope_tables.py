@@ -17,8 +17,8 @@ FIRST = 1024
 class GrowingRope:
     """The tables of one rotation of keys of `dim` channels on a device, shared by all layers there that turn alike."""
 
-    def __init__(self, rotation: RotaryEmbedding, dim: int, device: torch.device) -> None:
-        self._rotation, self._dim, self._device = rotation, dim, device
+    def __init__(self, rotary: RotaryEmbedding, dim: int, device: torch.device) -> None:
+        self._rotary, self._dim, self._device = rotary, dim, device
         self.tables = Rope.of(self._turn, dim, FIRST, device)
 
     def reach(self, positions: int) -> None:
@@ -28,7 +28,7 @@ class GrowingRope:
 
     @torch.inference_mode(False)
     def _turn(self, keys: Tensor, positions: Tensor) -> Tensor:
-        return self._rotation.rotate(keys, positions)
+        return self._rotary.rotate(keys, positions)
 
 
 class RopeTables:
@@ -44,10 +44,10 @@ class RopeTables:
 
     def of(self, layer: int, key_dim: int, device: torch.device) -> GrowingRope | None:
         """The tables of one layer on its device; None where keys are not turned."""
-        rotation = self._rotations[layer]
-        if rotation is None:
+        rotary = self._rotations[layer]
+        if rotary is None:
             return None
-        key = (id(rotation), key_dim, device)
+        key = (id(rotary), key_dim, device)
         if key not in self._made:
-            self._made[key] = GrowingRope(rotation, key_dim, device)
+            self._made[key] = GrowingRope(rotary, key_dim, device)
         return self._made[key]

@@ -1,4 +1,4 @@
-"""Reallocation of a layer's budget between heads in a decoding step, with their pages resized."""
+"""Reallocation of a layer's budget between heads in a decoding step; their pages are resized."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from millpond.policy.head_allocation import HeadAllocation, lowest_scored
 
 @dataclass(frozen=True, slots=True)
 class HeadCompetition:
-    """The sequences of one layer whose heads compete in this step.
+    """Sequences of one layer whose heads compete in this step.
 
-    In such a step the kernel evicts nothing. Then as many entries leave as came in, the lowest of all heads
-    together, and what each head holds is what it may hold from now on. Whether a step is one depends on the
+    In such a step the kernel evicts nothing. Then as many entries are evicted as were added, the lowest of all heads
+    together, and the entries that a head then holds are its capacity from now on. Whether a step is one depends on the
     sequence's own position alone, so that the batch changes nothing.
     """
 
@@ -32,7 +32,10 @@ class HeadCompetition:
 
     @classmethod
     def of(cls, table: PageTable, heads: HeadAllocation, positions: np.ndarray) -> HeadCompetition | None:
-        """The competing sequences for new tokens at `positions` (S,), -1 for none; None without any."""
+        """Return the competing sequences for new tokens at `positions` (S,); None without any.
+
+        A position is -1 for no token.
+        """
         if not heads.every or table.n_kv_heads == 1:
             return None
         due = (positions >= 0) & ((positions + 1) % heads.every == 0)
@@ -42,7 +45,7 @@ class HeadCompetition:
         return cls(table, heads, np.flatnonzero(due)) if due.any() else None
 
     def make_room(self, grows_always: bool) -> None:
-        """Before the step: a page for every region that may grow, those that compete included.
+        """Before the step, reserve a page for every region that may grow, or that competes.
 
         Raises:
             PoolFullError: the pool is full; nothing was changed.
@@ -58,10 +61,13 @@ class HeadCompetition:
             raise
 
     def compete(self, rule: DecodeRule, q_pos: Tensor, window: int, kept: KeptSpans) -> None:
-        """After the step: the lowest entries of all heads leave.
+        """After the step, evict the lowest entries of all heads.
 
         Args:
-            q_pos: (S,) positions of the new tokens. kept: of the sequences; their entries take no part.
+            rule: Decode rule that orders entries.
+            q_pos: Positions (S,) of the new tokens.
+            window: Window of the layer; 0 for none.
+            kept: Kept spans of the sequences, whose entries take no part.
         """
         table, n_heads = self.table, self.table.n_kv_heads
         rows = np.concatenate([np.arange(table.n_regions)[table.rows(s)] for s in self.sequences.tolist()])
@@ -81,8 +87,8 @@ class HeadCompetition:
             pinned = pinned | best_of_spans(value, valid, whole, positions, least)
         if aside is not None:
             pinned &= ~aside
-        caps = table.budgets()
-        budget = torch.from_numpy(caps[self.sequences].sum(1) // n_heads - 1).to(value.device)
+        capacities = table.budgets()
+        budget = torch.from_numpy(capacities[self.sequences].sum(1) // n_heads - 1).to(value.device)
         budget = budget.repeat_interleave(n_heads)
         if aside is None:
             free, floor = valid & ~pinned, self.heads.floor(pinned.sum(1), budget)
@@ -96,13 +102,16 @@ class HeadCompetition:
             value.view(by_head), positions.view(by_head), free.view(by_head), spare.view(by_head[:2]), n_heads
         ).flatten(0, 1)
         lengths = slots.evict(leave).reshape(by_head[:2])
-        caps[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
+        capacities[self.sequences] = (valid & ~leave).sum(1).view(by_head[:2]).cpu().numpy().astype(np.int32)
         for sequence, lens in zip(self.sequences.tolist(), lengths, strict=True):
             table.set_lengths(sequence, lens)
-        table.set_budgets(caps)
+        table.set_budgets(capacities)
 
     def _aside(self, positions: Tensor, kept: KeptSpans, sinks: int) -> Tensor | None:
-        """(n, N) bool: which positions (n, N) of the competing sequences are kept, sinks left out; None: none is."""
+        """Return which positions (n, N) of the competing sequences are kept, sinks left out.
+
+        None if none is.
+        """
         spans = kept.tensor(positions.device)
         if spans is None:
             return None

@@ -33,23 +33,26 @@ from millpond.policy.view import View, columns_of
 
 
 class StepMerger:
-    """Carries out the `StepMergePlan` of one layer.
+    """Execution of the `StepMergePlan` of one layer.
 
     Attributes:
-        looks_back: whether the last queries must be kept.
+        looks_back: Whether the last queries must be kept.
     """
 
     def __init__(
-        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, companions: SequenceState
+        self, plan: StepMergePlan, reduce: Reduce, attention: PagedAttention, sequence_state: SequenceState
     ) -> None:
         self.looks_back = plan.looks_back
         self._plan = plan
         self._reduce = reduce
         self._attention = attention
-        self._companions = companions
+        self._sequence_state = sequence_state
 
     def merge(self, table: PageTable, q_pos: Tensor, due: np.ndarray) -> None:
-        """Bring the sequences that are `due` (S,) bool back to their budgets. q_pos (S,): of their newest tokens."""
+        """Bring the sequences that are `due` (S,) bool back to their budgets.
+
+        q_pos (S,): positions of their newest tokens.
+        """
         table.copy_on_write(whole=True)
         if not due.all():
             q_pos = torch.where(torch.from_numpy(due).to(q_pos.device), q_pos, -1)
@@ -60,23 +63,23 @@ class StepMerger:
         table.merged(due, before)
         if self._plan.rule.moves:
             for sequence in np.flatnonzero(due).tolist():
-                self._companions.memories[sequence] = memory[sequence]
+                self._sequence_state.memories[sequence] = memory[sequence]
 
     def _memory(self, table: PageTable) -> Tensor:
-        """(S,) float64: what the last merge of each sequence left, NaN for nothing."""
+        """Return what the last merge of each sequence left, (S,) float64; NaN for nothing."""
         memory = torch.full((table.n_seq,), torch.nan, dtype=torch.float64, device=table.lens.device)
-        for sequence, before in self._companions.memories.items():
+        for sequence, before in self._sequence_state.memories.items():
             memory[sequence] = before
         return memory
 
     def _local(self, table: PageTable, due: np.ndarray) -> Tensor:
-        """(R, n) float32, by slot: the attention of the last queries of each sequence that is due."""
+        """Return the attention of the last queries of each due sequence, by slot, (R, n) float32."""
         width = int(table.lengths().max(initial=0))
         local = torch.zeros(table.n_regions, width, device=table.lens.device)
         for sequence in np.flatnonzero(due).tolist():
-            found = read_write.read(table, sequence)
-            q, at = self._companions.queries.last(sequence)
-            signal = self._attention.look_back(sequence, q, at, found, self._reduce)
+            entries = read_write.read(table, sequence)
+            q, at = self._sequence_state.queries.last(sequence)
+            signal = self._attention.look_back(sequence, q, at, entries, self._reduce)
             local[table.rows(sequence), : signal.shape[1]] = signal
         return local
 
@@ -85,42 +88,46 @@ T = TypeVar("T")
 
 
 class Planner:
-    """The plans of one layer's sequences: what they need is gathered, what they leave is kept for the next.
+    """Plans of one layer's sequences: their inputs, and their state for the next plan.
 
     Args:
-        entries, timeline: see `LayerCache`.
+        policy: Policy of the layer.
+        entries: Budget in entries per KV head, see `LayerCache`.
+        tracker: Positions of the sequences.
+        attention: Attention of the layer.
+        sequence_state: State of the sequences.
 
     Attributes:
-        views: what the policy sees.
+        views: Views that the policy receives.
     """
 
     def __init__(
         self,
         policy: Policy,
         entries: Callable[[PageTable, int, int], int],
-        timeline: PositionTracker,
+        tracker: PositionTracker,
         attention: PagedAttention,
-        companions: SequenceState,
+        sequence_state: SequenceState,
     ) -> None:
-        self.views = ViewBuilder(policy, timeline, attention, companions)
+        self.views = ViewBuilder(policy, tracker, attention, sequence_state)
         self._policy = policy
         self._entries = entries
         self._attention = attention
-        self._companions = companions
-        self._timeline = timeline
+        self._sequence_state = sequence_state
+        self._tracker = tracker
         slots = slot_plan(policy, attention.index)
-        self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, companions)
+        self._merger = None if slots is None else StepMerger(slots, REDUCE[policy.reduce], attention, sequence_state)
 
     # ------------------------------------------------------------------ budgets
 
     def budget(self, table: PageTable, sequence: int, seen: int) -> int:
-        """Entries per KV head that a sequence of `seen` tokens may keep."""
+        """Return the entries per KV head that a sequence of `seen` tokens may keep."""
         budget, window = self._entries(table, sequence, seen), self._attention.shape.window
         return min(budget, window) if window else budget
 
-    def set_budget(self, table: PageTable, sequence: int, budget: int, caps: Tensor | None = None) -> None:
-        """Hold a sequence to `budget` entries per KV head from now on, or to `caps` (H,) of each."""
-        numbers = np.full(table.n_kv_heads, budget) if caps is None else caps.cpu().numpy()
+    def set_budget(self, table: PageTable, sequence: int, budget: int, capacities: Tensor | None = None) -> None:
+        """Limit a sequence to `budget` entries per KV head from now on, or to `capacities` (H,)."""
+        numbers = np.full(table.n_kv_heads, budget) if capacities is None else capacities.cpu().numpy()
         if self._attention.shape.window:
             numbers = np.minimum(numbers, self._attention.shape.window)
         n_kept = self._n_kept(sequence)
@@ -129,11 +136,14 @@ class Planner:
         table.set_budget(sequence, numbers.astype(np.int32), newest.astype(np.int32))
 
     def _n_kept(self, sequence: int) -> int:
-        """Positions of kept spans, those that no query of a sliding window will see, and sinks, left out."""
+        """Return the positions of kept spans, without sinks.
+
+        Positions that no query of a sliding window will see are left out.
+        """
         window, first = self._attention.shape.window, self._policy.protect.sinks
-        if window and sequence < self._timeline.n_seq:
-            first = max(first, int(self._timeline.seen[sequence]) - window + 1)
-        return self._timeline.marks.kept.count(sequence, first)
+        if window and sequence < self._tracker.n_seq:
+            first = max(first, int(self._tracker.seen[sequence]) - window + 1)
+        return self._tracker.marks.kept.count(sequence, first)
 
     def _nothing_to_choose(self, table: PageTable, sequence: int, seen: int) -> bool:
         """Whether all is kept, or the budget holds all that a sliding window shows."""
@@ -141,18 +151,19 @@ class Planner:
         return self._policy.keeps_all or (bool(window) and self._entries(table, sequence, seen) >= window)
 
     def least(self, table: PageTable, positions: np.ndarray, device: torch.device) -> Tensor | None:
-        """Entries of spans that a decoding step at positions (S,) keeps, see `FairShares.least`."""
-        fair, window = self._timeline.marks.shares, self._attention.shape.window
+        """Return the entries of spans that a decoding step at positions (S,) keeps.
+
+        See `FairShares.least`.
+        """
+        fair, window = self._tracker.marks.shares, self._attention.shape.window
         if not fair:
             return None
-        caps, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
-        budgets = caps.sum(1) // table.n_kv_heads
+        capacities, recent = table.budgets().astype(np.int64), table.newest_protected().astype(np.int64)
+        budgets = capacities.sum(1) // table.n_kv_heads
         # heads of which each has a protection of its own: the least that one of them leaves
-        free = (caps - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
+        free = (capacities - recent).min(1) if self._policy.makes_room else budgets - recent.min(1)
         sinks = self._policy.protect.sinks
-        aside = self._timeline.marks.kept.counts(
-            np.maximum(self._timeline.seen - window + 1, sinks) if window else sinks
-        )
+        aside = self._tracker.marks.kept.counts(np.maximum(self._tracker.seen - window + 1, sinks) if window else sinks)
         return fair.least(positions + 1, budgets, free - sinks - aside, window, device)
 
     # ------------------------------------------------------------------ what comes before a plan
@@ -167,58 +178,73 @@ class Planner:
         defer: bool = False,
         until: int = 0,
     ) -> None:
-        """Plan with the tokens of one pass, or `defer` the plan to `run_deferred` and hold all of them until then.
+        """Plan with the tokens of one pass, or hold all and `defer` the plan to `run_deferred`.
 
         Args:
-            until: tokens of the text that are known to follow, these included, where a chunk of it ends: entries beyond
-                their budget leave, and the plan of the whole is still to come. 0: no chunk ends.
-            lse: (Hq, Q) float32, the log-sum-exp of their attention. sums: (H, N) float32, its column sums, if made.
+            table: Table of the layer.
+            chunk: Tokens of the pass, and the entries that they attend to.
+            lse: Log-sum-exp (Hq, Q) float32 of their attention.
+            sums: Column sums (H, N) float32 of their attention, if made.
+            defer: Whether the plan is deferred.
+            until: Tokens of the text that are known to follow, these included, if a chunk of it ends: entries beyond
+                their budget are evicted, and the plan of the whole is still to come. 0 if no chunk ends.
         """
-        sequence, q, q_pos, found, _ = chunk
-        self._companions.queries.remember(sequence, q, q_pos, self._attention.rope)
-        if self._companions.headwise is not None:
-            self._companions.headwise.remember(sequence, q, lse, q_pos)
+        sequence, q, q_pos, entries, _ = chunk
+        self._sequence_state.queries.remember(sequence, q, q_pos, self._attention.rotary)
+        if self._sequence_state.head_rules is not None:
+            self._sequence_state.head_rules.remember(sequence, q, lse, q_pos)
         if sums is not None:
-            found = found._replace(scores=found.scores * self._policy.decay ** len(q_pos) + sums)
+            entries = entries._replace(scores=entries.scores * self._policy.decay ** len(q_pos) + sums)
         seen = int(q_pos[-1]) + 1
-        if sequence not in self._companions.pending:
-            self._companions.turns[sequence] = int(q_pos[0])
+        if sequence not in self._sequence_state.pending:
+            self._sequence_state.turns[sequence] = int(q_pos[0])
         if until:
-            self._companions.pending[sequence] = seen
-            self.plan(table, sequence, found, seen, self.budget(table, sequence, until), between=True)
+            self._sequence_state.pending[sequence] = seen
+            self.plan(table, sequence, entries, seen, self.budget(table, sequence, until), between=True)
         elif defer:
-            self._companions.pending[sequence] = seen
+            self._sequence_state.pending[sequence] = seen
             if sums is None:  # nothing but the new entries changes
-                keys, values, scores = (t[:, -len(q_pos) :] for t in (found.keys, found.values, found.scores))
+                keys, values, scores = (t[:, -len(q_pos) :] for t in (entries.keys, entries.values, entries.scores))
                 read_write.append(table, sequence, keys, values, q_pos, scores)
             else:
-                read_write.replace(table, sequence, found, found.positions >= 0, last=False)
+                read_write.replace(table, sequence, entries, entries.positions >= 0, last=False)
         else:
-            self._companions.pending.pop(sequence, None)  # what waited, of a prompt that was broken off, is found too
-            self.plan(table, sequence, found, seen)
+            self._sequence_state.pending.pop(
+                sequence, None
+            )  # what waited, of a prompt that was broken off, is found too
+            self.plan(table, sequence, entries, seen)
 
     def add_partial(self, table: PageTable, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Hold all tokens of a pass of the only sequence until `run_deferred`, though only some have queries.
+        """Hold all tokens of a pass of the only sequence, of which some have queries.
+
+        They wait for `run_deferred`.
 
         Args:
-            q: (Hq, R, key_dim) at q_pos (R,). k: (Hkv, Q, key_dim), v: (Hkv, Q, value_dim) at positions (Q,).
+            table: Table of the layer.
+            q: Queries (Hq, R, key_dim).
+            q_pos: Positions (R,) of the queries.
+            k: Keys (Hkv, Q, key_dim).
+            v: Values (Hkv, Q, value_dim).
+            positions: Positions (Q,) of keys and values.
         """
         if len(q_pos):
-            self._companions.queries.remember(0, q, q_pos, self._attention.rope)
+            self._sequence_state.queries.remember(0, q, q_pos, self._attention.rotary)
         if not self._policy.keeps_all or self._attention.shape.window:
-            if 0 not in self._companions.pending:
-                self._companions.turns[0] = int(positions[0])
-            self._companions.pending[0] = int(positions[-1]) + 1
+            if 0 not in self._sequence_state.pending:
+                self._sequence_state.turns[0] = int(positions[0])
+            self._sequence_state.pending[0] = int(positions[-1]) + 1
         read_write.append(table, 0, k, v, positions)
 
-    def run_deferred(self, table: PageTable, pages: PromptPages, found: ReconstructionProbe | None = None) -> PageTable:
-        """Plan what waits for the end of the prompt; scores rise to what was `found`.
+    def run_deferred(
+        self, table: PageTable, pages: PromptPages, reconstruction: ReconstructionProbe | None = None
+    ) -> PageTable:
+        """Run plans that wait for the end of the prompt; scores rise to those of `reconstruction`.
 
         Returns:
             The table that holds it from now on.
         """
-        pending = self._companions.pending
-        if pending and found is None and self._policy.needs.prompt_repeat is not None:
+        pending = self._sequence_state.pending
+        if pending and reconstruction is None and self._policy.needs.prompt_repeat is not None:
             raise OptionError(
                 "drafts follow a prompt before it could be repeated, as in assisted generation; use another method "
                 "with it"
@@ -228,8 +254,8 @@ class Planner:
             seen = pending.get(sequence)
             if seen is None:
                 return read_write.replace(into, sequence, entries, entries.positions >= 0)
-            if found is not None:
-                entries = _raised(entries, sequence, found)
+            if reconstruction is not None:
+                entries = _raised(entries, sequence, reconstruction)
             self.plan(into, sequence, entries, seen)
 
         into = pages.end(table, sorted(pending), plan)
@@ -237,32 +263,35 @@ class Planner:
         return into
 
     def stepped(self, table: PageTable, q: Tensor, q_pos: Tensor, positions: np.ndarray) -> None:
-        """After a step, evict or merge what the decode kernel could not: sequences go back to the budget of their plan.
+        """After a step, evict or merge what the decode kernel could not, down to the budget.
 
         `plan_every` entries may gather beyond it first. q: (S, Hq, key_dim) at q_pos (S,); `positions` (S,): the same
-        on the host, -1 where a sequence had no token.
+        on the host, -1 for a sequence without a token.
         """
         active = positions >= 0
         merger = None if self._attention.shape.window else self._merger  # it knows nothing of what a window hides
         if merger.looks_back if merger is not None else self._policy.window > 0 or self._policy.sums_queries:
             for s in np.flatnonzero(active).tolist():
-                self._companions.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rope)
-        caps = table.budgets().astype(np.int64)
-        due = active & (table.budgeted() - caps >= self._together(table)).any(1)
+                self._sequence_state.queries.remember(s, q[s, :, None], q_pos[s : s + 1], self._attention.rotary)
+        capacities = table.budgets().astype(np.int64)
+        due = active & (table.budgeted() - capacities >= self._together(table)).any(1)
         if merger is not None:
-            marks = self._timeline.marks
+            marks = self._tracker.marks
             apart = due & (marks.kept.marked(table.n_seq) | marks.shares.marked(table.n_seq))
             if (due & ~apart).any():
                 merger.merge(table, q_pos, due & ~apart)
             due = apart  # the kernel knows nothing of spans
         for s in np.flatnonzero(due).tolist():
-            budget = self._companions.ceilings.get(s, int(caps[s].sum()) // table.n_kv_heads)
+            budget = self._sequence_state.ceilings.get(s, int(capacities[s].sum()) // table.n_kv_heads)
             self.plan(table, s, read_write.read(table, s), int(positions[s]) + 1, budget)
 
     def _together(self, table: PageTable) -> int:
-        """How many entries beyond the budget a plan while decoding waits for: a page of them where it demotes."""
-        sealed = table.sealed
-        return self._policy.plan_every if sealed is None or not sealed.codec.tiered else sealed.slots
+        """Return how many entries beyond the budget a plan while decoding waits for.
+
+        For policies that demote it is a page of them.
+        """
+        quantized = table.quantized
+        return self._policy.plan_every if quantized is None or not quantized.codec.tiered else quantized.slots
 
     # ------------------------------------------------------------------ plan and apply
 
@@ -270,7 +299,7 @@ class Planner:
         self,
         table: PageTable,
         sequence: int,
-        found: Entries,
+        entries: Entries,
         seen: int,
         budget: int | None = None,
         *,
@@ -278,81 +307,91 @@ class Planner:
     ) -> None:
         """Evict what the plan of one sequence does not keep; `budget` None: that of `seen` tokens.
 
-        between: more of the prompt follows, so nothing is quantized yet.
+        Args:
+            table: Table of the layer.
+            sequence: Sequence in the table.
+            entries: Stored and new entries of the sequence.
+            seen: Tokens of the sequence that were read.
+            budget: Entries per KV head; None for the budget of `seen` tokens.
+            between: Whether more of the prompt follows, so that nothing is quantized yet.
         """
-        alive = found.positions >= 0
+        alive = entries.positions >= 0
         window = self._attention.shape.window
         if window:  # what no later query can see
-            alive &= seen - found.positions < window
+            alive &= seen - entries.positions < window
         plan: EvictionPlan | None = None
         known = budget is not None and self._policy.needs_all_layers  # only the first plan asks what the prompt decided
         visible = min(seen, window) if window else seen
-        visible -= self._timeline.marks.dropped.count(sequence, seen - visible)
+        visible -= self._tracker.marks.dropped.count(sequence, seen - visible)
         once, bounded = self._policy.once, self._policy.bounded
         most = self.budget(table, sequence, seen) if once and bounded else UNBOUNDED
         counts = alive.sum(1)
         done = once and bool((counts < visible).any()) and int(counts.sum()) <= most * len(counts)
         if done or (not known and self._nothing_to_choose(table, sequence, seen)):
-            read_write.replace(table, sequence, found, alive, last=not between)
+            read_write.replace(table, sequence, entries, alive, last=not between)
             self.set_budget(table, sequence, most, with_rest(counts, most) if most < UNBOUNDED else None)
         else:
             budget = self.budget(table, sequence, seen) if budget is None else budget
-            plan = self._choose(table, sequence, found, alive, seen, budget, between)
+            plan = self._choose(table, sequence, entries, alive, seen, budget, between)
             if self._policy.gates is not None:
-                self._companions.ceilings[sequence] = budget
+                self._sequence_state.ceilings[sequence] = budget
             self.set_budget(table, sequence, budget, None if plan is None else plan.caps)
-        if self._companions.headwise is not None:
+        if self._sequence_state.head_rules is not None:
             assert plan is None or isinstance(plan, NestedPlan)
-            self._companions.headwise.settle(table, sequence, plan)
+            self._sequence_state.head_rules.apply_plan(table, sequence, plan)
 
     def _choose(
-        self, table: PageTable, sequence: int, found: Entries, alive: Tensor, seen: int, budget: int, between: bool
+        self, table: PageTable, sequence: int, entries: Entries, alive: Tensor, seen: int, budget: int, between: bool
     ) -> EvictionPlan | None:
-        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps; None: it is not needed.
+        """Ask the policy about the candidates that are `alive` (H, N), and hold what it keeps.
+
+        None if it was not needed.
 
         Raises:
             BudgetError: kept spans leave less of the budget than the policy protects.
         """
-        found = self.views.signal(sequence, found)
-        aside, n_kept = self._kept_aside(sequence, found.positions, alive, seen, budget)
+        entries = self.views.signal(sequence, entries)
+        aside, n_kept = self._kept_aside(sequence, entries.positions, alive, seen, budget)
         if aside is not None:
             alive = alive & ~aside
             if not bool(alive.any()):
-                read_write.replace(table, sequence, found, aside, last=not between)
+                read_write.replace(table, sequence, entries, aside, last=not between)
                 return None
-        if table.sealed is not None and table.sealed.codec.tiered:
+        if table.quantized is not None and table.quantized.codec.tiered:
             alive = alive.clone()
-            alive[:, : found.n_sealed] = False  # what was demoted once is chosen no more
-        positions = torch.where(alive, found.positions, -1)
+            alive[:, : entries.n_quantized] = False  # what was demoted once is chosen no more
+        positions = torch.where(alive, entries.positions, -1)
         order = by_position(positions)
-        view = self.views.of(table, sequence, found, positions, order, seen)
-        if self._timeline.marks.shares:
+        view = self.views.of(table, sequence, entries, positions, order, seen)
+        if self._tracker.marks.shares:
             window = self._attention.shape.window
             visible = min(seen, window) if window else seen
-            fair = self._timeline.marks.shares.view(sequence, seen, visible, budget, aside, found.positions)
+            fair = self._tracker.marks.shares.view(sequence, seen, visible, budget, aside, entries.positions)
             view = replace(view, fair=fair)
         plan = self._policy.plan(view, budget - n_kept, between=between)
         if plan.standing is not None:
-            found = found._replace(scores=torch.zeros_like(found.scores).scatter_(1, order, plan.standing))
+            entries = entries._replace(scores=torch.zeros_like(entries.scores).scatter_(1, order, plan.standing))
         if plan.merged is None:
             keep = torch.zeros_like(alive).scatter_(1, order, plan.keep)
             keep = keep if aside is None else keep | aside
-            read_write.replace(table, sequence, found, keep, last=not between)
+            read_write.replace(table, sequence, entries, keep, last=not between)
         else:
-            self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep, found, aside)
+            self._hold_merged(table, sequence, plan.merged, view.positions, plan.keep, entries, aside)
         return replace(plan, caps=(plan.caps + n_kept).clamp(max=UNBOUNDED)) if n_kept else plan
 
     def _kept_aside(
         self, sequence: int, positions: Tensor, alive: Tensor, seen: int, budget: int
     ) -> tuple[Tensor | None, int]:
-        """(H, N) bool: which candidates stay whatever the policy says, which plans without them; and how many entries
-        of the `budget` of each head are for such, read or not. None where the sequence keeps none.
+        """Return candidates that stay in any plan, (H, N) bool, and their share of the budget.
+
+        The policy plans without them. The share counts the entries of the `budget` of each head that are for such,
+        read or not. None if the sequence keeps none.
 
         Raises:
             BudgetError: they leave less of the budget than the policy protects.
         """
         n_kept = self._n_kept(sequence)
-        aside = self._timeline.marks.kept.mask(sequence, positions, self._policy.protect.sinks) if n_kept else None
+        aside = self._tracker.marks.kept.mask(sequence, positions, self._policy.protect.sinks) if n_kept else None
         if aside is None:
             return None, 0
         least = self._policy.protect.minimum()
@@ -370,37 +409,41 @@ class Planner:
         before: Entries,
         aside: Tensor | None,
     ) -> None:
-        """Hold what a plan has merged, in fresh pages, and the entries (H, N) `aside` as they were `before`."""
+        """Hold merged entries in fresh pages, and entries `aside` (H, N) as they were `before`."""
         masses = merged.log_masses if self._policy.mass_bias else None
         keys, values, basis = merged.keys, merged.values, table.basis
         if basis is not None:
             keys, values = basis.keys(keys), basis.values(values)
-        found = Entries(keys, values, positions, merged.scores, masses)
+        entries = Entries(keys, values, positions, merged.scores, masses)
         if aside is not None:
-            found, kept = _behind(found, before, aside)
+            entries, kept = _behind(entries, before, aside)
             keep = torch.cat([keep, kept], 1)
-        read_write.replace(table, sequence, found, keep)
+        read_write.replace(table, sequence, entries, keep)
         if merged.memory is not None:
-            self._companions.memories[sequence] = merged.memory
+            self._sequence_state.memories[sequence] = merged.memory
 
     def measure(
-        self, table: PageTable, sequence: int, of: Callable[[View], T], rebuilt: ReconstructionProbe | None = None
+        self,
+        table: PageTable,
+        sequence: int,
+        of: Callable[[View], T],
+        reconstruction: ReconstructionProbe | None = None,
     ) -> T:
-        """What is measured `of` one sequence as a plan would see it now; scores rise to what was `rebuilt`."""
+        """Return `of` one sequence as a plan would see it; scores rise to its `reconstruction`."""
         found = self.views.signal(sequence, read_write.read(table, sequence))
-        if rebuilt is not None:
-            found = _raised(found, sequence, rebuilt)
+        if reconstruction is not None:
+            found = _raised(found, sequence, reconstruction)
         order = by_position(found.positions)
         return of(self.views.of(table, sequence, found, found.positions, order, int(found.positions.max()) + 1))
 
 
-def _raised(entries: Entries, sequence: int, found: ReconstructionProbe) -> Entries:
-    """The entries of a sequence with scores that rise to what a reconstruction pass `found`."""
-    return entries._replace(scores=torch.maximum(entries.scores, found.at(sequence, entries.positions)))
+def _raised(entries: Entries, sequence: int, reconstruction: ReconstructionProbe) -> Entries:
+    """Return entries of a sequence with scores that rise to those of a reconstruction."""
+    return entries._replace(scores=torch.maximum(entries.scores, reconstruction.at(sequence, entries.positions)))
 
 
 def _behind(first: Entries, before: Entries, aside: Tensor) -> tuple[Entries, Tensor]:
-    """Merged entries, and behind them those of `before` that were set `aside` (H, N); and (H, n) where these are."""
+    """Return merged entries, then those of `before` set `aside` (H, N), and their places."""
     order = by_position(torch.where(aside, before.positions, -1))[:, : int(aside.sum(1).max())]
     masses = None
     if first.log_masses is not None:

@@ -20,79 +20,83 @@ from millpond.policy.view import View, columns_of
 
 
 class ViewBuilder:
-    """The views of one layer: they read what the policy asks for when it asks."""
+    """The views of one layer, which read what the policy requests when it does."""
 
     def __init__(
-        self, policy: Policy, timeline: PositionTracker, attention: PagedAttention, companions: SequenceState
+        self, policy: Policy, tracker: PositionTracker, attention: PagedAttention, sequence_state: SequenceState
     ) -> None:
         self._policy = policy
-        self._timeline = timeline
+        self._tracker = tracker
         self._attention = attention
-        self._companions = companions
+        self._sequence_state = sequence_state
 
-    def of(self, table: PageTable, sequence: int, found: Entries, positions: Tensor, order: Tensor, seen: int) -> View:
-        """What the policy sees of candidates of a table, their signal as `scores`, in the given order.
+    def of(
+        self, table: PageTable, sequence: int, entries: Entries, positions: Tensor, order: Tensor, seen: int
+    ) -> View:
+        """Return the view of candidates of a table, their signal as `scores`, in the given order.
 
-        positions: of the candidates, -1 for those that it shall not see.
+        Positions are -1 for candidates that the policy must not see.
         """
-        begin = self._companions.turns.get(sequence, 0)
+        begin = self._sequence_state.turns.get(sequence, 0)
         view = View(
             columns_of(positions, order),
-            columns_of(found.scores, order),
+            columns_of(entries.scores, order),
             seen,
             self._attention.index,
-            int(self._timeline.origin[sequence]),
+            int(self._tracker.origin[sequence]),
             seen - begin if begin else 0,
-            read_entries=lambda part: columns_of(self._attention.contents(table, found, part), order),
+            read_entries=lambda part: columns_of(self._attention.contents(table, entries, part), order),
             outputs=self._attention.outputs,
-            memory=self._companions.memories.get(sequence),
-            log_masses=None if found.log_masses is None else columns_of(found.log_masses, order),
-            recent_attention=lambda: columns_of(self._latest(sequence, found), order),
+            memory=self._sequence_state.memories.get(sequence),
+            log_masses=None if entries.log_masses is None else columns_of(entries.log_masses, order),
+            recent_attention=lambda: columns_of(self._latest(sequence, entries), order),
         )
         if self._policy.sums_queries:
             view = self._with_moments(view, sequence)
-        headwise = self._companions.headwise
-        return view if headwise is None else self._with_tokens(view, headwise, sequence, found, order)
+        head_rules = self._sequence_state.head_rules
+        return view if head_rules is None else self._with_tokens(view, head_rules, sequence, entries, order)
 
-    def signal(self, sequence: int, found: Entries) -> Entries:
-        """Candidates with what the policy's score is made of as `scores`."""
+    def signal(self, sequence: int, entries: Entries) -> Entries:
+        """Return candidates whose `scores` are the basis of the policy's score."""
         if not self._policy.window or self._policy.observes_all:
-            return found
-        return found._replace(scores=self._latest(sequence, found))
+            return entries
+        return entries._replace(scores=self._latest(sequence, entries))
 
     def moments(self, sequence: int) -> QueryMoments:
         """See `LayerCache.moments`."""
-        found = self._companions.queries.moments(sequence)
-        if found is None:
+        moments = self._sequence_state.queries.moments(sequence)
+        if moments is None:
             raise CacheMismatchError(
                 f"layer {self._attention.index} has summed no queries: run a prompt with a score that asks"
             )
-        return found
+        return moments
 
-    def _latest(self, sequence: int, found: Entries) -> Tensor:
-        """(H, N) float32: the attention of the last queries that are kept."""
-        q, q_pos = self._companions.queries.last(sequence)
-        return self._attention.look_back(sequence, q, q_pos, found, REDUCE[self._policy.reduce])
+    def _latest(self, sequence: int, entries: Entries) -> Tensor:
+        """Return the attention of the last kept queries, (H, N) float32."""
+        q, q_pos = self._sequence_state.queries.last(sequence)
+        return self._attention.look_back(sequence, q, q_pos, entries, REDUCE[self._policy.reduce])
 
     def _with_moments(self, view: View, sequence: int) -> QueryView:
-        """The view, and the moments of the queries of `sequence`."""
-        rope = self._attention.rope
+        """Return the view with the moments of the queries of `sequence`."""
+        rotary = self._attention.rotary
         return QueryView(
             **{part.name: getattr(view, part.name) for part in fields(view)},
             moments=self.moments(sequence),
-            rotate=rope.rotate if rope is not None else None,
+            rotate=rotary.rotate if rotary is not None else None,
             scale=self._attention.shape.scale,
         )
 
-    def _with_tokens(self, view: View, headwise: HeadRuleState, sequence: int, found: Entries, order: Tensor) -> View:
-        """The view, with token ids and the attention by query head of candidates in the given order."""
-        tokens, attention = self._timeline.tokens, self._attention
+    def _with_tokens(
+        self, view: View, head_rules: HeadRuleState, sequence: int, entries: Entries, order: Tensor
+    ) -> View:
+        """Return the view with token ids and the attention by query head, in the given order."""
+        tokens, attention = self._tracker.tokens, self._attention
         assert tokens is not None, "token ids are kept for a policy that looks at them"
 
         def look(begin: int, end: int) -> Tensor:
-            keys, n_kv_heads = attention.keys(sequence, found), len(found.positions)
-            positions = found.positions.expand(len(keys), -1)
-            sums = headwise.received(sequence, keys, positions, attention.shape, n_kv_heads, begin, end)
+            keys, n_kv_heads = attention.keys(sequence, entries), len(entries.positions)
+            positions = entries.positions.expand(len(keys), -1)
+            sums = head_rules.received(sequence, keys, positions, attention.shape, n_kv_heads, begin, end)
             return sums.gather(2, order[:, None].expand_as(sums))
 
         row = torch.tensor([sequence], device=order.device)

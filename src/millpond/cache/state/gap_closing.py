@@ -27,11 +27,11 @@ class GapClosing:
     entries have the places that the closing gave them.
 
     Args:
-        rotation: the model's. reach: positions that the model was trained on.
+        rotary: the model's. reach: positions that the model was trained on.
     """
 
-    def __init__(self, rotation: RotaryEmbedding, reach: int) -> None:
-        self._rotation = rotation
+    def __init__(self, rotary: RotaryEmbedding, reach: int) -> None:
+        self._rotary = rotary
         self._reach = reach
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
         self._closed: PerSequence[tuple[Tensor, Tensor]] = PerSequence()  # (H, n) positions, ascending, and places
@@ -43,7 +43,7 @@ class GapClosing:
 
     def copy(self, sequences: list[int] | None = None) -> GapClosing:
         """See `CacheRelativePositions`."""
-        other = GapClosing(self._rotation, self._reach)
+        other = GapClosing(self._rotary, self._reach)
         if sequences == [] or not len(self._base):
             return other
         other._base = self._base.copy() if sequences is None else self._base[sequences]
@@ -78,7 +78,7 @@ class GapClosing:
             limits = np.maximum(self._reach, lengths + LEAST)
             for sequence in np.flatnonzero(positions - self._base >= limits):
                 self._close(table, int(sequence), int(positions[sequence]))
-        return frame_step(self._rotation, q, k, positions, self._base)
+        return frame_step(self._rotary, q, k, positions, self._base)
 
     def prefill(self, table: PageTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """See `CacheRelativePositions`. Gaps close before a pass that would end behind the reach."""
@@ -88,7 +88,7 @@ class GapClosing:
         end, span = positions[-1] - self._base[sequence], positions[0] - self._base[sequence] - held
         if held and end >= self._reach and span >= min(LEAST, len(positions)):
             self._close(table, sequence, int(positions[0]))
-        return frame_prompt(self._rotation, q, k, positions, int(self._base[sequence]))
+        return frame_prompt(self._rotary, q, k, positions, int(self._base[sequence]))
 
     def places(self, sequence: int, at: Tensor) -> Tensor:
         """See `CacheRelativePositions`."""
@@ -117,7 +117,7 @@ class GapClosing:
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=at.device).expand_as(order))
         held = (at >= 0).sum(1, keepdim=True)
         new = (width - held + ranks).masked_fill(at < 0, 0)
-        turn(self._rotation, table, sequence, dense, self.places(sequence, at), new)
+        turn(self._rotary, table, sequence, dense, self.places(sequence, at), new)
         self._closed[sequence] = behind.gather(1, order), new.gather(1, order)
         self._base[sequence] = position - width
 

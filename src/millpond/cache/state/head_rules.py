@@ -35,7 +35,7 @@ class PromptQueries(NamedTuple):
 class HeadLimits(NamedTuple):
     """Values that are constant between steps, until a table has other budgets or rules."""
 
-    caps: Tensor  #: those of the table, by which a change is seen
+    capacities: Tensor  #: those of the table, by which a change is seen
     kinds: Tensor
     limited: np.ndarray  #: (S,) whether a head of the sequence lets entries go
     most: Tensor  #: (S,) int64, entries that all its heads may hold together
@@ -65,9 +65,9 @@ class HeadRuleState:
         """The queries of a sequence since its last plan; None: none are kept."""
         return self._asked.get(sequence)
 
-    def adopt(self, sequence: int, found: PromptQueries) -> None:
+    def adopt(self, sequence: int, queries: PromptQueries) -> None:
         """Remember of a sequence what `asked` of another state gave."""
-        self._asked[sequence] = found
+        self._asked[sequence] = queries
 
     def received(
         self,
@@ -101,7 +101,7 @@ class HeadRuleState:
         ]
         return torch.stack(sums, 1).view(n_kv_heads, -1, n)
 
-    def settle(self, table: PageTable, sequence: int, plan: NestedPlan | None) -> None:
+    def apply_plan(self, table: PageTable, sequence: int, plan: NestedPlan | None) -> None:
         """Let the heads of a sequence continue as planned; None: they keep everything."""
         self._asked.pop(sequence, None)
         if plan is None:
@@ -167,7 +167,7 @@ class HeadRuleState:
                 policy.protect.sinks,
                 window,
             )
-            if table.sealed is None and ops.admit(args):
+            if table.quantized is None and ops.admit(args):
                 table.trim()
                 return
         sequences = chosen.cpu().numpy()
@@ -195,7 +195,7 @@ class HeadRuleState:
 
     def _limits_of(self, table: PageTable) -> HeadLimits:
         known = self._limits
-        if known is None or known.caps is not table.capacities or known.kinds is not table.head_rules:
+        if known is None or known.capacities is not table.capacities or known.kinds is not table.head_rules:
             most = table.budgets().astype(np.int64).sum(1)
             limited = (table.rules() < HeadRule.FULL).any(1) | (most < UNBOUNDED)
             device = table.lens.device

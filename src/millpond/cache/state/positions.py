@@ -220,7 +220,7 @@ class PositionTracker:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
     def copy(self, sequences: list[int]) -> PositionTracker:
-        """A timeline of some sequences alone, without the pads of their passes."""
+        """A tracker of some sequences alone, without the pads of their passes."""
         other = PositionTracker()
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]

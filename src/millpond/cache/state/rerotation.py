@@ -60,35 +60,32 @@ class CacheRelativePositions(Protocol):
         ...
 
 
-def to_frame(rotation: RotaryEmbedding, x: Tensor, positions: np.ndarray, base: np.ndarray) -> Tensor:
+def to_frame(rotary: RotaryEmbedding, x: Tensor, positions: np.ndarray, base: np.ndarray) -> Tensor:
     """Turn x (B, H, n, D) from `positions` (B, n) to positions - base, with base (B, n) or (B, 1)."""
     here = torch.from_numpy(np.maximum(positions, 0)).to(x.device)
     there = torch.from_numpy(np.maximum(positions - base, 0)).to(x.device)
-    return rotation.rotate(rotation.rotate(x, here, inverse=True), there).to(x.dtype)
+    return rotary.rotate(rotary.rotate(x, here, inverse=True), there).to(x.dtype)
 
 
 def frame_step(
-    rotation: RotaryEmbedding, q: Tensor, k: Tensor, positions: np.ndarray, base: np.ndarray
+    rotary: RotaryEmbedding, q: Tensor, k: Tensor, positions: np.ndarray, base: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys (S, heads, D) of a decoding step, from `positions` (S,) to positions - base (S,)."""
     if not base.any():
         return q, k
     heads = torch.cat([q, k], 1)[:, :, None]
-    framed = to_frame(rotation, heads, positions[:, None], base[:, None])[:, :, 0]
+    framed = to_frame(rotary, heads, positions[:, None], base[:, None])[:, :, 0]
     return framed[:, : q.shape[1]], framed[:, q.shape[1] :]
 
 
 def frame_prompt(
-    rotation: RotaryEmbedding, q: Tensor, k: Tensor, positions: np.ndarray, base: int
+    rotary: RotaryEmbedding, q: Tensor, k: Tensor, positions: np.ndarray, base: int
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys (heads, Q, D) of one sequence, from `positions` (Q,) to positions - base."""
     if base == 0:
         return q, k
     shift = np.array([[base]])
-    return (
-        to_frame(rotation, q[None], positions[None], shift)[0],
-        to_frame(rotation, k[None], positions[None], shift)[0],
-    )
+    return (to_frame(rotary, q[None], positions[None], shift)[0], to_frame(rotary, k[None], positions[None], shift)[0])
 
 
 def stored(table: PageTable, sequence: int) -> PaddedEntries:
@@ -99,16 +96,16 @@ def stored(table: PageTable, sequence: int) -> PaddedEntries:
 
 
 def turn(
-    rotation: RotaryEmbedding | None, table: PageTable, sequence: int, dense: PaddedEntries, old: Tensor, new: Tensor
+    rotary: RotaryEmbedding | None, table: PageTable, sequence: int, dense: PaddedEntries, old: Tensor, new: Tensor
 ) -> None:
     """Write the stored entries of a sequence again, with keys turned from `old` (H, n) to `new` (H, n).
 
-    rotation: None for keys that have no rotary position.
+    rotary: None for keys that have no rotary position.
     """
     keys = dense.keys
-    if rotation is not None:
-        raw = rotation.rotate(keys[:, None], old, inverse=True)  # each head is a batch row of its own
-        keys = rotation.rotate(raw, new)[:, 0]
+    if rotary is not None:
+        raw = rotary.rotate(keys[:, None], old, inverse=True)  # each head is a batch row of its own
+        keys = rotary.rotate(raw, new)[:, 0]
     width = keys.shape[1]
     rows = table.rows(sequence)
     index = torch.arange(width, dtype=torch.int32, device=keys.device).expand(len(keys), -1).contiguous()
@@ -135,11 +132,11 @@ class Rerotation:
     oldest recent entry.
 
     Args:
-        rotation: the model's. sinks: how many first positions stay.
+        rotary: the model's. sinks: how many first positions stay.
     """
 
-    def __init__(self, rotation: RotaryEmbedding, sinks: int) -> None:
-        self._rotation = rotation
+    def __init__(self, rotary: RotaryEmbedding, sinks: int) -> None:
+        self._rotary = rotary
         self._sinks = sinks
         self._ahead = places_ahead(sinks)
         self._base: np.ndarray = np.zeros(0, dtype=np.int64)
@@ -160,7 +157,7 @@ class Rerotation:
 
     def copy(self, sequences: list[int] | None = None) -> Rerotation:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
-        other = Rerotation(self._rotation, self._sinks)
+        other = Rerotation(self._rotary, self._sinks)
         if sequences == [] or self._keys is None:
             return other
         chosen = list(range(len(self._base))) if sequences is None else sequences
@@ -198,7 +195,7 @@ class Rerotation:
         if positions.min() < self._sinks:
             self._capture(k[:, :, None], positions[:, None])
         self._place(table, positions)
-        return frame_step(self._rotation, q, k, positions, self._base)
+        return frame_step(self._rotary, q, k, positions, self._base)
 
     def prefill(self, table: PageTable, sequence: int, q: Tensor, k: Tensor, q_pos: Tensor) -> tuple[Tensor, Tensor]:
         """Before a pass of many tokens of one sequence: the same for queries and keys (heads, Q, D)."""
@@ -208,7 +205,7 @@ class Rerotation:
             self._rebase(table, sequence, int(positions[0]))
         self._capture(k[None], positions[None], sequence)
         self._place(table, np.where(np.arange(table.n_seq) == sequence, positions[0], -1))
-        return frame_prompt(self._rotation, q, k, positions, int(self._base[sequence]))
+        return frame_prompt(self._rotary, q, k, positions, int(self._base[sequence]))
 
     def places(self, sequence: int, at: Tensor) -> Tensor:
         """See `CacheRelativePositions`; of sinks, which `restart` makes of unrotated ones, this says nothing."""
@@ -222,7 +219,7 @@ class Rerotation:
         self._base[sequence] = 0
         if self._sinks and int(table.lengths()[sequence, 0]) > self._sinks:
             places = torch.arange(self._sinks, device=self._keys.device)[None]
-            keys = self._rotation.rotate(self._keys[sequence][None], places)
+            keys = self._rotary.rotate(self._keys[sequence][None], places)
             self._places(table, [sequence]).put(table.pool.arrays.keys, keys.to(table.pool.arrays.dtype).flatten(0, 2))
 
     # ------------------------------------------------------------------ internal
@@ -250,7 +247,7 @@ class Rerotation:
             places = torch.from_numpy(row[columns]).to(k.device)
             own = k[b : b + 1, :, torch.from_numpy(columns).to(k.device)]
             target = b if sequence is None else sequence
-            unrotated = self._rotation.rotate(own, places[None], inverse=True)[0]
+            unrotated = self._rotary.rotate(own, places[None], inverse=True)[0]
             self._keys[target][:, places] = unrotated.to(self._keys.dtype)
             self._ready_from[target] = -self._ahead  # made of other sinks
 
@@ -290,7 +287,7 @@ class Rerotation:
         keys = self._keys[sequences][:, :, None].expand(-1, -1, self._ahead, -1, -1)  # (n, H, ahead, sinks, key_dim)
         frames = first[:, None, None] + np.arange(self._ahead)[:, None] + np.arange(self._sinks)
         places = torch.from_numpy(frames.reshape(len(first), -1)).to(keys.device)
-        turned = self._rotation.rotate(keys.flatten(2, 3), places)
+        turned = self._rotary.rotate(keys.flatten(2, 3), places)
         self._ready[:, sequences] = turned.view(keys.shape).permute(2, 0, 1, 3, 4).to(self._ready.dtype)
         self._ready_from[sequences] = first
 
@@ -301,5 +298,5 @@ class Rerotation:
         base = max(0, oldest_recent - self._sinks)
         at = dense.positions.long()
         old, new = ((at - b).clamp(min=0) for b in (int(self._base[sequence]), base))
-        turn(self._rotation, table, sequence, dense, old, new)
+        turn(self._rotary, table, sequence, dense, old, new)
         self._base[sequence] = base

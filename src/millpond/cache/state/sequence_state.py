@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_table import PageTable
-from millpond.cache.selective import SelectiveAttention, focus_of
+from millpond.cache.selective import SelectiveAttention, selective_attention_of
 from millpond.cache.state.gap_closing import GapClosing
 from millpond.cache.state.gate_context import GateContext
 from millpond.cache.state.head_rules import HeadRuleState
@@ -31,13 +31,13 @@ class QueryBuffer:
         self._last: PerSequence[tuple[Tensor, Tensor]] = PerSequence()
         self._moments: PerSequence[QueryMoments] = PerSequence()
 
-    def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rope: RotaryEmbedding | None) -> None:
+    def remember(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
         """Take in queries (Hq, Q, key_dim) at positions (Q,), across chunks and planned steps.
 
-        rope: how the layer has rotated them; None: not at all.
+        rotary: how the layer has rotated them; None: not at all.
         """
         if self._policy.sums_queries:
-            self._sum(sequence, q, q_pos, rope)
+            self._sum(sequence, q, q_pos, rotary)
         window = self._policy.window
         if not window:
             return
@@ -46,14 +46,14 @@ class QueryBuffer:
             q, q_pos = torch.cat([old[0], q], 1), torch.cat([old[1], q_pos])
         self._last[sequence] = (q[:, -window:].clone(), q_pos[-window:].clone())
 
-    def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rope: RotaryEmbedding | None) -> None:
+    def _sum(self, sequence: int, q: Tensor, q_pos: Tensor, rotary: RotaryEmbedding | None) -> None:
         """Add queries to the moments of their sequence, without those of the sinks."""
         first = int((q_pos < self._policy.protect.sinks).sum())
         found = self._moments.get(sequence) or QueryMoments.of(q[:, :0])
         for start in range(first, len(q_pos), BLOCK):
             part = q[:, start : start + BLOCK]
-            if self._policy.needs_unrotated_queries and rope is not None:
-                part = rope.rotate(part[None], q_pos[None, start : start + BLOCK].long(), inverse=True)[0]
+            if self._policy.needs_unrotated_queries and rotary is not None:
+                part = rotary.rotate(part[None], q_pos[None, start : start + BLOCK].long(), inverse=True)[0]
             found = found + QueryMoments.of(part)
         self._moments[sequence] = found
 
@@ -65,12 +65,12 @@ class QueryBuffer:
         """Sums over the queries of a sequence so far; None where nothing was summed."""
         return self._moments.get(sequence)
 
-    def adopt(self, sequence: int, found: tuple[Tensor, Tensor] | QueryMoments) -> None:
+    def adopt(self, sequence: int, queries: tuple[Tensor, Tensor] | QueryMoments) -> None:
         """Remember of a sequence what `last` or `moments` of another memory gave."""
-        if isinstance(found, QueryMoments):
-            self._moments[sequence] = found
+        if isinstance(queries, QueryMoments):
+            self._moments[sequence] = queries
         else:
-            self._last[sequence] = found
+            self._last[sequence] = queries
 
     def copy(self, sequences: list[int] | None = None) -> QueryBuffer:
         """A copy that changes on its own, of the given sequences in this order, or of all."""
@@ -111,8 +111,8 @@ class SequenceState:
             next pass, which writes them.
         rolling: the frames of cache-relative positions.
         origins: (H, n) int32: positions in the text of the entries that closed gaps left at 0 to n - 1; -1 for none.
-        headwise: the prompt's queries, where each head has a rule of its own.
-        focus: how the layer attends where it stores everything and attends to less.
+        head_rules: the prompt's queries, where each head has a rule of its own.
+        selective: how the layer attends where it stores everything and attends to less.
     """
 
     queries: QueryBuffer
@@ -124,12 +124,12 @@ class SequenceState:
     columns: PerSequence[Tensor]
     origins: PerSequence[Tensor]
     rolling: CacheRelativePositions | None
-    headwise: HeadRuleState | None
-    focus: SelectiveAttention | None
+    head_rules: HeadRuleState | None
+    selective: SelectiveAttention | None
 
     @classmethod
-    def of(cls, policy: Policy, layer: int, rotation: RotaryEmbedding | None) -> SequenceState:
-        """Those of a layer that has seen nothing; rotation: for policies with cache-relative positions."""
+    def of(cls, policy: Policy, layer: int, rotary: RotaryEmbedding | None) -> SequenceState:
+        """Those of a layer that has seen nothing; rotary: for policies with cache-relative positions."""
         needs = policy.needs
         return cls(
             QueryBuffer(policy),
@@ -140,9 +140,9 @@ class SequenceState:
             PerSequence(),
             PerSequence(),
             PerSequence(),
-            None if rotation is None else _cache_relative(policy, rotation),
+            None if rotary is None else _cache_relative(policy, rotary),
             None if needs.head_rules is None else HeadRuleState(needs.head_rules),
-            focus_of(needs, layer),
+            selective_attention_of(needs, layer),
         )
 
     @property
@@ -172,11 +172,11 @@ class SequenceState:
             setattr(self, name, getattr(other, name))
 
 
-def _cache_relative(policy: Policy, rotation: RotaryEmbedding) -> CacheRelativePositions:
+def _cache_relative(policy: Policy, rotary: RotaryEmbedding) -> CacheRelativePositions:
     """Sinks move to the recent entries at each step; where entries stay anywhere, gaps close now and then."""
     if isinstance(policy.score, Recency):
-        return Rerotation(rotation, policy.protect.sinks)
-    return GapClosing(rotation, rotation.reach)
+        return Rerotation(rotary, policy.protect.sinks)
+    return GapClosing(rotary, rotary.reach)
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class LayerSnapshot:
 
     table: PageTable | None
     columns: int
-    companions: SequenceState
+    sequence_state: SequenceState
 
     def release(self) -> None:
         """Release the pages."""

@@ -1,4 +1,4 @@
-"""Store of blocks of prompts on a disk: pages of all layers, with checksums, inside a limit of bytes."""
+"""Store of blocks of prompts on a disk: pages of all layers, with checksums, up to a limit of bytes."""
 
 from __future__ import annotations
 
@@ -36,23 +36,26 @@ class StoredBlock:
     """A block on the disk.
 
     Attributes:
-        runs: numbers of those where its bytes lie, in their order. counts: pages of each layer.
-        gone: called when it had to make room.
+        runs: Numbers of the runs that hold its bytes, in their order.
+        counts: Pages of each layer.
+        on_evicted: Function that is called when the block is evicted.
     """
 
     runs: list[int]
     counts: list[int]
-    gone: Callable[[], None]
+    on_evicted: Callable[[], None]
 
 
 class BlockStore:
-    """Blocks of pages, of which the one that was stored or used longest ago makes room for a new one.
+    """Blocks of pages on a disk; a new one evicts the least recently used.
 
-    Where the disk has less than the limit, what the file has is the limit from then on.
+    If the disk has less than the limit, the size of the file becomes the limit.
 
     Args:
-        folder: where the bytes lie, in a file without a name. capacity_bytes: of the file, at most.
-        backend: who reads and writes; None: two threads. open_file: makes a file in the folder.
+        folder: Folder of the file, which has no name there.
+        capacity_bytes: Most bytes of the file.
+        backend: Executor of reads and writes; None for two threads.
+        open_file: Function that creates a file in the folder.
 
     Raises:
         DataError: no file can be made there.
@@ -74,19 +77,21 @@ class BlockStore:
         self._blocks: dict[StoredBlock, None] = {}  # the longest unused first
 
     def __len__(self) -> int:
-        """Blocks held."""
+        """Return the number of blocks."""
         return len(self._blocks)
 
     @property
     def bytes_used(self) -> int:
-        """Of the file, now."""
+        """Bytes of the file that are in use now."""
         return self._extents.used
 
-    def put(self, pools: Pools, pages: Sequence[PageIds], gone: Callable[[], None]) -> StoredBlock | None:
-        """Write a block, of each layer its pages of a pool; None where there is no room for it.
+    def put(self, pools: Pools, pages: Sequence[PageIds], on_evicted: Callable[[], None]) -> StoredBlock | None:
+        """Write a block; return None if there is no room for it.
 
         Args:
-            gone: called when the block must make room for others. A block that is taken back, or freed, is not.
+            pools: Pool of each layer.
+            pages: Pages of each layer.
+            on_evicted: Function that is called when the block is evicted, and not when it is freed.
         """
         data = _packed(pools, pages)
         runs: list[int] = []
@@ -97,17 +102,17 @@ class BlockStore:
                     self._extents.free(run)
                 return None
             runs.append(self._extents.write(partial(_fill, part), len(part), 1))
-        block = StoredBlock(runs, [len(ids) for ids in pages], gone)
+        block = StoredBlock(runs, [len(ids) for ids in pages], on_evicted)
         self._blocks[block] = None
         return block
 
     def use(self, block: StoredBlock) -> None:
-        """Let a block be the last that makes room."""
+        """Record a use of a block, which is then evicted last."""
         del self._blocks[block]
         self._blocks[block] = None
 
     def read(self, block: StoredBlock) -> Tensor:
-        """(n,) uint8: the bytes of a block, for `unpack`.
+        """Return the bytes of a block, (n,) uint8, for `unpack`.
 
         Raises:
             DataError: they could not be written or read, or are not those that were written.
@@ -119,14 +124,14 @@ class BlockStore:
         room, order = torch.empty(int(needed.sum()), dtype=torch.uint8), extents.in_order(runs)
         ends = np.cumsum(needed)[order].tolist()
 
-        def take(part: slice, data: Tensor, found: RunsInBuffer) -> int:
-            for n, place in enumerate(found.places.tolist()):
+        def take(part: slice, data: Tensor, read: RunsInBuffer) -> int:
+            for n, place in enumerate(read.places.tolist()):
                 nbytes = int(needed[order[part.start + n]])
                 one = data[place : place + nbytes]
-                if crc32(one, int(found.generations[n])) != found.checksums[n]:
+                if crc32(one, int(read.generations[n])) != read.checksums[n]:
                     return n
                 room[ends[part.start + n] - nbytes : ends[part.start + n]] = one
-            return len(found.places)
+            return len(read.places)
 
         errors = [errand.finish() for errand, _ in extents.read(runs[order], take)]
         for error in errors:
@@ -135,18 +140,18 @@ class BlockStore:
         return room
 
     def free(self, block: StoredBlock) -> None:
-        """The block is not needed any more."""
+        """Free the space of a block."""
         del self._blocks[block]
         for run in block.runs:
             self._extents.free(run)
 
     def close(self) -> None:
-        """End reads and writes and give the disk back; a second call changes nothing."""
+        """End reads and writes and free the disk; a second call changes nothing."""
         self._loader.close()
         self._extents.close()
 
     def _make_room(self, nbytes: int) -> bool:
-        """Whether a run of `nbytes` has a place, for which the longest unused blocks go."""
+        """Whether a run of `nbytes` fits; evicts the least recently used blocks for it."""
         extents = self._extents
         while (more := extents.growth(nbytes)) > 0:
             spare = self._capacity - extents.size
@@ -158,14 +163,14 @@ class BlockStore:
             elif self._blocks:
                 oldest = next(iter(self._blocks))
                 self.free(oldest)
-                oldest.gone()
+                oldest.on_evicted()
             else:
                 return False
         return True
 
 
 def unpack(pools: Pools, pages: Sequence[PageIds], data: Tensor) -> None:
-    """Give pages the content that `BlockStore.read` returned of a block with as many pages of the same pools."""
+    """Write the bytes that `BlockStore.read` returned to as many pages of the same pools."""
     begin = 0
     for pool, ids in _by_pool(pools, pages):
         content = []
@@ -179,13 +184,13 @@ def unpack(pools: Pools, pages: Sequence[PageIds], data: Tensor) -> None:
 
 
 def _packed(pools: Pools, pages: Sequence[PageIds]) -> Tensor:
-    """(n,) uint8: all that pages hold, with positions and scores."""
-    found = [array for pool, ids in _by_pool(pools, pages) for array in read_pages(pool, ids)]
-    return torch.cat([array.reshape(-1).view(torch.uint8) for array in found])
+    """Return all that pages hold, positions and scores included, (n,) uint8."""
+    arrays = [array for pool, ids in _by_pool(pools, pages) for array in read_pages(pool, ids)]
+    return torch.cat([array.reshape(-1).view(torch.uint8) for array in arrays])
 
 
 def _by_pool(pools: Pools, pages: Sequence[PageIds]) -> Iterator[tuple[RefCountedPool[Any], PageIds]]:
-    """Pages of all layers of one pool together, pools in the order in which they come."""
+    """Yield the pages of all layers of each pool together, in the order of the pools."""
     for pool in dict.fromkeys(pools):
         yield pool, np.concatenate([ids for own, ids in zip(pools, pages, strict=True) if own is pool])
 

@@ -1,4 +1,4 @@
-"""KV on a disk: each layer's pages come before the layer runs, and leave after it, while others are computed."""
+"""KV on a disk: the pages of a layer are read before it runs and written after it, while others are computed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.pages.ref_counted_pool import Pool, RefCountedPool
 from millpond.cache.swap import parts_of
-from millpond.cache.tiered.away_pages import AwayPages
-from millpond.cache.tiered.departure import depart
 from millpond.cache.tiered.extents import GrowingFile, LayerExtents, Transit
-from millpond.cache.tiered.visit import PageVisit
+from millpond.cache.tiered.offloaded_pages import OffloadedPages
+from millpond.cache.tiered.page_fetch import PageFetch
+from millpond.cache.tiered.write_back import write_back
 from millpond.errors import DataError, PoolFullError
 from millpond.tiers.buffers import Slot, aligned_buffer
 from millpond.tiers.files import ScratchFile
@@ -31,20 +31,24 @@ SLOT_BYTES, LEAST_SLOT_BYTES = 1 << 20, 256 << 10
 
 
 class DiskTier:
-    """The layers whose keys and values lie on a disk, of all requests of an engine.
+    """Layers whose keys and values are stored on a disk, for all requests of an engine.
 
-    Positions, scores and masses stay in memory; so do pages that are not full of methods that keep what they have, and
-    entries that were written over others until there are enough of them. `here` brings the rest for one pass.
+    Positions, scores and masses stay in memory. So do pages that are not full, for methods that keep their entries, and
+    entries that were written over others until there are enough of them. `in_memory` reads the rest for one pass.
 
     Args:
-        folder: where the bytes lie, in files without a name. layers: which. slot_bytes: of the four slots.
-        ledger: what the slots are taken of, from the tier "host", and the files, from "disk"; None: of none.
-        micro_batch: sequences whose pages of a layer are here at a time; None: all that decode with one method.
-        backend: who reads and writes; None: two threads. overlap: read the next layer while one is computed.
-        open_file: makes a file in the folder.
+        folder: Folder of the files, which have no name there.
+        layers: Indices of the layers.
+        ledger: Ledger that counts the slots in the tier "host" and the files in "disk"; None for none.
+        slot_bytes: Bytes of each of the four slots.
+        micro_batch: Sequences whose pages of a layer are in memory at a time; None for all that decode with one method.
+        backend: Executor of reads and writes; None for two threads.
+        overlap: Whether the next layer is read while one is computed.
+        open_file: Function that creates a file in the folder.
 
     Raises:
-        DataError: no file can be made there. BudgetError: the ledger has too few bytes.
+        DataError: no file can be made there.
+        BudgetError: the ledger has too few bytes.
     """
 
     def __init__(
@@ -75,25 +79,25 @@ class DiskTier:
         self._transit = Transit(self._loader, slots[:N_READING], slots[N_READING:])
         self._extents = {layer: LayerExtents(file, self._transit, self._take) for layer, file in files.items()}
         self._overlap = overlap
-        self._away: dict[tuple[int, RefCountedPool[Any]], AwayPages] = {}
-        self._coming: dict[LayerCache, list[PageVisit]] = {}
+        self._offloaded: dict[tuple[int, RefCountedPool[Any]], OffloadedPages] = {}
+        self._coming: dict[LayerCache, list[PageFetch]] = {}
         self._reserved: dict[str, int] = {}
 
     # ------------------------------------------------------------------ figures
 
     @property
     def bytes_read(self) -> int:
-        """Of files, so far."""
+        """Bytes of files that were read so far."""
         return self._transit.bytes_read
 
     @property
     def bytes_written(self) -> int:
-        """To files, so far."""
+        """Bytes that were written to files so far."""
         return self._transit.bytes_written
 
     @property
     def bytes_used(self) -> int:
-        """Of files, now."""
+        """Bytes of files that are in use now."""
         return sum(extents.used for extents in self._extents.values())
 
     # ------------------------------------------------------------------ room
@@ -113,66 +117,70 @@ class DiskTier:
             raise
 
     def release(self, name: str) -> None:
-        """A request has ended; its bytes are for others."""
+        """End the reservation of a request."""
         self._reserved.pop(name, None)
 
     # ------------------------------------------------------------------ a pass
 
     @contextmanager
-    def here(
-        self, core: LayerCache, then: Iterable[LayerCache] = (), growth: Mapping[Pool, int] | None = None
+    def in_memory(
+        self, layer_cache: LayerCache, then: Iterable[LayerCache] = (), growth: Mapping[Pool, int] | None = None
     ) -> Iterator[None]:
-        """While a layer runs its pages are in their pool.
+        """Keep the pages of a layer in their pool while it runs.
 
         Args:
-            then: caches that run next, in their order, whose pages are read meanwhile: of the first where there is room
-                for them, of each later one where there is room for twice as many.
-            growth: pages that the rest of the pass may take, for which room is left.
+            layer_cache: Cache of the layer.
+            then: Caches that run next, in their order, whose pages are read meanwhile: of the first if there is room
+                for them, of each later one if there is room for twice as many.
+            growth: Pages that the rest of the pass may take, for which room is left.
         """
-        if core.index not in self.layers:
+        if layer_cache.index not in self.layers:
             self._fetch_ahead(then, growth or {})
             yield
             return
-        visits: list[PageVisit] = []
+        fetches: list[PageFetch] = []
         try:
-            visits = self._bring(core, then, growth or {})
-            frames = None if core.frames is None else core.frames.copy()
+            fetches = self._bring(layer_cache, then, growth or {})
+            frames = None if layer_cache.frames is None else layer_cache.frames.copy()
             yield
-            self._send(core, visits, frames)
+            self._send(layer_cache, fetches, frames)
         except BaseException:
-            self._abandon(visits)
+            self._abandon(fetches)
             self._cancel()
             raise
 
-    def is_on_disk(self, core: LayerCache) -> bool:
-        """Whether the pages of a layer leave after each pass."""
-        return core.index in self.layers
+    def is_on_disk(self, layer_cache: LayerCache) -> bool:
+        """Whether the pages of a layer are written back after each pass."""
+        return layer_cache.index in self.layers
 
-    def pages(self, layer: int, pool: RefCountedPool[Any]) -> AwayPages:
-        """The pages of a layer that have left a pool."""
+    def pages(self, layer: int, pool: RefCountedPool[Any]) -> OffloadedPages:
+        """Return the offloaded pages of a layer that belong to a pool."""
         key = layer, pool
-        if key not in self._away:
-            self._away[key] = AwayPages(pool, self._extents[layer])
-        return self._away[key]
+        if key not in self._offloaded:
+            self._offloaded[key] = OffloadedPages(pool, self._extents[layer])
+        return self._offloaded[key]
 
-    def window(self, core: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
-        """Pages that a pass takes for a layer on the disk that may grow by `growth`: while it is here, and for good."""
-        here: dict[Pool, int] = dict(growth)
+    def window(self, layer_cache: LayerCache, growth: Mapping[Pool, int]) -> tuple[dict[Pool, int], dict[Pool, int]]:
+        """Return the pages that a pass takes for a layer that may grow by `growth`.
+
+        The first are taken while the layer is in memory, the second for good.
+        """
+        in_memory: dict[Pool, int] = dict(growth)
         stays: dict[Pool, int] = {}
-        table = core.table
+        table = layer_cache.table
         if table is None:
-            return here, stays
+            return in_memory, stays
         for part in parts_of(table):
             lists, more = part.page_lists, growth.get(part.pool, 0)
-            away = self.pages(core.index, part.pool)
-            stays[away] = more
-            if lists.pool is away:
-                here[part.pool] = more + int((away.resident[lists.held()] < 0).sum())
+            offloaded = self.pages(layer_cache.index, part.pool)
+            stays[offloaded] = more
+            if lists.pool is offloaded:
+                in_memory[part.pool] = more + int((offloaded.resident[lists.held()] < 0).sum())
         stays[table.pool] = min(growth.get(table.pool, 0), table.n_regions)
-        return here, stays
+        return in_memory, stays
 
     def close(self) -> None:
-        """End reads and writes and give the disk back; a second call changes nothing."""
+        """End reads and writes and free the disk; a second call changes nothing."""
         self._loader.close()
         for extents in self._extents.values():
             extents.close()
@@ -182,43 +190,45 @@ class DiskTier:
     # ------------------------------------------------------------------ internal
 
     def _take(self, nbytes: int) -> None:
-        """Note that the files have grown."""
+        """Count bytes by which the files have grown."""
         if self._ledger is not None:
             self._holdings.append(self._ledger.take("disk", "kv", nbytes))
 
-    def _bring(self, core: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]) -> list[PageVisit]:
-        table = core.table
-        if table is None or not table.is_away:
+    def _bring(
+        self, layer_cache: LayerCache, then: Iterable[LayerCache], growth: Mapping[Pool, int]
+    ) -> list[PageFetch]:
+        table = layer_cache.table
+        if table is None or not table.is_offloaded:
             return []
         parts = parts_of(table)
-        visits = self._coming.pop(core, None) or self._begin(core)
+        fetches = self._coming.pop(layer_cache, None) or self._begin(layer_cache)
         self._fetch_ahead(then, growth)
-        for part, visit in zip(parts, visits, strict=True):
-            visit.end(part)
-            core.lost |= visit.lost_sequences(part)
-        return visits
+        for part, fetch in zip(parts, fetches, strict=True):
+            fetch.end(part)
+            layer_cache.failed |= fetch.failed_sequences(part)
+        return fetches
 
-    def _begin(self, core: LayerCache) -> list[PageVisit]:
-        visits: list[PageVisit] = []
-        assert core.table is not None, "there is something to read"
-        parts = parts_of(core.table)
+    def _begin(self, layer_cache: LayerCache) -> list[PageFetch]:
+        fetches: list[PageFetch] = []
+        assert layer_cache.table is not None, "there is something to read"
+        parts = parts_of(layer_cache.table)
         try:
             for part in parts:
-                visits.append(PageVisit.begin(part))
+                fetches.append(PageFetch.begin(part))
         except PoolFullError:
-            for part, visit in zip(parts, visits, strict=False):
-                visit.cancel(part.pool)
+            for part, fetch in zip(parts, fetches, strict=False):
+                fetch.cancel(part.pool)
             raise
-        return visits
+        return fetches
 
     def _fetch_ahead(self, then: Iterable[LayerCache], growth: Mapping[Pool, int]) -> None:
         """Begin to read the pages of caches, up to the first for which there is no room."""
         if not self._overlap:
             return
         spare = 1
-        for core in then:
-            table = core.table
-            if core in self._coming or table is None or not table.is_away:
+        for layer_cache in then:
+            table = layer_cache.table
+            if layer_cache in self._coming or table is None or not table.is_offloaded:
                 continue
             need = dict(growth)
             for part in parts_of(table):
@@ -229,36 +239,36 @@ class DiskTier:
             if account is not None and not account.can_take(need):
                 return
             spare = 2
-            self._coming[core] = self._begin(core)
+            self._coming[layer_cache] = self._begin(layer_cache)
 
-    def _send(self, core: LayerCache, visits: list[PageVisit], frames: np.ndarray | None) -> None:
-        table = core.table
+    def _send(self, layer_cache: LayerCache, fetches: list[PageFetch], frames: np.ndarray | None) -> None:
+        table = layer_cache.table
         if table is None:
-            return self._abandon(visits)
-        by_pool = {visit.away: visit for visit in visits}
+            return self._abandon(fetches)
+        by_pool = {fetch.offloaded: fetch for fetch in fetches}
         rewritten = None
-        if core.merges_each_step:
+        if layer_cache.merges_each_step:
             rewritten = np.ones(table.n_seq, dtype=bool)
-        elif frames is not None and core.frames is not None and len(frames) == len(core.frames):
-            rewritten = frames != core.frames
+        elif frames is not None and layer_cache.frames is not None and len(frames) == len(layer_cache.frames):
+            rewritten = frames != layer_cache.frames
         for part in parts_of(table):
-            away = self.pages(core.index, part.pool)
-            visit = by_pool.pop(away, None)
-            core.lost |= depart(part, away, visit, appends=core.appends, rewritten=rewritten)
-            if visit is not None:
-                visits.remove(visit)
-        self._abandon(visits)
+            offloaded = self.pages(layer_cache.index, part.pool)
+            fetch = by_pool.pop(offloaded, None)
+            layer_cache.failed |= write_back(part, offloaded, fetch, appends=layer_cache.appends, rewritten=rewritten)
+            if fetch is not None:
+                fetches.remove(fetch)
+        self._abandon(fetches)
 
-    def _abandon(self, visits: list[PageVisit]) -> None:
-        """Give up the pages that these visits hold on the disk."""
-        while visits:
-            visit = visits.pop()
-            visit.away.release(visit.held)
+    def _abandon(self, fetches: list[PageFetch]) -> None:
+        """Release the offloaded pages that these fetches hold."""
+        while fetches:
+            fetch = fetches.pop()
+            fetch.offloaded.release(fetch.held)
 
     def _cancel(self) -> None:
-        """Give up what was read ahead: the pass has ended."""
-        for core, visits in self._coming.items():
-            assert core.table is not None, "what comes was away"
-            for part, visit in zip(parts_of(core.table), visits, strict=True):
-                visit.cancel(part.pool)
+        """Cancel reads ahead, as the pass has ended."""
+        for layer_cache, fetches in self._coming.items():
+            assert layer_cache.table is not None, "what is fetched was offloaded"
+            for part, fetch in zip(parts_of(layer_cache.table), fetches, strict=True):
+                fetch.cancel(part.pool)
         self._coming.clear()

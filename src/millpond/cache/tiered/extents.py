@@ -26,13 +26,17 @@ _SPARE = 16
 class RunTable:
     """Runs of pages of one sequence each, which were written together, array after array.
 
-    The number of a run that is gone becomes that of a later one.
+    The number of a run that was removed is used again.
 
     Attributes:
-        columns: (7, n) int64, of which the others are rows. offset, nbytes: in the file, multiples of `ALIGNMENT`.
-        needed: bytes of the pages. n_pages: how many were written. generation: what the checksum begins with, so that
-            pages of an earlier run at the same place are not taken for these. checksum: CRC-32 of the pages.
-            live: pages that are still held; 0 of a number that no run has.
+        columns: All figures, (7, n) int64; the other attributes are its rows.
+        offset: First byte in the file, a multiple of `ALIGNMENT`.
+        nbytes: Bytes in the file, a multiple of `ALIGNMENT`.
+        needed: Bytes of the pages.
+        n_pages: Pages that were written.
+        generation: Seed of the checksum, so that pages of an earlier run at the same place are not taken for these.
+        checksum: CRC-32 of the pages.
+        live: Pages that are still held; 0 for a number that no run has.
     """
 
     def __init__(self) -> None:
@@ -50,7 +54,7 @@ class RunTable:
         return np.flatnonzero(self.live)
 
     def add(self, offset: int, nbytes: int, needed: int, n_pages: int, generation: int) -> int:
-        """The number of one more run, whose checksum is not known yet."""
+        """Add a run, whose checksum is not known yet, and return its number."""
         if not self._free:
             n = self.columns.shape[1]
             more = n // 8 + _SPARE
@@ -61,16 +65,17 @@ class RunTable:
         return number
 
     def remove(self, number: int) -> None:
-        """A run is gone."""
+        """Remove a run."""
         self.columns[:, number] = 0
         self._free.append(number)
 
 
 class FreeList:
-    """Which bytes of `size` are taken; the first gap that is large enough is taken first.
+    """Free bytes of a space; the first gap that is large enough is taken.
 
     Attributes:
-        size: bytes of the space. used: of these, those that are taken.
+        size: Bytes of the space.
+        used: Bytes of it that are taken.
 
     Example:
         >>> space = FreeList()
@@ -86,7 +91,7 @@ class FreeList:
         self._gaps: list[tuple[int, int]] = []  # begin and end, ascending, none next to another
 
     def take(self, nbytes: int) -> int | None:
-        """Where `nbytes` begin that were free; None where there is no such gap."""
+        """Take `nbytes` that are free and return the first; None if no gap is large enough."""
         for place, (begin, end) in enumerate(self._gaps):
             if end - begin >= nbytes:
                 self._gaps[place : place + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
@@ -95,17 +100,17 @@ class FreeList:
         return None
 
     def give_back(self, begin: int, nbytes: int) -> None:
-        """Bytes that were taken are free again."""
+        """Free bytes that were taken."""
         self.used -= nbytes
         self._add(begin, begin + nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Let `nbytes` more at the end be free."""
+        """Add `nbytes` free bytes at the end."""
         self._add(self.size, self.size + nbytes)
         self.size += nbytes
 
     def lacking(self, nbytes: int) -> int:
-        """Bytes by which the space must grow before `take(nbytes)` finds a gap."""
+        """Return by how many bytes the space must grow before `take(nbytes)` finds a gap."""
         if any(end - begin >= nbytes for begin, end in self._gaps):
             return 0
         at_end = self._gaps[-1] if self._gaps and self._gaps[-1][1] == self.size else (0, 0)
@@ -127,10 +132,10 @@ GAP = 64 << 10
 
 
 class GrowingFile(WritableFile, Protocol):
-    """What extents lie in."""
+    """File of extents."""
 
     def grow(self, nbytes: int) -> None:
-        """Reserve more bytes at the end; a DataError where there are none."""
+        """Reserve more bytes at the end; raise a DataError if there are none."""
         ...
 
     def close(self) -> None: ...
@@ -144,10 +149,15 @@ Take = Callable[[slice, Tensor, RunsInBuffer], int]
 
 @dataclass
 class Transit:
-    """What all layers read and write through.
+    """Loader and slots through which all layers read and write.
 
     Attributes:
-        reading, writing: slots of one size, each used in turn. bytes_read, bytes_written: so far.
+        loader: Loader of all reads and writes.
+        reading: Slots of one size to read into, used in turn.
+        writing: Slots of the same size to write from, used in turn.
+        bytes_read: Bytes read so far.
+        bytes_written: Bytes written so far.
+        turns: Reads so far, which choose the next slot.
     """
 
     loader: Loader
@@ -162,11 +172,11 @@ class Transit:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot: no run is longer."""
+        """Bytes of a slot; no run is longer."""
         return len(self.writing[0].view)
 
     def slot_to_read(self) -> Slot:
-        """The next one in turn."""
+        """Return the next slot in turn."""
         self.turns += 1
         return self.reading[self.turns % len(self.reading)]
 
@@ -183,13 +193,15 @@ class Transit:
 
 
 class LayerExtents:
-    """The runs of one layer in a file of its own.
+    """Runs of one layer in a file of its own.
 
     Args:
-        transit: shared with other layers. grown: called with the bytes by which the file has grown.
+        file: File of the layer.
+        transit: Loader and slots, shared with other layers.
+        grown: Function that is called with the bytes by which the file has grown.
 
     Attributes:
-        runs: their figures.
+        runs: Figures of the runs.
     """
 
     def __init__(self, file: GrowingFile, transit: Transit, grown: Callable[[int], None] = lambda n: None) -> None:
@@ -210,11 +222,11 @@ class LayerExtents:
         return self._space.size
 
     def growth(self, nbytes: int) -> int:
-        """Bytes by which the file must grow for a run of `nbytes`; 0 where there is a gap for it."""
+        """Return by how many bytes the file must grow for a run of `nbytes`; 0 if a gap fits."""
         return self._space.lacking(nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Let the file have at least `nbytes`.
+        """Grow the file to at least `nbytes`.
 
         Raises:
             DataError: the disk lacks them; nothing was changed.
@@ -223,17 +235,16 @@ class LayerExtents:
             self._grow(more)
 
     def write(self, fill: Callable[[Tensor, int], int], needed: int, n_pages: int) -> int:
-        """A new run of pages.
+        """Write a new run of pages and return its number.
 
         Args:
-            fill: puts `needed` bytes and then 0 into (n,) uint8, and returns the CRC-32 of these bytes that begins with
-                the generation which it is given.
-
-        Returns:
-            Its number.
+            fill: Function that puts `needed` bytes and then 0 into (n,) uint8, and returns the CRC-32 of these bytes
+                that begins with the generation which it is given.
+            needed: Bytes of the pages.
+            n_pages: Pages of the run.
 
         Raises:
-            DataError: the disk is full. Another failure of the disk is in `lost`.
+            DataError: the disk is full. `lost` reports other failures of the disk.
         """
         assert 0 < needed <= self.transit.slot_bytes, "a run fits a slot"
         nbytes = aligned_up(needed)
@@ -252,20 +263,20 @@ class LayerExtents:
         return number
 
     def lost(self, runs: Numbers) -> dict[int, DataError]:
-        """Wait until some runs are written; why those failed that did."""
+        """Wait until some runs are written; return the error of each that failed."""
         if not self._writes:
             return {}
-        found: dict[int, DataError] = {}
+        errors: dict[int, DataError] = {}
         for number in self._writes.keys() & set(runs.tolist()):
             error = self._writes[number].finish()
             if error is None:
                 del self._writes[number]
             else:
-                found[number] = error
-        return found
+                errors[number] = error
+        return errors
 
     def free(self, number: int) -> None:
-        """No page of a run is held any more."""
+        """Free the space of a run of which no page is held any more."""
         write = self._writes.pop(number, None)
         if write is not None:
             write.finish()  # it must not come after that of another run at this place
@@ -273,24 +284,26 @@ class LayerExtents:
         self.runs.remove(number)
 
     def in_order(self, runs: Numbers) -> Numbers:
-        """(n,) which of some runs (n,) comes first in the file, which next."""
+        """Return the order of some runs (n,) by their offsets, (n,)."""
         return np.argsort(self.runs.offset[runs])
 
     def read(self, runs: Numbers, take: Take) -> list[tuple[Errand, slice]]:
-        """Read runs, neighbours together, and give their bytes to `take` in the background.
+        """Read runs, neighbours together, and pass their bytes to `take` in the background.
 
         Args:
-            runs: (n,) in the order of their places.
+            runs: Numbers of the runs, (n,), in the order of their offsets.
+            take: Function that receives the bytes.
 
         Returns:
-            What is waited for, and the slice of the runs that it reads. The error of an errand says that they are lost.
+            Errands to wait for, and the slice of the runs that each reads. The error of an errand says that they are
+            lost.
         """
         columns = self.runs.columns[:, runs]
         begins, ends = columns[0].tolist(), (columns[0] + columns[1]).tolist()
         assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), "runs are read in order"
-        errands, first, most = [], 0, self.transit.slot_bytes
+        errands, first, max_bytes = [], 0, self.transit.slot_bytes
         for n in range(1, len(begins) + 1):
-            if n == len(begins) or begins[n] - ends[n - 1] > GAP or ends[n] - begins[first] > most:
+            if n == len(begins) or begins[n] - ends[n - 1] > GAP or ends[n] - begins[first] > max_bytes:
                 part = slice(first, n)
                 errands.append((self._read(columns[:, part], part, take), part))
                 first = n
@@ -306,11 +319,11 @@ class LayerExtents:
             n = take(part, data, runs)
             if n < len(offset):
                 place = int(runs.places[n])
-                found = crc32(data[place : place + int(needed[n])], int(generation[n]))
+                actual = crc32(data[place : place + int(needed[n])], int(generation[n]))
                 raise DataError(
                     f"{self._file.path} at offset {offset[n]:,}: {needed[n]:,} bytes of KV are not those that were "
-                    f"written (checksum {checksum[n]:08x} of generation {generation[n]}, read {found:08x}); ask again, "
-                    "and check the disk"
+                    f"written (checksum {checksum[n]:08x} of generation {generation[n]}, read {actual:08x}); ask "
+                    "again, and check the disk"
                 )
 
         self.transit.bytes_read += length

@@ -178,11 +178,11 @@ class BlendedSpan:
 
     def _turned(self, layer: int, keys: Tensor, begin: int, inverse: bool = False) -> Tensor:
         """Keys (Hkv, n, key_dim) turned to the positions from `begin` on, or back, in float32 or wider."""
-        rotation = self.rotations[layer]
-        if rotation is None:
+        rotary = self.rotations[layer]
+        if rotary is None:
             return keys
         places = torch.arange(begin, begin + keys.shape[1], device=keys.device)
-        return rotation.rotate(keys[None], places[None], inverse=inverse)[0]
+        return rotary.rotate(keys[None], places[None], inverse=inverse)[0]
 
     def _note(self, kept: ComputedChunk, layer: int, keys: Tensor, values: Tensor) -> None:
         """Note a chunk's part of a span, keys before RoPE."""

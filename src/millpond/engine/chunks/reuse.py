@@ -250,14 +250,14 @@ class _Deviation:
     """Deviation of the keys of layer 1 from cached ones, after layer 0 has computed all tokens (CacheBlend)."""
 
     def __init__(self, model: PackedModel, rotations: Rotations, ids: np.ndarray) -> None:
-        self._rotation = rotations[1]
+        self._rotary = rotations[1]
         self._keys = model.keys_of_second_layer(torch.from_numpy(ids).to(model.device))  # (Hkv, n, key_dim)
 
     def __call__(self, begin: int, variant: StoredVariant) -> Tensor:
         old = variant.keys(1).to(self._keys.device)
         places = torch.arange(begin, begin + old.shape[1], device=old.device)
-        if self._rotation is not None:
-            old = self._rotation.rotate(old[None], places[None])[0]
+        if self._rotary is not None:
+            old = self._rotary.rotate(old[None], places[None])[0]
         new = self._keys[:, begin : begin + old.shape[1]]
         return (new.float() - old.float()).square().sum((0, 2)).cpu()
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from millpond.cache.tiered.departure import MOST_PATCHES
 from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
+from millpond.cache.tiered.write_back import MAX_PATCHES
 from millpond.engine.age_spread import FILLINGS
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import CallTimes, MachineConstants
@@ -205,7 +205,7 @@ class CostModel:
         settled = ended * kv.settles  # prompts that are planned, which reads them once more
         again = settled * kv.prompt_bytes
         moved = entries + again + (course.again * kv.prompt_bytes / kv.prompt if reading else 0.0)
-        written = added + entries / MOST_PATCHES * kv.overwrites  # which waits in memory until it is worth a write
+        written = added + entries / MAX_PATCHES * kv.overwrites  # which waits in memory until it is worth a write
         written += settled * kv.kept_bytes
         write = written / machine.write_per_s if machine.write_per_s else 0.0
         attend = decoding * kv.step_flops / self._plain_rate(kv.group)

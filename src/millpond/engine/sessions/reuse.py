@@ -189,8 +189,8 @@ class SessionReuse:
             fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
             if live.marks.forget:
                 drop_restored(stack, live.marks.forget, turn.forgotten, len(turn.ids))
-            for core in stack.layers:
-                core.reopen(self._model.dtype)
+            for layer_cache in stack.layers:
+                layer_cache.reopen(self._model.dtype)
         except BaseException:
             stack.clear()
             raise
@@ -210,7 +210,7 @@ class SessionReuse:
             return
         stack, place = found
         ids = np.concatenate([live.numbers, np.array(answer.tokens[:-1], dtype=np.int64)])
-        if int(stack.timeline.seen[place]) != len(ids):
+        if int(stack.tracker.seen[place]) != len(ids):
             return
         tensors = sequence_tensors(recipe, stack, place, later_prompts=True)
         own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them

@@ -113,11 +113,11 @@ def cache_tensors(stack: BatchCache, *, later_prompts: bool = False) -> dict[str
     later_prompts: see `to_tensors`.
     """
     found = {
-        f"{core.index}.{name}": t
-        for core in stack.layers
-        for name, t in _dense(to_tensors(core, later_prompts=later_prompts)).items()
+        f"{layer_cache.index}.{name}": t
+        for layer_cache in stack.layers
+        for name, t in _dense(to_tensors(layer_cache, later_prompts=later_prompts)).items()
     }
-    found["closed"] = torch.tensor(int(stack.timeline.closed[0]))
+    found["closed"] = torch.tensor(int(stack.tracker.closed[0]))
     return found | (state_tensors(stack.states) if isinstance(stack.states, States) else {})
 
 
@@ -127,7 +127,7 @@ def sequence_tensors(
     """`cache_tensors` of one sequence of a stack, which stays there."""
     one = recipe.stack()
     try:
-        stack.lend([place], one)
+        stack.copy_to([place], one)
         return cache_tensors(one, later_prompts=later_prompts)
     finally:
         one.clear()
@@ -170,21 +170,21 @@ def fill_cache(
     """
     closed = _closed(stored, recipe, len(ids))
     text, ids = ids, ids[closed:]
-    for core, layer in zip(stack.layers, layers, strict=True):
-        own = f"{core.index}."
+    for layer_cache, layer in zip(stack.layers, layers, strict=True):
+        own = f"{layer_cache.index}."
         part = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own)}
         dtype = recipe.pool(layer).arrays.dtype
-        part = _padded(core.index, layer, dtype, n_heads, part)
+        part = _padded(layer_cache.index, layer, dtype, n_heads, part)
         if closed and "origins" not in part:
-            raise DataError(f"layer {core.index}: the request's cache lacks where its entries stood in the text")
-        from_tensors(core, part, len(ids), ids.device)
+            raise DataError(f"layer {layer_cache.index}: the request's cache lacks where its entries stood in the text")
+        from_tensors(layer_cache, part, len(ids), ids.device)
     states: Any = stack.states
     if isinstance(states, States):
         restore_states(states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
-    stack.timeline.adopt(ids[None])
-    stack.timeline.closed[0] = len(text) - len(ids)
-    for core in stack.layers:
-        core.columns = len(ids)
+    stack.tracker.adopt(ids[None])
+    stack.tracker.closed[0] = len(text) - len(ids)
+    for layer_cache in stack.layers:
+        layer_cache.columns = len(ids)
 
 
 def _closed(stored: Mapping[str, Tensor], recipe: CacheFactory, n_tokens: int) -> int:
@@ -196,7 +196,7 @@ def _closed(stored: Mapping[str, Tensor], recipe: CacheFactory, n_tokens: int) -
     given = stored.get("closed", torch.tensor(0))
     closed = int(given) if given.numel() == 1 and given.dtype == torch.int64 else -1
     most = 0 if recipe.reach is None else n_tokens
-    if not 0 <= closed <= most or recipe.within_reach(n_tokens - closed) < n_tokens - closed:
+    if not 0 <= closed <= most or recipe.within_context(n_tokens - closed) < n_tokens - closed:
         raise DataError(f"the request's cache has lost {closed} positions of {n_tokens} tokens; send the request again")
     return closed
 

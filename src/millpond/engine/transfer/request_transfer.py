@@ -247,7 +247,7 @@ class RequestTransfer:
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
             fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)
-            one.timeline.marks.dropped.add(live.marks.forget, 0)
+            one.tracker.marks.dropped.add(live.marks.forget, 0)
             stack.join(one)
         except BaseException:
             one.clear()
@@ -266,14 +266,14 @@ def _caches(recipe: CacheFactory, stack: BatchCache, places: Sequence[int]) -> l
 def _alike(stack: BatchCache, places: Sequence[int]) -> bool:
     """Whether several sequences hold the same pages, and no others: they have not decoded yet."""
     chosen = list(places)
-    for core in stack.layers:
-        if core.table is None or len(chosen) < 2:
+    for layer_cache in stack.layers:
+        if layer_cache.table is None or len(chosen) < 2:
             return False
-        for part in parts_of(core.table):
-            ids = part.page_lists.ids.reshape(core.table.n_seq, core.table.n_kv_heads, -1)[chosen]
+        for part in parts_of(layer_cache.table):
+            ids = part.page_lists.ids.reshape(layer_cache.table.n_seq, layer_cache.table.n_kv_heads, -1)[chosen]
             if not (ids == ids[:1]).all():
                 return False
-        lengths = core.table.entries()[chosen]
+        lengths = layer_cache.table.entries()[chosen]
         if not (lengths == lengths[:1]).all():
             return False
     return True

@@ -144,8 +144,8 @@ def _read(
     found: list[_Found] = []
     for index, (k, v) in enumerate(seen):
         before = [t.detach().float() for t in ((k, grads[2 * index]) if fisher else (k,))]
-        if (rotation := rotations[index]) is not None:
-            before = [rotation.rotate(t, positions, inverse=True) for t in before]
+        if (rotary := rotations[index]) is not None:
+            before = [rotary.rotate(t, positions, inverse=True) for t in before]
         keys, *key_grad = (t[0, :, sinks:].cpu() for t in before)
         value_grad = grads[2 * index + 1].float().square()[0, :, sinks:].cpu() if fisher else None
         found.append(

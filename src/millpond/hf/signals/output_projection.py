@@ -14,7 +14,7 @@ from millpond.errors import UnsupportedModelError
 from millpond.hf.model_profile import ModelProfile
 
 
-def attach_output_projections(profile: ModelProfile, cores: Iterable[LayerCache]) -> None:
+def attach_output_projections(profile: ModelProfile, layer_caches: Iterable[LayerCache]) -> None:
     """Attach the output projections of the layers, as they are when a score reads them."""
     places, n_heads, name = profile.output_projections, profile.n_heads, profile.name
 
@@ -22,8 +22,8 @@ def attach_output_projections(profile: ModelProfile, cores: Iterable[LayerCache]
         place = places.get(index)
         return output_maps(None if place is None else getattr(place.module, place.name, None), n_heads, name)
 
-    for core in cores:
-        core.attention.outputs = partial(maps, core.index)
+    for layer_cache in layer_caches:
+        layer_cache.attention.outputs = partial(maps, layer_cache.index)
 
 
 @torch.no_grad()

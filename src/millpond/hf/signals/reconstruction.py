@@ -36,31 +36,31 @@ class PromptReconstruction:
         Raises:
             OptionError: the tokens that wait may be taken back.
         """
-        timeline, n_seq = cache.timeline, cache.timeline.n_seq
-        if cache.journal.recording:
+        tracker, n_seq = cache.tracker, cache.tracker.n_seq
+        if cache.draft_rollback.recording:
             raise OptionError(
                 "a prompt whose last tokens may be taken back, as in assisted generation, cannot be repeated; use "
                 "another method with it"
             )
         done = self._done if len(self._done) == n_seq else np.zeros(n_seq, dtype=np.int64)
-        columns, seen = timeline.columns, timeline.seen.copy()
-        done = np.maximum(done, self._marks(timeline))
-        for core in cache.layer_caches:
-            core.peek = ReconstructionProbe(n_seq, core.stored.shape[1], int(seen.max()), self._device)
+        columns, seen = tracker.columns, tracker.seen.copy()
+        done = np.maximum(done, self._marks(tracker))
+        for layer_cache in cache.layer_caches:
+            layer_cache.probe = ReconstructionProbe(n_seq, layer_cache.stored.shape[1], int(seen.max()), self._device)
         self.running = True
         try:
             for begin in range(0, int((seen - done).max()), self._settings.chunk):
                 first = np.minimum(done + begin, seen)
                 self._repeat(cache, first, np.minimum(first + self._settings.chunk, seen))
-                timeline.rewind(columns, seen)
-                for core in cache.layer_caches:
-                    core.columns = columns
+                tracker.rewind(columns, seen)
+                for layer_cache in cache.layer_caches:
+                    layer_cache.columns = columns
         finally:
             self.running = False
-            found = [core.peek for core in cache.layer_caches]
-            for core in cache.layer_caches:
-                core.peek = None
-        self._settle(cache, found)
+            found = [layer_cache.probe for layer_cache in cache.layer_caches]
+            for layer_cache in cache.layer_caches:
+                layer_cache.probe = None
+        self._run_plans(cache, found)
         self._done = seen
 
     def select(self, sequences: list[int]) -> None:
@@ -80,18 +80,18 @@ class PromptReconstruction:
         """Forget everything."""
         self._done = self._done[:0]
 
-    def _marks(self, timeline: PositionTracker) -> np.ndarray:
+    def _marks(self, tracker: PositionTracker) -> np.ndarray:
         """(S,) 1 for texts that open with the mark of a beginning, which is not repeated in the middle; else 0."""
-        assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
-        rows = torch.arange(timeline.n_seq, device=self._device)
-        opens = timeline.tokens.at(rows, torch.zeros_like(rows)[:, None])[:, 0]
+        assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
+        rows = torch.arange(tracker.n_seq, device=self._device)
+        opens = tracker.tokens.at(rows, torch.zeros_like(rows)[:, None])[:, 0]
         return torch.isin(opens.cpu(), self._begins).long().numpy()
 
     @torch.no_grad()
     def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
         """One pass over the tokens first..last-1 of each sequence, after the question."""
-        timeline, ask = cache.timeline, self._settings.ids
-        assert timeline.tokens is not None, "token ids are kept for a policy that looks at them"
+        tracker, ask = cache.tracker, self._settings.ids
+        assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
         assert ask is not None, "the question is known before a cache uses it"
         lengths = np.where(last > first, last - first + len(ask), 0)
         width = int(lengths.max())
@@ -99,25 +99,25 @@ class PromptReconstruction:
         mask = torch.zeros_like(ids)
         for row in np.flatnonzero(lengths).tolist():
             place = torch.arange(int(first[row]), int(last[row]), device=self._device)[None]
-            own = timeline.tokens.at(torch.tensor([row], device=self._device), place)[0]
+            own = tracker.tokens.at(torch.tensor([row], device=self._device), place)[0]
             ids[row, width - int(lengths[row]) :] = torch.cat([torch.tensor(ask, device=self._device).long(), own])
             mask[row, width - int(lengths[row]) :] = 1
-        start = torch.from_numpy(timeline.seen).to(self._device)[:, None]
+        start = torch.from_numpy(tracker.seen).to(self._device)[:, None]
         self._decoder(
             input_ids=ids,
             **cache_argument(cache),
-            attention_mask=torch.cat([timeline.mask().to(mask), mask], 1),
+            attention_mask=torch.cat([tracker.mask().to(mask), mask], 1),
             position_ids=(start + mask.cumsum(1) - 1).clamp(min=0),
         )
 
     @no_autograd
-    def _settle(self, cache: LayerCaches, found: list[ReconstructionProbe | None]) -> None:
-        """Plan every layer; the plan of one may depend on what was found in all."""
-        for core, peek in zip(cache.layer_caches, found, strict=True):
-            core.rebuilt = peek
+    def _run_plans(self, cache: LayerCaches, probes: list[ReconstructionProbe | None]) -> None:
+        """Plan every layer; the plan of one may depend on the probes of all."""
+        for layer_cache, probe in zip(cache.layer_caches, probes, strict=True):
+            layer_cache.reconstruction = probe
         try:
-            for core in cache.layer_caches:
-                core.settle()
+            for layer_cache in cache.layer_caches:
+                layer_cache.run_plans()
         finally:
-            for core in cache.layer_caches:
-                core.rebuilt = None
+            for layer_cache in cache.layer_caches:
+                layer_cache.reconstruction = None

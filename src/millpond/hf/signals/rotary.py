@@ -170,13 +170,13 @@ def _kind(rotary: nn.Module, layer_type: str) -> str:
     return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
 
 
-def attach_rotations(profile: ModelProfile, cores: Sequence[LayerCache]) -> None:
+def attach_rotations(profile: ModelProfile, layer_caches: Sequence[LayerCache]) -> None:
     """Attach the inverse rotation to each layer, if the policy needs queries before RoPE.
 
     Raises:
         UnsupportedModelError: the rotation of its queries cannot be undone.
     """
-    if not any(core.policy.needs_rotation for core in cores):
+    if not any(layer_cache.policy.needs_rotation for layer_cache in layer_caches):
         return
     if profile.latent is not None:
         raise UnsupportedModelError(
@@ -191,8 +191,8 @@ def attach_rotations(profile: ModelProfile, cores: Sequence[LayerCache]) -> None
         raise UnsupportedModelError(
             f"{error}; use a method that scores by attention (h2o, snapkv) or by keys alone (keydiff)"
         ) from None
-    for core in cores:
-        core.attention.rope = rotations[core.index]
+    for layer_cache in layer_caches:
+        layer_cache.attention.rotary = rotations[layer_cache.index]
 
 
 def changes_with_length(profile: ModelProfile) -> bool:

@@ -92,7 +92,7 @@ class TokenEntropyHook:
         UnsupportedModelError: the model predicts nothing.
     """
 
-    def __init__(self, cache: LayerCaches, model: PreTrainedModel, entropies: Entropies, settles: bool) -> None:
+    def __init__(self, cache: LayerCaches, model: PreTrainedModel, entropies: Entropies, between_chunks: bool) -> None:
         head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None:
             raise UnsupportedModelError(
@@ -101,7 +101,7 @@ class TokenEntropyHook:
             )
         self._cache = weakref.ref(cache)
         self._decay = entropies.decay
-        self._settles = settles
+        self._between_chunks = between_chunks
         self._asked: int | Tensor = 0  # which logits the running pass computes
         self._ids: Tensor | None = None
         self._start = -1  # columns before the running pass; -1 while there is none
@@ -130,7 +130,7 @@ class TokenEntropyHook:
             raise CacheMismatchError(
                 "this method looks at token ids, and the model was given none (inputs_embeds); pass input_ids"
             )
-        if cache is not None and cache.journal.recording:
+        if cache is not None and cache.draft_rollback.recording:
             raise OptionError(
                 "draft tokens of assisted generation are chosen from before they are predicted; use another method "
                 "with it"
@@ -169,7 +169,7 @@ class TokenEntropyHook:
             return None
         ids = kwargs.get("input_ids", args[0] if args else None)
         self._ids = ids if isinstance(ids, Tensor) and ids.ndim == 2 else None
-        self._start = cache.timeline.columns
+        self._start = cache.tracker.columns
         self._asked = kwargs.get("logits_to_keep", 0)
         return args, {**kwargs, "logits_to_keep": 0} if "logits_to_keep" in kwargs else kwargs
 
@@ -196,26 +196,28 @@ class TokenEntropyHook:
     @no_autograd
     def _learn(self, cache: LayerCaches, start: int, logits: Tensor) -> None:
         """Take in the logits (S, Q, vocabulary) of the pass that began after `start` columns."""
-        timeline, ids = cache.timeline, self._ids
+        tracker, ids = cache.tracker, self._ids
         assert ids is not None, "a pass without ids was refused when it began"
-        span = timeline.span(start, timeline.columns - start, timeline.n_seq, None, logits.device)
+        span = tracker.span(start, tracker.columns - start, tracker.n_seq, None, logits.device)
         entropies = self._predictions.entropies(logits.detach(), ids.to(logits.device), span)
         decoding = span.decoding
         if span.length == 1 and decoding.all():
             self._decoded = decoding
             self._wait(cache, span, entropies)
             return
-        if len(self._decoded) != timeline.n_seq:
-            self._decoded = np.zeros(timeline.n_seq, dtype=bool)
+        if len(self._decoded) != tracker.n_seq:
+            self._decoded = np.zeros(tracker.n_seq, dtype=bool)
         began = (span.after > span.before) & ~decoding
         another_round = began & self._decoded
         self._decoded = (self._decoded & ~began) | decoding
         self.tell()
         factors = np.where(another_round, self._decay, 1.0)
         self._rescore(cache, span.before, entropies, factors if another_round.any() else None)
-        for core in cache.layer_caches if self._settles and not cache.parts.waits(timeline.columns) else ():
-            if core.pending:
-                core.settle()
+        for layer_cache in (
+            cache.layer_caches if self._between_chunks and not cache.parts.waits(tracker.columns) else ()
+        ):
+            if layer_cache.pending:
+                layer_cache.run_plans()
         self._protected = 1
 
     def _wait(self, cache: LayerCaches, span: ForwardSpan, entropies: Tensor) -> None:
@@ -225,7 +227,7 @@ class TokenEntropyHook:
         self._waiting.append(entropies)
         if len(self._waiting) >= min(self._protected, MOST_WAITING):
             self.tell()
-            tables = [core.table for core in cache.layer_caches if core.table is not None]
+            tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
             self._protected = min((int(table.recent.min()) for table in tables), default=1)
 
     @no_autograd
@@ -240,9 +242,9 @@ class TokenEntropyHook:
         self, cache: LayerCaches, before: np.ndarray, entropies: Tensor, factors: np.ndarray | None = None
     ) -> None:
         """Write the entropies (S, n) of the tokens from `before` (S,) on with their entries, in every layer."""
-        for core in cache.layer_caches:
-            if core.table is not None:
-                here = core.table.lens.device
+        for layer_cache in cache.layer_caches:
+            if layer_cache.table is not None:
+                here = layer_cache.table.lens.device
                 first = torch.from_numpy(before.astype(np.int32)).to(here)
                 aged = None if factors is None else torch.from_numpy(factors.astype(np.float32)).to(here)
-                set_scores(core.table, first, entropies.to(here), aged)
+                set_scores(layer_cache.table, first, entropies.to(here), aged)

@@ -30,7 +30,7 @@ def test_copies_share_no_page(bench: Any, name: str) -> None:
         gpu_engine.decode_alike(bench, engine, gpu_engine.Shape(3, 200), 6)
         cache, _ = engine.cache_of("0")
         assert cache.n_seq == 3
-        assert all(part.page_lists.n_shared() == 0 for core in cache.layers for part in (core.table,))
+        assert all(part.page_lists.n_shared() == 0 for layer_cache in cache.layers for part in (layer_cache.table,))
         engine.check_integrity()
         (output,) = engine.drain()
     one, *others = [completion.token_ids for completion in output.completions]

@@ -38,27 +38,27 @@ class PlanClock:
         self.plan_s = self.late_s = 0.0
         self.passes = 0
         self._watch = watch
-        self._cores = cache.layer_caches
+        self._layer_caches = cache.layer_caches
         self._decoder = ModelProfile.of(model).modules[-1]
 
     def __enter__(self) -> PlanClock:
-        for core in self._cores:
-            core.planner.plan = self._timed(core, core.planner.plan)  # type: ignore[method-assign]
+        for layer_cache in self._layer_caches:
+            layer_cache.planner.plan = self._timed(layer_cache, layer_cache.planner.plan)  # type: ignore[method-assign]
         self._hook = self._decoder.register_forward_pre_hook(self._count)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
-        for core in self._cores:
-            del core.planner.plan
+        for layer_cache in self._layer_caches:
+            del layer_cache.planner.plan
 
     def _count(self, *_: Any) -> None:
         self.passes += not self._watch.ticks
 
-    def _timed(self, core: LayerCache, plan: Callable[..., None]) -> Callable[..., None]:
+    def _timed(self, layer_cache: LayerCache, plan: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any, **kwargs: Any) -> None:
             late = bool(self._watch.ticks)
-            if late and not core.pending:  # a plan of decoding
+            if late and not layer_cache.pending:  # a plan of decoding
                 plan(*args, **kwargs)
                 return
             begun = time.perf_counter()

@@ -70,7 +70,7 @@ class AttentionRecorder:
     """
 
     def __init__(self, cache: MillpondCache, asking: bool = True) -> None:
-        if any(isinstance(core, LatentCache) for core in cache.layer_caches):
+        if any(isinstance(layer_cache, LatentCache) for layer_cache in cache.layer_caches):
             raise UnsupportedModelError(
                 "the model caches latents (MLA): what each of its heads attends to cannot be worked out from them"
             )

@@ -227,11 +227,11 @@ class BatchReader:
 
     def _held(self, row: int) -> Held:
         stored = held = full = regions = 0
-        for core in self.cache.layer_caches:
-            table = core.table
+        for layer_cache in self.cache.layer_caches:
+            table = layer_cache.table
             if table is None:
                 continue
-            lens = core.stored[row]
+            lens = layer_cache.stored[row]
             arrays = table.pool.arrays
             stored += int(lens.sum())
             regions += len(lens)

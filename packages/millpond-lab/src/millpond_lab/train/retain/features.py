@@ -194,10 +194,10 @@ class TextReader:
     def features(self, layer: int, q: Tensor, k: Tensor, v: Tensor, begin: int) -> Tensor:
         """(begin, inputs) of the first tokens of one text, given what its layer attends with in one pass."""
         q, k, v = (t[:, :, :begin] for t in (q, k, v))
-        rotation = self._rotations[layer]
-        if rotation is not None:
+        rotary = self._rotations[layer]
+        if rotary is not None:
             positions = torch.arange(q.shape[2], device=q.device)[None]
-            q, k = (rotation.rotate(t, positions, inverse=True).to(t.dtype) for t in (q, k))
+            q, k = (rotary.rotate(t, positions, inverse=True).to(t.dtype) for t in (q, k))
         return features_of(q, k, v)[0]
 
     def _run(self, cache: MillpondCache, ids: Tensor, n: int, last: int = 1) -> Tensor:

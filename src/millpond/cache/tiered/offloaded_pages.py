@@ -19,10 +19,11 @@ from millpond.kernels.pages import Arenas
 
 
 class Patches:
-    """Entries of slots whose pages on a disk hold older ones.
+    """Entries in memory that replace older ones in slots of pages on a disk.
 
     Attributes:
-        nbytes: of all entries. rows: (n, dim) of each array.
+        rows: Entries of each array, (n, dim).
+        nbytes: Bytes of all entries.
     """
 
     def __init__(self) -> None:
@@ -32,11 +33,11 @@ class Patches:
         self.nbytes = 0
 
     def counts(self, n_pages: int) -> npt.NDArray[np.int64]:
-        """(n_pages,) entries of each page."""
+        """Return the number of entries of each page, (n_pages,)."""
         return np.bincount(self._pages, minlength=n_pages)
 
     def put(self, pages: PageIds, slots: npt.NDArray[np.int64], rows: Sequence[Tensor]) -> None:
-        """Keep entries, (n, dim) of each array, in place of what lay in these slots."""
+        """Keep entries, (n, dim) of each array, in place of the content of these slots."""
         if not len(pages):
             return
         width = int(max(slots.max(), self._slots.max(initial=0))) + 1
@@ -46,33 +47,33 @@ class Patches:
         n, m = len(stay), len(pages)
         before = RowArrays.of_tensors(self.rows or [row[:0] for row in rows])
         self.rows = [row.new_empty(n + m, *row.shape[1:]) for row in rows]
-        kept = RowArrays.of_tensors(self.rows)  # by move_rows, for torch would wake its threads for it
-        move_rows(before, stay, kept, None, n)
-        move_rows(RowArrays.of_tensors(rows), None, kept, np.arange(n, n + m), m)
+        target = RowArrays.of_tensors(self.rows)  # by move_rows, for torch would wake its threads for it
+        move_rows(before, stay, target, None, n)
+        move_rows(RowArrays.of_tensors(rows), None, target, np.arange(n, n + m), m)
         self._pages = np.concatenate([self._pages[stay], pages]).astype(np.int32)
         self._slots = np.concatenate([self._slots[stay], slots])
         self._count()
 
-    def drop(self, gone: npt.NDArray[np.bool_]) -> None:
-        """Forget the entries of pages that are `gone` (n_pages,)."""
+    def drop(self, dropped: npt.NDArray[np.bool_]) -> None:
+        """Drop the entries of the pages that are `dropped`, (n_pages,) bool."""
         if len(self._pages):
-            self._keep(~gone[self._pages])
+            self._keep(~dropped[self._pages])
             self._count()
 
     def of(
         self, place: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The entries of some pages.
+        """Return the entries of some pages.
 
         Args:
-            place: (n_pages,) what stands for a page; -1: it is not wanted.
+            place: Number that stands for each page, (n_pages,); -1 for pages that are not requested.
 
         Returns:
-            What stands for their pages (n,), their slots (n,) and which of `rows` (n,) they are.
+            Numbers that stand for their pages (n,), their slots (n,) and their indices in `rows` (n,).
         """
-        found = place[self._pages]
-        chosen = np.flatnonzero(found >= 0)
-        return found[chosen], self._slots[chosen], chosen
+        numbers = place[self._pages]
+        which = np.flatnonzero(numbers >= 0)
+        return numbers[which], self._slots[which], which
 
     def _keep(self, stay: npt.NDArray[np.bool_]) -> None:
         if not stay.all():
@@ -108,7 +109,7 @@ class SideArrays(Arenas):
         return []
 
     def extend(self, n_pages: int) -> None:
-        """Have `n_pages` more pages; none moves."""
+        """Add `n_pages` pages; none moves."""
         for arenas, dtype in zip(self.arrays, (torch.int32, torch.float32, torch.float32), strict=False):
             n = sum(map(len, arenas))
             grown = torch.empty(n + n_pages, self.slots, dtype=dtype)
@@ -118,7 +119,7 @@ class SideArrays(Arenas):
         self.refresh()
 
     def clear(self) -> None:
-        """Have none."""
+        """Remove all pages."""
         for arenas in self.arrays:
             arenas.clear()
         self.refresh()
@@ -127,16 +128,18 @@ class SideArrays(Arenas):
         raise AssertionError("keys and values are elsewhere")
 
 
-class AwayPages(RefCountedPool[SideArrays]):
+class OffloadedPages(RefCountedPool[SideArrays]):
     """Pages of one layer that have left their pool; tables name them in place of those.
 
-    Positions, scores and masses are in memory and count against the limit of the pool.
+    Positions, scores and masses stay in memory and count against the limit of the pool.
 
     Args:
-        pool: that they left. extents: of the layer.
+        pool: Pool that the pages have left.
+        extents: Extents of the layer on the disk.
 
     Attributes:
-        patches: entries that their runs lack. resident: (n,) page of `pool` that holds the content; -1: none.
+        patches: Entries that are newer than those in the runs.
+        resident: Page of `pool` that holds the content of each page, (n,); -1 for none.
     """
 
     def __init__(self, pool: RefCountedPool[Any], extents: LayerExtents) -> None:
@@ -160,12 +163,12 @@ class AwayPages(RefCountedPool[SideArrays]):
 
     def release(self, ids: PageIds) -> None:
         super().release(ids)
-        gone = np.unique(ids[self._refs[ids] == 0])
-        if len(gone):
-            self._forget(gone)
+        freed = np.unique(ids[self._refs[ids] == 0])
+        if len(freed):
+            self._forget(freed)
 
     def grow(self, n: int) -> None:
-        """Nothing: it grows by as few pages as are wanted when they are."""
+        """Do nothing: the pool grows only by the pages that are requested, when they are."""
 
     def trim(self, keep: int = 0) -> int:
         before = self.nbytes
@@ -177,30 +180,30 @@ class AwayPages(RefCountedPool[SideArrays]):
     # ------------------------------------------------------------------ content
 
     @property
-    def staying(self) -> PageIds:
-        """Pages of the pool that hold content of some of these."""
+    def residents(self) -> PageIds:
+        """Pages of the pool that hold the content of some of these pages."""
         return self.resident[self.resident >= 0]
 
     def runs_of(self, ids: PageIds) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Numbers of the runs that hold some pages, -1 for none, and which of their pages these are."""
+        """Return the runs that hold some pages, -1 for none, and the index of each in its run."""
         return self._run[ids], self._row[ids]
 
-    def lie_in(self, ids: PageIds, run: int) -> None:
-        """The content of these pages, and nothing else, is in a run of `extents`, in this order."""
+    def set_run(self, ids: PageIds, run: int) -> None:
+        """Record that these pages, in this order, are the content of a run of `extents`."""
         self._leave(ids)
         self._run[ids], self._row[ids] = run, np.arange(len(ids))
 
-    def lie_nowhere(self, ids: PageIds) -> None:
-        """The content of these pages is lost."""
+    def drop_content(self, ids: PageIds) -> None:
+        """Record that the content of these pages is lost."""
         self._leave(ids)
 
-    def stay_in(self, ids: PageIds, pages: PageIds) -> None:
-        """The content of these pages is in pages of the pool, of which the caller hands a holder over."""
+    def set_resident(self, ids: PageIds, pages: PageIds) -> None:
+        """Record that pages of the pool hold the content; the caller passes one holder of each."""
         self._leave(ids)
         self.resident[ids] = pages
 
-    def hand_over(self, ids: PageIds) -> PageIds:
-        """The pages of the pool that hold these, with the holder; their content is nowhere else."""
+    def take_resident(self, ids: PageIds) -> PageIds:
+        """Return the pages of the pool that hold the content, and pass their holder to the caller."""
         pages = self.resident[ids].copy()
         self.resident[ids] = -1
         return pages
@@ -215,7 +218,7 @@ class AwayPages(RefCountedPool[SideArrays]):
         return more
 
     def _extend(self, n: int) -> None:
-        """Have `n` more free pages; fewer where it is negative."""
+        """Add `n` free pages; remove -n if n is negative."""
         if n < 0:
             self._refs, self._lives = self._refs[:n], self._lives[:n]
             self.resident, self._run, self._row = self.resident[:n], self._run[:n], self._row[:n]
@@ -233,7 +236,7 @@ class AwayPages(RefCountedPool[SideArrays]):
         self.resident[ids] = -1
 
     def _leave(self, ids: PageIds) -> None:
-        """The content of these pages is no longer in their runs, nor in patches."""
+        """Release the runs of these pages, and drop their patches."""
         numbers = self._run[ids]
         numbers = numbers[numbers >= 0]
         if len(numbers):
@@ -243,11 +246,11 @@ class AwayPages(RefCountedPool[SideArrays]):
                 self.extents.free(number)
         self._run[ids] = -1
         if self.patches.nbytes:
-            gone = np.zeros(self.n_pages, dtype=bool)
-            gone[ids] = True
-            self.patches.drop(gone)
+            dropped = np.zeros(self.n_pages, dtype=bool)
+            dropped[ids] = True
+            self.patches.drop(dropped)
 
 
 def side_page_bytes(pool: RefCountedPool[Any]) -> int:
-    """Bytes of a page's positions, scores and masses."""
+    """Return the bytes of the positions, scores and masses of a page."""
     return int(pool.slots * side_bytes(pool.arrays.masses))
