@@ -12,8 +12,8 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.ledger import AnswerRecord
-from millpond.cluster.messages import AnswerUpdate, WorkerReport
+from millpond.cluster.ledger import SentCompletion
+from millpond.cluster.messages import CompletionDelta, WorkerReport
 from millpond.cluster.ray_worker import check_address
 from millpond.cluster.router import Load, choose
 from millpond.cluster.settings import ClusterSettings
@@ -284,8 +284,8 @@ def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
         holds.hold = 4
         ends = start(local, PROMPTS[:1], watch=True)
         local.wait_until(lambda: dispatcher.at("decode-0"))
-        lives = holds.engine._llm._engine._requests
-        local.wait_until(lambda: any(len(one.answers[0].tokens) >= holds.hold for one in list(lives.values())))
+        requests = holds.engine._llm._engine._requests
+        local.wait_until(lambda: any(len(state.completions[0].tokens) >= holds.hold for state in list(requests)))
         running = loop.run(dispatcher.memory("0", 0))
         assert running is not None
         assert loop.run(dispatcher.memory("0", 0, "")) == running
@@ -387,14 +387,14 @@ def test_a_loaded_model_is_refused() -> None:
 
 
 def test_updates_that_come_late_or_twice_change_nothing() -> None:
-    record = AnswerRecord()
-    first = AnswerUpdate(0, (1, 2), 0, "ab", None, None, None, None)
+    record = SentCompletion()
+    first = CompletionDelta(0, (1, 2), 0, "ab", None, None, None, None)
     assert record.add(first)
     assert not record.add(first)
-    assert record.add(AnswerUpdate(1, (2, 3), 1, "bc", None, None, None, None))
+    assert record.add(CompletionDelta(1, (2, 3), 1, "bc", None, None, None, None))
     assert (record.tokens, record.text) == ([1, 2, 3], "abc")
     with pytest.raises(DataError, match="begins at token 5, and 3 are known"):
-        record.add(AnswerUpdate(5, (6,), 3, "", None, None, None, None))
+        record.add(CompletionDelta(5, (6,), 3, "", None, None, None, None))
 
 
 def test_the_worker_with_the_least_to_do_gets_a_request() -> None:

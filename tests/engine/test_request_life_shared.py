@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 import millpond as mp
 from millpond.cache.prefix_tree import PrefixNode
 from millpond.engine.engine import Engine
-from millpond.engine.scheduler import State
+from millpond.engine.scheduler_request import RequestStatus
 from tests.helpers.engine.helpers import budget_of, engine_for, prompt
 from tests.helpers.engine.life import LIMIT, EngineLife
 from tests.helpers.examples import examples
@@ -88,11 +88,11 @@ class SharedLife(EngineLife):
 
     @invariant()
     def what_is_outside_holds_nothing(self) -> None:
-        for live in self.engine._requests:
-            if live.job.state is State.SWAPPED:
-                assert live.stack is not None
-                assert live.stack.is_swapped_out
-                assert not any(len(core.table.held()) for core in live.stack.layers if core.table is not None)
+        for state in self.engine._requests:
+            if state.scheduled.status is RequestStatus.PREEMPTED:
+                assert state.private_cache is not None
+                assert state.private_cache.is_swapped_out
+                assert not any(len(core.table.held()) for core in state.private_cache.layers if core.table is not None)
 
 
 TestSharedLife = SharedLife.TestCase

@@ -170,17 +170,17 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     finish(engine, 40)
     found = engine.cache_of("a")
     assert found is not None
-    (stack, sequence), core = found, found[0].layers[1]
-    rotation = stack._rotations[1]
+    (batch_cache, sequence), core = found, found[0].layers[1]
+    rotation = batch_cache._rotations[1]
     assert rotation is not None
     before = core.read(sequence)
-    seen = int(stack.timeline.seen[sequence])
-    stack.close_gaps(sequence)
+    seen = int(batch_cache.timeline.seen[sequence])
+    batch_cache.close_gaps(sequence)
     after = core.read(sequence)
     n = int((before.positions[0] >= 0).sum())
     assert after.positions[0, :n].tolist() == list(range(n))
-    assert stack.timeline.seen[sequence] == n < seen
-    assert stack.timeline.closed[sequence] == seen - n
+    assert batch_cache.timeline.seen[sequence] == n < seen
+    assert batch_cache.timeline.closed[sequence] == seen - n
     here, there = before.positions[:1, :n].long(), after.positions[:1, :n].long()
     turned = rotation.rotate(rotation.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
     torch.testing.assert_close(after.keys[:, :n], turned, rtol=0.02, atol=0.02)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from millpond.cluster.messages import AnswerUpdate, RequestUpdate
+from millpond.cluster.messages import CompletionDelta, RequestUpdate
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
@@ -20,7 +20,7 @@ Place = Literal["nowhere", "held", "running", "leaving", "offered", "moving"]
 
 
 @dataclass(slots=True)
-class AnswerRecord:
+class SentCompletion:
     """One answer as it was sent."""
 
     tokens: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class AnswerRecord:
     stop_reason: str | int | None = None
     kv: KVStats | None = None
 
-    def add(self, update: AnswerUpdate) -> bool:
+    def add(self, update: CompletionDelta) -> bool:
         """Take in what is new of an update; returns whether anything is. What is known already changes nothing.
 
         Raises:
@@ -84,7 +84,7 @@ class LedgerEntry:
             self.request = replace(self.request, params=replace(params, seed=secrets.randbits(63)))
         self._arrived = time.monotonic()
         self._times = Times(self._arrived)
-        self._answers = [AnswerRecord() for _ in range(params.n)]
+        self._answers = [SentCompletion() for _ in range(params.n)]
         self._prompt_ids: tuple[int, ...] = ()
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._read = self._cached = 0

@@ -26,7 +26,7 @@ class RequestStart:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerUpdate:
+class CompletionDelta:
     """The new part of one answer.
 
     Attributes:
@@ -59,7 +59,7 @@ class RequestUpdate:
     """
 
     name: str
-    answers: tuple[AnswerUpdate, ...] = ()
+    answers: tuple[CompletionDelta, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     started_s: float | None = None
@@ -111,10 +111,10 @@ class Reported:
             cached=output.cached,
         )
 
-    def _answer(self, answer: Completion) -> AnswerUpdate:
+    def _answer(self, answer: Completion) -> CompletionDelta:
         first, begin = self._sizes.get(answer.index, (0, 0))
         self._sizes[answer.index] = len(answer.token_ids), len(answer.text)
-        return AnswerUpdate(
+        return CompletionDelta(
             first,
             answer.token_ids[first:],
             begin,

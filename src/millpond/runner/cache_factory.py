@@ -147,7 +147,7 @@ class CacheFactory(CacheLayout):
         attach_rotations(profile, self._pattern)
         attach_output_projections(profile, self._pattern)
 
-    def stack(self, prompt: int = 0) -> BatchCache:
+    def make_cache(self, prompt: int = 0) -> BatchCache:
         """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""
         timeline = PositionTracker()
         if self.policy.needs.token_ids:
@@ -161,9 +161,9 @@ class CacheFactory(CacheLayout):
             self._budgets.cores = cores
 
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
-        stack = BatchCache(cores, timeline, before_plan, states, self.tier, self._rotations)
-        stack.reading = prompt > 0
-        return stack
+        batch_cache = BatchCache(cores, timeline, before_plan, states, self.tier, self._rotations)
+        batch_cache.reading = prompt > 0
+        return batch_cache
 
     @property
     def state_bytes(self) -> int:

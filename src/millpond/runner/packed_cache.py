@@ -33,8 +33,9 @@ class Segment:
 
     Attributes:
         cores: of all layers with attention. begin, end: which rows. decoding: one row per sequence; else all rows are
-            one sequence's. states: of its sequences, in a hybrid. stack: that the caches are of, where some of their
-            pages come for the pass. partial: the rows are some of a run of tokens, of which it knows the others.
+            one sequence's. states: of its sequences, in a hybrid. batch_cache: that the caches are of, where some
+            of their pages come for the pass. partial: the rows are some of a run of tokens, of which it knows the
+            others.
     """
 
     cores: Sequence[LayerCache]
@@ -42,7 +43,7 @@ class Segment:
     end: int
     decoding: bool
     states: RecurrentStates | None = None
-    stack: BatchCache | None = None
+    batch_cache: BatchCache | None = None
     partial: PartialSpan | None = None
 
 
@@ -126,8 +127,12 @@ class SegmentedAttention:
     def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """(n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
-        core, stack = segment.cores[index], segment.stack
-        with nullcontext() if stack is None else stack.here(core, self._following(number, index), self._growth):
+        core, batch_cache = segment.cores[index], segment.batch_cache
+        with (
+            nullcontext()
+            if batch_cache is None
+            else batch_cache.here(core, self._following(number, index), self._growth)
+        ):
             if segment.decoding:
                 return core.attend_newest(q, k, v, shape)
             if segment.partial is not None:
@@ -155,7 +160,7 @@ def _growth(segments: Sequence[Segment]) -> Pages:
     """Pages that new tokens may take in all layers."""
     need: Counter[Pool] = Counter()
     for segment in segments:
-        if segment.stack is None or segment.stack.tier is None:
+        if segment.batch_cache is None or segment.batch_cache.tier is None:
             continue
         for core in segment.cores:
             if segment.decoding:

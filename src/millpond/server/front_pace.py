@@ -52,11 +52,11 @@ class FrontPace:
 
     def enter(self, name: str) -> Visit:
         """A request comes; `Visit.leave` when it is answered."""
-        return Visit(self, name, self._clients.enter(name))
+        return Visit(self, name, self._clients.add_request(name))
 
     def leave(self, client: ClientService) -> None:
         """A request is answered."""
-        self._clients.leave(client)
+        self._clients.remove_request(client)
 
     def charge(self, name: str, client: ClientService, seconds: float) -> None:
         """Charge a client with the CPU seconds of a request."""
@@ -91,7 +91,7 @@ class FrontPace:
         self._look = None
         self._waiting = [one for one in self._waiting if not one[1].done()]
         if self._waiting and time.monotonic() >= self._free_at:
-            first = min(self._waiting, key=lambda one: one[0].rank)
+            first = min(self._waiting, key=lambda one: one[0].queue_key)
             self._waiting.remove(first)
             first[1].set_result(None)
         if self._waiting:
