@@ -17,7 +17,7 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.messages import RequestStart
+from millpond.cluster.messages import StartMessage
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from tests.helpers.cluster.chaos import Kind, Stream, Striker, in_loop, read, runs, settled, spilled, stored_bytes
@@ -171,7 +171,7 @@ def test_a_prompt_that_kills_its_worker_ends_alone(served: Served) -> None:
     send, texts = outgoing.send, bodies[poison]["prompt"]
     length = len(served.llm.tokenizer(texts)["input_ids"])
 
-    def deadly(handle: Any, start: RequestStart) -> None:
+    def deadly(handle: Any, start: StartMessage) -> None:
         request = start.request
         if request.params.seed == bodies[poison]["seed"]:
             assert len(request.prompt) >= length - 1

@@ -12,7 +12,7 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
-from millpond.cluster.ledger import SentCompletion
+from millpond.cluster.cluster_request import SentCompletion
 from millpond.cluster.messages import CompletionDelta, WorkerReport
 from millpond.cluster.ray_worker import check_address
 from millpond.cluster.router import Load, choose

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millpond.cluster.messages import RequestStart, RequestUpdate
+from millpond.cluster.messages import RequestDelta, StartMessage
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.request import Request
@@ -42,7 +42,7 @@ def with_worker(use: Callable[[EngineWorker], Awaitable[None]], **settings: Any)
     asyncio.run(run())
 
 
-async def last_update(worker: EngineWorker, name: str) -> RequestUpdate:
+async def last_update(worker: EngineWorker, name: str) -> RequestDelta:
     """The one behind which nothing more comes of a request here."""
     while True:
         for update in (await worker.report(frozenset({name}))).updates:
@@ -52,7 +52,7 @@ async def last_update(worker: EngineWorker, name: str) -> RequestUpdate:
 
 def test_a_request_is_offered_with_its_first_token() -> None:
     async def use(worker: EngineWorker) -> None:
-        await worker.start([RequestStart(request("a"))])
+        await worker.start([StartMessage(request("a"))])
         found = await last_update(worker, "a")
         assert found.offered == len(worker._handoff.fetch("a"))
         await worker.release("a")
@@ -62,11 +62,11 @@ def test_a_request_is_offered_with_its_first_token() -> None:
 
 def test_a_request_that_stays_or_has_no_room_decodes_here() -> None:
     async def use(worker: EngineWorker) -> None:
-        await worker.start([RequestStart(request("a"), stays=True)])
+        await worker.start([StartMessage(request("a"), stays=True)])
         assert (await last_update(worker, "a")).finished
 
     async def without_room(worker: EngineWorker) -> None:
-        await worker.start([RequestStart(request("a"))])
+        await worker.start([StartMessage(request("a"))])
         assert (await last_update(worker, "a")).finished
 
     with_worker(use)
@@ -76,7 +76,7 @@ def test_a_request_that_stays_or_has_no_room_decodes_here() -> None:
 def test_more_bytes_than_expected_begin_the_request_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(worker: EngineWorker) -> None:
         monkeypatch.setattr(worker._handoff, "put", lambda name, data: bool(worker._handoff.drop(name)))
-        await worker.start([RequestStart(request("a"))])
+        await worker.start([StartMessage(request("a"))])
         assert (await last_update(worker, "a")).dropped
 
     with_worker(use)
@@ -93,10 +93,10 @@ def test_an_error_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> No
             return export_request(name)
 
         monkeypatch.setattr(engine, "export_request", fails)
-        await worker.start([RequestStart(request(name)) for name in "ab"])
+        await worker.start([StartMessage(request(name)) for name in "ab"])
         (kind, text) = (await last_update(worker, "a")).error or ("", "")
         assert (kind, "out of luck" in text) == ("", True)
-        await worker.start([RequestStart(request("c"))])
+        await worker.start([StartMessage(request("c"))])
         assert (await last_update(worker, "c")).offered
         for name in "bc":
             await worker.release(name)
@@ -115,7 +115,7 @@ def test_one_that_is_cancelled_while_it_is_packed_leaves_nothing(monkeypatch: py
             return export_request(name)
 
         monkeypatch.setattr(engine, "export_request", slow)
-        await worker.start([RequestStart(request("a"))])
+        await worker.start([StartMessage(request("a"))])
         await packing.wait()
         cancelled = asyncio.ensure_future(worker.cancel("a"))
         await asyncio.sleep(0.05)

@@ -11,9 +11,9 @@ import pytest
 
 import millpond as mp
 from millpond.cluster.async_llm import AsyncClusterLLM
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.dispatcher import LastTries
 from millpond.cluster.handle import WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.messages import WorkerReport
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
@@ -120,7 +120,7 @@ def test_a_move_that_fails_keeps_nothing_of_what_was_offered(monkeypatch: pytest
 def test_last_tries_come_one_at_a_time() -> None:
     tries = LastTries(2)
     first, second, third = (
-        LedgerEntry(Request(request_id=str(index), prompt=(1,), params=params()), lambda _: None, replays=2)
+        ClusterRequest(Request(request_id=str(index), prompt=(1,), params=params()), lambda _: None, replays=2)
         for index in range(3)
     )
     assert [tries.may_begin(one, wait=True) for one in (first, second, third)] == [True, False, False]

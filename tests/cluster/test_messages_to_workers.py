@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from millpond.cluster.async_llm import AsyncClusterLLM, BatchedCalls
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import LoopThread
-from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.messages import Reported, RequestStart, WorkerReport
+from millpond.cluster.messages import ReportedOutput, StartMessage, WorkerReport
 from millpond.engine import async_llm
 from millpond.engine.outputs import RequestOutput, Times
 from millpond.engine.request import Request
@@ -81,7 +81,7 @@ def submitted(local: LocalCluster, worker: LocalWorker, n: int) -> list[RequestO
 def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     start, gate = LocalWorker.start, asyncio.Event()
 
-    async def slow(self: LocalWorker, starts: Sequence[RequestStart]) -> None:
+    async def slow(self: LocalWorker, starts: Sequence[StartMessage]) -> None:
         await start(self, starts)
         await gate.wait()
 
@@ -103,7 +103,7 @@ def test_requests_that_come_until_a_message_is_answered_are_in_the_next_one(monk
 def test_a_worker_that_dies_with_a_message_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in none yet goes to the worker in its place, as what was in one does."""
 
-    async def stuck(self: LocalWorker, starts: Sequence[RequestStart]) -> None:
+    async def stuck(self: LocalWorker, starts: Sequence[StartMessage]) -> None:
         if self.name == "replica-0":
             self.messages.append(len(starts))
             await self._of(asyncio.Event().wait())
@@ -158,7 +158,7 @@ def test_calls_of_one_pass_are_made_together() -> None:
 def test_how_far_a_prompt_is_read_reaches_the_client_that_asked(asked: bool) -> None:
     """Over reports, which say what is new only; one that says nothing new is not passed on."""
     wanted = Request(request_id="one", prompt=(1,) * 40, params=params(), tell_read=asked)
-    entry, reported = LedgerEntry(wanted, lambda _: None), Reported()
+    entry, reported = ClusterRequest(wanted, lambda _: None), ReportedOutput()
     heard = []
     for read in (16, 32, 32, 40):
         output = RequestOutput("one#0", None, wanted.prompt, (), Times(1.0, 1.5), read=read, cached=8)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar, TypeVarTuple
 
+from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import DrainResult
-from millpond.cluster.ledger import check_movable
 from millpond.cluster.llm import Cluster, ClusterClient
 from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM

@@ -7,10 +7,10 @@ import math
 import time
 from dataclasses import dataclass
 
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.moves import DECODES, REPLICAS, RETRY_S, Mover, RequestBook
 from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import BYTES_BESIDES, BYTES_FACTOR, HandoffBuffer
@@ -59,7 +59,7 @@ class Checkpoints:
         """Bytes that are held, or expected."""
         return self._store.size
 
-    def grown(self, entry: LedgerEntry, handle: WorkerHandle) -> None:
+    def grown(self, entry: ClusterRequest, handle: WorkerHandle) -> None:
         """A request has new tokens: begin a copy of it where one is due."""
         if self._every is None or entry.place != "running":
             return
@@ -73,7 +73,7 @@ class Checkpoints:
             self._at_work.add(handle.name)
             self._tasks.run(self._copy(entry, handle, copies, key))
 
-    def resume(self, entry: LedgerEntry) -> bool:
+    def resume(self, entry: ClusterRequest) -> bool:
         """Let another worker continue a request from its copy; False: there is none."""
         copies = self._copies.get(entry.request.request_id)
         if copies is None or copies.key is None:
@@ -82,13 +82,13 @@ class Checkpoints:
         self._tasks.run(self._resume(entry, self._store.fetch(copies.key)))
         return True
 
-    def forget(self, entry: LedgerEntry) -> None:
+    def forget(self, entry: ClusterRequest) -> None:
         """Free the copy of a request."""
         copies = self._copies.pop(entry.request.request_id, None)
         if copies is not None and copies.key is not None:
             self._store.drop(copies.key)
 
-    async def _copy(self, entry: LedgerEntry, handle: WorkerHandle, copies: _Copies, key: str) -> None:
+    async def _copy(self, entry: ClusterRequest, handle: WorkerHandle, copies: _Copies, key: str) -> None:
         name, data = entry.name, None
         try:
             data = await handle.checkpoint(name)
@@ -112,7 +112,7 @@ class Checkpoints:
         self._figures.checkpoints += 1
         self._figures.checkpoint_bytes += len(data)
 
-    async def _resume(self, entry: LedgerEntry, data: bytes) -> None:
+    async def _resume(self, entry: ClusterRequest, data: bytes) -> None:
         """Continue a request at the first worker that has room; without one in time it is begun again."""
         name, until = entry.name, time.monotonic() + self._lease_s
         while self._book.current(name, entry):
@@ -135,11 +135,11 @@ class Checkpoints:
                 await self._arrived(entry, name, target)
                 return
 
-    def _read_again(self, entry: LedgerEntry) -> None:
+    def _read_again(self, entry: ClusterRequest) -> None:
         self.forget(entry)
         self._book.begin_again(entry, lost=False)
 
-    async def _arrived(self, entry: LedgerEntry, name: str, target: WorkerHandle) -> None:
+    async def _arrived(self, entry: ClusterRequest, name: str, target: WorkerHandle) -> None:
         self._figures.resumed += 1
         if not self._book.current(name, entry):  # it was cancelled on its way, or has ended there
             await quietly(target.cancel(name))

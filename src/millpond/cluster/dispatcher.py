@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from millpond.cluster.checkpoints import Checkpoints
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures, DrainResult, WorkerInfo, together
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
-from millpond.cluster.messages import RequestStart, RequestUpdate, WorkerReport, error_of
+from millpond.cluster.messages import RequestDelta, StartMessage, WorkerReport, error_of
 from millpond.cluster.moves import Drain, Mover
 from millpond.cluster.router import Load, PrefixLedger, RecentWork, choose
 from millpond.cluster.settings import ClusterSettings, Role
@@ -29,18 +29,18 @@ GRACE_S = 0.5
 class Deadlines:
     """Timers of the requests of one event loop. expired: called with each request that is still there."""
 
-    def __init__(self, expired: Callable[[LedgerEntry], None]) -> None:
+    def __init__(self, expired: Callable[[ClusterRequest], None]) -> None:
         self._expired = expired
-        self._timers: dict[LedgerEntry, asyncio.TimerHandle] = {}
+        self._timers: dict[ClusterRequest, asyncio.TimerHandle] = {}
 
-    def watch(self, entry: LedgerEntry) -> None:
+    def watch(self, entry: ClusterRequest) -> None:
         """A request arrives. One with a deadline that is none is left to the engine, which refuses it."""
         deadline = entry.request.deadline
         if deadline is not None and deadline > 0:
             loop = asyncio.get_running_loop()
             self._timers[entry] = loop.call_later(deadline + GRACE_S, self._expired, entry)
 
-    def forget(self, entry: LedgerEntry) -> None:
+    def forget(self, entry: ClusterRequest) -> None:
         """A request has ended."""
         timer = self._timers.pop(entry, None)
         if timer is not None:
@@ -58,10 +58,10 @@ class LastTries:
 
     def __init__(self, max_replays: int) -> None:
         self._max_replays = max_replays
-        self._trying: LedgerEntry | None = None
-        self._waiting: dict[LedgerEntry, None] = {}  # in the order in which they came
+        self._trying: ClusterRequest | None = None
+        self._waiting: dict[ClusterRequest, None] = {}  # in the order in which they came
 
-    def may_begin(self, entry: LedgerEntry, *, wait: bool) -> bool:
+    def may_begin(self, entry: ClusterRequest, *, wait: bool) -> bool:
         """Whether a request may go to a worker now.
 
         Args:
@@ -76,7 +76,7 @@ class LastTries:
             self._waiting[entry] = None
         return False
 
-    def over(self, entry: LedgerEntry) -> LedgerEntry | None:
+    def over(self, entry: ClusterRequest) -> ClusterRequest | None:
         """A request has a new token or has ended; returns the next one, which may go to a worker now."""
         self._waiting.pop(entry, None)
         if self._trying is not entry:
@@ -100,9 +100,9 @@ class Outgoing:
     def __init__(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
         #: Requests that are in no message yet, by name, of each worker that has a message to answer or gets one.
-        self._waiting: dict[WorkerHandle, dict[str, RequestStart]] = {}
+        self._waiting: dict[WorkerHandle, dict[str, StartMessage]] = {}
 
-    def send(self, handle: WorkerHandle, start: RequestStart) -> None:
+    def send(self, handle: WorkerHandle, start: StartMessage) -> None:
         """Let a worker have a request."""
         if handle not in self._waiting:
             self._waiting[handle] = {}
@@ -114,7 +114,7 @@ class Outgoing:
         if self._waiting.get(handle, {}).pop(name, None) is None:
             self._tasks.run(quietly(handle.cancel(name)))
 
-    async def _run(self, handle: WorkerHandle, waiting: dict[str, RequestStart]) -> None:
+    async def _run(self, handle: WorkerHandle, waiting: dict[str, StartMessage]) -> None:
         try:
             while waiting:
                 starts = tuple(waiting.values())
@@ -151,8 +151,8 @@ class Dispatcher:
         self._outgoing = Outgoing(self._tasks)
         self._mover = Mover(self, self._pool, self._tasks, self.figures, settings.lease_s)
         self.checkpoints = Checkpoints(settings, self, self._pool, self._mover, self._tasks, self.figures)
-        self._entries: dict[str, LedgerEntry] = {}
-        self._by_name: dict[str, LedgerEntry] = {}
+        self._entries: dict[str, ClusterRequest] = {}
+        self._by_name: dict[str, ClusterRequest] = {}
         self._watched: OrderedDict[str, tuple[str, str, str]] = OrderedDict()  # with worker, name and client
         self._prefixes, self._recent = PrefixLedger(block), RecentWork()
         self._last_tries, self._deadlines = LastTries(settings.max_replays), Deadlines(self._expired)
@@ -239,7 +239,7 @@ class Dispatcher:
             raise MillpondError(str(error))
         if request.request_id in self._entries:
             raise OptionError(f"request {request.request_id!r} is in flight already; give another name")
-        entry = LedgerEntry(request, deliver)
+        entry = ClusterRequest(request, deliver)
         self._entries[request.request_id] = entry
         self._deadlines.watch(entry)
         self._route(entry)
@@ -266,11 +266,11 @@ class Dispatcher:
         except WorkerLostError:
             return None
 
-    def at(self, worker: str) -> list[LedgerEntry]:
+    def at(self, worker: str) -> list[ClusterRequest]:
         """See `RequestBook`."""
         return [entry for entry in self._entries.values() if entry.worker == worker]
 
-    def current(self, name: str, entry: LedgerEntry) -> bool:
+    def current(self, name: str, entry: ClusterRequest) -> bool:
         """See `RequestBook`."""
         return self._by_name.get(name) is entry
 
@@ -282,11 +282,11 @@ class Dispatcher:
         """See `RequestBook`."""
         self._outgoing.cancel(handle, name)
 
-    def may_move(self, entry: LedgerEntry) -> bool:
+    def may_move(self, entry: ClusterRequest) -> bool:
         """See `RequestBook`."""
         return self._last_tries.may_begin(entry, wait=False)
 
-    def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
+    def begin_again(self, entry: ClusterRequest, *, lost: bool = True) -> None:
         """See `RequestBook`."""
         self._by_name.pop(entry.name, None)
         entry.epoch += 1
@@ -299,12 +299,12 @@ class Dispatcher:
         else:
             entry.worker, entry.place = None, "held"
 
-    def missed(self, entry: LedgerEntry) -> None:
+    def missed(self, entry: ClusterRequest) -> None:
         """See `RequestBook`."""
         entry.misses += 1
         self.begin_again(entry, lost=False)
 
-    def _may_lose(self, entry: LedgerEntry) -> bool:
+    def _may_lose(self, entry: ClusterRequest) -> bool:
         """Count a loss of a request with a worker; False: it was one too many, and has ended the request."""
         entry.replays += 1
         if entry.replays <= self._settings.max_replays:
@@ -316,13 +316,13 @@ class Dispatcher:
         self.end(entry, error)
         return False
 
-    def _continue(self, entry: LedgerEntry) -> None:
+    def _continue(self, entry: ClusterRequest) -> None:
         """Send a request that was begun before to a worker."""
         if not self.checkpoints.resume(entry):
             self.figures.replayed += 1
             self._route(entry)
 
-    def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
+    def end(self, entry: ClusterRequest, error: MillpondError | None = None) -> None:
         """See `RequestBook`: nothing more comes of a request, and no worker has anything of it."""
         self._forget(entry)
         if error is not None:
@@ -332,7 +332,7 @@ class Dispatcher:
             self._outgoing.cancel(handle, entry.name)
         entry.deliver(entry.output(finished=True, error=error))
 
-    def _route(self, entry: LedgerEntry) -> None:
+    def _route(self, entry: ClusterRequest) -> None:
         """Send a request to a worker that reads prompts; without one it waits."""
         loads = self._loads()
         sharing = {name for name, stats in self._pool.stats.items() if stats.prefix is not None}
@@ -350,10 +350,10 @@ class Dispatcher:
                 self._prefixes.note(name, entry.keys)
                 self._recent.note(name, entry.unread)
             self._by_name[entry.name] = entry
-            start = RequestStart(entry.again(), stays=entry.misses > self._settings.max_replays)
+            start = StartMessage(entry.again(), stays=entry.misses > self._settings.max_replays)
             self._outgoing.send(self._pool.serving[name], start)
 
-    def _forget(self, entry: LedgerEntry) -> None:
+    def _forget(self, entry: ClusterRequest) -> None:
         self._entries.pop(entry.request.request_id, None)
         self._deadlines.forget(entry)
         self.checkpoints.forget(entry)
@@ -364,18 +364,18 @@ class Dispatcher:
                 self._watched.popitem(last=False)
         self._tried(entry)
 
-    def _tried(self, entry: LedgerEntry) -> None:
+    def _tried(self, entry: ClusterRequest) -> None:
         """A request has a new token, or has ended: another one may have its last try."""
         following = self._last_tries.over(entry)
         if following is not None and not self._closed:
             self._continue(following)
 
-    def _expired(self, entry: LedgerEntry) -> None:
+    def _expired(self, entry: ClusterRequest) -> None:
         entry.end("deadline")
         self.end(entry)
 
     def _loads(self) -> list[Load]:
-        mine: dict[str, list[LedgerEntry]] = {handle.name: [] for handle in self._pool.able()}
+        mine: dict[str, list[ClusterRequest]] = {handle.name: [] for handle in self._pool.able()}
         for entry in self._entries.values():
             if entry.worker in mine:
                 mine[entry.worker].append(entry)
@@ -430,7 +430,7 @@ class Dispatcher:
         for entry in list(self._entries.values()):
             self.end(entry, self._without[role])
 
-    def _update(self, handle: WorkerHandle, entry: LedgerEntry, update: RequestUpdate, now: float) -> None:
+    def _update(self, handle: WorkerHandle, entry: ClusterRequest, update: RequestDelta, now: float) -> None:
         error = error_of(update)
         changed = entry.add(update, now)
         if update.finished:

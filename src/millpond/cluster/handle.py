@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.messages import StartMessage, WorkerReport
 from millpond.cluster.settings import Role
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.outputs import CacheSnapshot
@@ -36,7 +36,7 @@ class WorkerHandle(Protocol):
         """Begin; returns context length, vocabulary, and how caches are kept where a request does not say."""
         ...
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         """See `EngineWorker.start`."""
         ...
 

@@ -9,10 +9,10 @@ from os import PathLike, fspath
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
+from millpond.cluster.cluster_request import check_movable
 from millpond.cluster.dispatcher import Dispatcher
 from millpond.cluster.event_loop import LoopThread
 from millpond.cluster.figures import ClusterFigures, WorkerInfo
-from millpond.cluster.ledger import check_movable
 from millpond.cluster.ray_worker import RaySession, RayWorker
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker_pool import MakeWorker

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStart:
+class StartMessage:
     """One request for a worker.
 
     Attributes:
@@ -45,7 +45,7 @@ class CompletionDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestDelta:
     """The new part of one request.
 
     Attributes:
@@ -81,25 +81,25 @@ class WorkerReport:
         step_age_s: seconds since the step began that its engine is at; 0 where it waits.
     """
 
-    updates: tuple[RequestUpdate, ...]
+    updates: tuple[RequestDelta, ...]
     stats: EngineStats
     trouble: str | None = None
     handoff_bytes: int = 0
     step_age_s: float = 0.0
 
 
-class Reported:
+class ReportedOutput:
     """How much of a request was reported, so that the next update holds the rest."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}  # of each answer, tokens and characters
         self._prompt = True
 
-    def update(self, output: RequestOutput, now: float) -> RequestUpdate:
+    def update(self, output: RequestOutput, now: float) -> RequestDelta:
         """The new part of an output. now: on the clock of its times, in seconds."""
         times, first = output.times, self._prompt
         self._prompt = False
-        return RequestUpdate(
+        return RequestDelta(
             output.request_id,
             tuple(map(self._answer, output.completions)),
             output.prompt_token_ids if first else None,
@@ -126,13 +126,13 @@ class Reported:
         )
 
 
-def failed(name: str, error: Exception) -> RequestUpdate:
+def failed(name: str, error: Exception) -> RequestDelta:
     """The last update of a request that an error ended."""
     kind = next((k.__name__ for k in type(error).__mro__ if getattr(millpond.errors, k.__name__, None) is k), "")
-    return RequestUpdate(name, finished=True, error=(kind, str(error) if kind else f"the worker failed: {error!r}"))
+    return RequestDelta(name, finished=True, error=(kind, str(error) if kind else f"the worker failed: {error!r}"))
 
 
-def error_of(update: RequestUpdate) -> MillpondError | None:
+def error_of(update: RequestDelta) -> MillpondError | None:
     """The error of an update, of the class that it had in the worker."""
     if update.error is None:
         return None

@@ -7,10 +7,10 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+from millpond.cluster.cluster_request import ClusterRequest
 from millpond.cluster.event_loop import BackgroundTasks, quietly
 from millpond.cluster.figures import ClusterFigures
 from millpond.cluster.handle import WorkerHandle, WorkerLostError
-from millpond.cluster.ledger import LedgerEntry
 from millpond.cluster.settings import Role
 from millpond.cluster.worker import HandoffGoneError
 from millpond.cluster.worker_pool import WorkerPool
@@ -26,7 +26,7 @@ RETRY_S = 0.02
 class RequestBook(Protocol):
     """The requests of a cluster, as far as those who move them need to know."""
 
-    def current(self, name: str, entry: LedgerEntry) -> bool:
+    def current(self, name: str, entry: ClusterRequest) -> bool:
         """Whether a request is still in flight under this name."""
         ...
 
@@ -34,22 +34,22 @@ class RequestBook(Protocol):
         """A worker of one of these roles for a request of `n_bytes` bytes; None: there is none."""
         ...
 
-    def may_move(self, entry: LedgerEntry) -> bool:
+    def may_move(self, entry: ClusterRequest) -> bool:
         """Whether a request may go to another worker now; see `LastTries`."""
         ...
 
-    def begin_again(self, entry: LedgerEntry, *, lost: bool = True) -> None:
+    def begin_again(self, entry: ClusterRequest, *, lost: bool = True) -> None:
         """Begin a request on another worker, with the tokens that were sent; lost: count it towards `max_replays`."""
         ...
 
-    def missed(self, entry: LedgerEntry) -> None:
+    def missed(self, entry: ClusterRequest) -> None:
         """Begin a request again that no worker took in time; no worker was lost, and `max_replays` counts it not.
 
         After as many misses in a row as that allows losses it decodes where it is read.
         """
         ...
 
-    def end(self, entry: LedgerEntry, error: MillpondError | None = None) -> None:
+    def end(self, entry: ClusterRequest, error: MillpondError | None = None) -> None:
         """End a request, wherever it is."""
         ...
 
@@ -57,7 +57,7 @@ class RequestBook(Protocol):
         """Let a worker end a request that has begun again elsewhere."""
         ...
 
-    def at(self, worker: str) -> list[LedgerEntry]:
+    def at(self, worker: str) -> list[ClusterRequest]:
         """Requests that a worker has."""
         ...
 
@@ -79,7 +79,7 @@ class Mover:
         """A worker reports, so it can fetch."""
         self._silent.discard(worker)
 
-    async def move(self, entry: LedgerEntry, source: WorkerHandle, n_bytes: int) -> None:
+    async def move(self, entry: ClusterRequest, source: WorkerHandle, n_bytes: int) -> None:
         """Let another worker continue a request that waits in `source`; it waits there until one has room."""
         name, began = entry.name, time.monotonic()
         roles = REPLICAS if source.role == "replica" else DECODES
@@ -145,13 +145,13 @@ class Mover:
         finally:  # an error refers to this frame: with the task in it, what it was given would stay in Ray's store
             del task, done
 
-    def _count(self, entry: LedgerEntry, n_bytes: int, seconds: float) -> None:
+    def _count(self, entry: ClusterRequest, n_bytes: int, seconds: float) -> None:
         self._figures.moved += 1
         self._figures.moved_bytes += n_bytes
         self._figures.full_bytes += entry.full_bytes
         self._figures.move_s += seconds
 
-    def _arrived(self, entry: LedgerEntry, worker: str) -> None:
+    def _arrived(self, entry: ClusterRequest, worker: str) -> None:
         entry.worker, entry.place = worker, "running"
         entry.targets.clear()
         entry.misses = 0
@@ -181,7 +181,7 @@ class Drain:
     ) -> None:
         self._handle, self._book, self._mover, self._tasks = handle, book, mover, tasks
         self._until = time.monotonic() + within_s
-        self._seen: dict[LedgerEntry, int] = {}  # with the epoch in which it was here
+        self._seen: dict[ClusterRequest, int] = {}  # with the epoch in which it was here
         self._replayed = 0
 
     async def run(self) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class Drain:
         moved = sum(one.epoch == epoch and one.worker != self._handle.name for one, epoch in self._seen.items())
         return moved, self._replayed
 
-    async def _give(self, entry: LedgerEntry) -> None:
+    async def _give(self, entry: ClusterRequest) -> None:
         """Let a request move to another worker; one without an answer is begun again there, and read there."""
         name = entry.name
         if not entry.begun:
@@ -220,7 +220,7 @@ class Drain:
             else:
                 await quietly(self._handle.release(name))
 
-    def _again(self, entry: LedgerEntry) -> None:
+    def _again(self, entry: ClusterRequest) -> None:
         self._replayed += 1
         name = entry.name
         self._book.begin_again(entry, lost=False)

@@ -14,7 +14,7 @@ import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.local_process import LocalProcess
-from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.messages import StartMessage, WorkerReport
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.async_llm import AsyncLLM
@@ -75,7 +75,7 @@ class RayWorker:
             self._process = LocalProcess(self.pid)
         return context, vocabulary, cache
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         """See `WorkerHandle`."""
         await self._wait(self._actor.start.remote(starts))
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from millpond.cluster.messages import Reported, RequestStart, RequestUpdate, WorkerReport, failed
+from millpond.cluster.messages import ReportedOutput, RequestDelta, StartMessage, WorkerReport, failed
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.engine.async_llm import AsyncLLM
 from millpond.engine.engine import Engine
@@ -141,13 +141,13 @@ class EngineWorker:
         self._handoff = HandoffBuffer(settings.handoff_bytes, settings.lease_s)
         self._opened: AsyncLLM | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._newest: dict[str, RequestOutput | RequestUpdate] = {}  # what no report had yet
-        self._reported: dict[str, Reported] = {}
+        self._newest: dict[str, RequestOutput | RequestDelta] = {}  # what no report had yet
+        self._reported: dict[str, ReportedOutput] = {}
         self._sizes: dict[str, int] = {}  # bytes in the pages of each request
         self._more = BYTES_FACTOR
         self._cancelled: set[str] = set()
         self._staying: set[str] = set()  # requests that are not offered to other workers
-        self._left: dict[str, tuple[RequestOutput, int] | RequestUpdate] = {}  # those that the engine's thread let go
+        self._left: dict[str, tuple[RequestOutput, int] | RequestDelta] = {}  # those that the engine's thread let go
         self._news = asyncio.Event()
 
     async def open(self) -> tuple[int, int, int, CacheOptions]:
@@ -164,7 +164,7 @@ class EngineWorker:
             self._opened.leave = self._leave
         return os.getpid(), self._llm.context_length, self._llm.vocab_size, self._llm.cache
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         """Take requests in; reports say what becomes of each, or why it is refused."""
         for start in starts:
             name = start.request.request_id
@@ -186,7 +186,7 @@ class EngineWorker:
         newest, self._newest = self._newest, {}
         now = time.monotonic()
         updates = [
-            one if isinstance(one, RequestUpdate) else self._reported.setdefault(name, Reported()).update(one, now)
+            one if isinstance(one, RequestDelta) else self._reported.setdefault(name, ReportedOutput()).update(one, now)
             for name, one in newest.items()
         ]
         for update in updates:
@@ -312,15 +312,15 @@ class EngineWorker:
                     if (held := _bytes_of(output)) is not None:
                         self._sizes[name] = held
             left = self._left.pop(name, None)
-            if isinstance(left, RequestUpdate):
+            if isinstance(left, RequestDelta):
                 self._tell(name, left)
             elif left is not None:
-                update = self._reported.setdefault(name, Reported()).update(left[0], time.monotonic())
+                update = self._reported.setdefault(name, ReportedOutput()).update(left[0], time.monotonic())
                 self._tell(name, replace(update, offered=left[1]))
         except Exception as error:  # whatever it is, the one who waits must hear of it
             self._tell(name, failed(name, error))
 
-    def _tell(self, name: str, news: RequestOutput | RequestUpdate) -> None:
+    def _tell(self, name: str, news: RequestOutput | RequestDelta) -> None:
         self._newest[name] = news
         self._news.set()
 
@@ -342,7 +342,7 @@ class EngineWorker:
             self._left[name] = failed(name, error)
             return True
         kept = self._keep(name, data, held)
-        self._left[name] = (output, len(data)) if kept else RequestUpdate(name, dropped=True)
+        self._left[name] = (output, len(data)) if kept else RequestDelta(name, dropped=True)
         return True
 
     def _room_for(self, name: str, held: int) -> bool:

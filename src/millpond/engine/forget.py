@@ -31,7 +31,7 @@ def drop_read(state: RequestState) -> None:
     ended = [span for span in state.marks.forget if span[1] == state.scheduled.num_computed_tokens]
     if ended and state.private_cache is not None:
         state.private_cache.drop_spans(0, ended)
-        note_dropped(state)
+        record_dropped(state)
 
 
 def drop_restored(batch_cache: BatchCache, spans: Sequence[Span], forgotten: Sequence[Span], n_tokens: int) -> None:
@@ -46,7 +46,7 @@ def drop_restored(batch_cache: BatchCache, spans: Sequence[Span], forgotten: Seq
     batch_cache.drop_spans(0, [span for span in more if span not in known])
 
 
-def note_dropped(state: RequestState) -> None:
+def record_dropped(state: RequestState) -> None:
     """Tell the answers of a request how many tokens of its prompt have left its cache so far."""
     if state.marks.forget and state.private_cache is not None:
         dropped = state.private_cache.timeline.marks.dropped.count(0)
@@ -76,7 +76,7 @@ def forgotten(
     )
 
 
-def note_forgotten(state: RequestState) -> None:
+def record_forgotten(state: RequestState) -> None:
     """Tell the answers of a request that end, and whose caches have read the prompt, what these have forgotten."""
     spans = state.marks.report
     if not spans:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from millpond.cache.batch_cache import Pages
 from millpond.engine.components import Components
 from millpond.engine.decode_group import figures_of
-from millpond.engine.forget import note_forgotten
+from millpond.engine.forget import record_forgotten
 from millpond.engine.prefix_cache import sum_pages
 from millpond.engine.request_state import RequestState
 
@@ -62,7 +62,7 @@ class PromptEnd:
             (figures,) = figures_of(batch_cache, state.group.cache_factory, self._layers)
             for completion in state.completions:
                 completion.count(figures)
-            note_forgotten(state)
+            record_forgotten(state)
         unfinished = state.unfinished
         if unfinished:
             batch_cache.select([0] * len(unfinished))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from millpond.engine.completion import ReuseCounts
 from millpond.engine.components import Components
-from millpond.engine.forget import note_dropped, until_forgotten
+from millpond.engine.forget import record_dropped, until_forgotten
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler import Step
 from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
@@ -103,7 +103,7 @@ class PromptStart:
             self._counts["restored_tokens"] += n_tokens
             for completion in state.completions:
                 completion.reuse = ReuseCounts(restored_tokens=n_tokens, exact=state.restored_exact)
-            note_dropped(state)
+            record_dropped(state)
             return
         self._counts["shared_tokens"] += n_tokens if state.completions else 0
         for completion in state.completions:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from millpond.engine.components import Components
-from millpond.engine.forget import note_forgotten
+from millpond.engine.forget import record_forgotten
 from millpond.engine.outputs import FinishReason
 from millpond.engine.request_state import RequestState
 
@@ -30,7 +30,7 @@ class RequestEnds:
             self._snapshots.record(state)
         for completion in state.unfinished:
             completion.end(reason)
-        note_forgotten(state)
+        record_forgotten(state)
         self.retire(state)
 
     def collect_finished(self, states: Sequence[RequestState]) -> None:
@@ -42,7 +42,7 @@ class RequestEnds:
                     (first.finished and first in state.group.completions) or state.private_cache is not None
                 ):
                     self._snapshots.record(state)
-                note_forgotten(state)
+                record_forgotten(state)
                 if self._sessions is not None:
                     self._sessions.keep(state)
         for group in dict.fromkeys(state.group for state in states):

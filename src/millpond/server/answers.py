@@ -30,7 +30,7 @@ class EventWriter(Protocol):
         ...
 
 
-class GenerationJob(Protocol):
+class ApiCall(Protocol):
     """What is to be answered, and how.
 
     Attributes:
@@ -225,7 +225,7 @@ class ChatVoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesJob:
+class ChoicesCall:
     """A completion or a chat.
 
     Attributes:
@@ -261,7 +261,7 @@ class ChoicesJob:
 class Chunks:
     """The chunks of one answer."""
 
-    def __init__(self, job: ChoicesJob, model: str) -> None:
+    def __init__(self, job: ChoicesCall, model: str) -> None:
         self._job = job
         self._envelope = job.envelope(job.voice.chunk_kind, model) | ({"usage": None} if job.include_usage else {})
         self._sent: dict[tuple[int, int], StreamCursor] = {}

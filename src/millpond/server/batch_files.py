@@ -19,7 +19,7 @@ from millpond.engine.engine import Engine
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.errors import DataError, MillpondError
-from millpond.server.answers import ChoicesJob
+from millpond.server.answers import ChoicesCall
 from millpond.server.errors import ApiError, of_validation
 from millpond.server.routes import chat, completions
 from millpond.server.schemas import ChatBody, CompletionBody, SamplingFields
@@ -143,7 +143,7 @@ class BatchFile:
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         self._llm = llm
         self._service = Service(llm, settings)
-        self.jobs: list[tuple[BatchLine, ChoicesJob]] = []
+        self.jobs: list[tuple[BatchLine, ChoicesCall]] = []
         self.refused: list[RefusedLine] = []
         self.n_before = 0
 
@@ -259,7 +259,7 @@ def answered_in(out: Path) -> set[str]:
     return done
 
 
-def _record(line: BatchLine, job: ChoicesJob, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def _record(line: BatchLine, job: ChoicesCall, model: str, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     response = {"status_code": 200, "request_id": job.name, "body": job.whole(model, outputs)}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
 

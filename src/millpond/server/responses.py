@@ -39,7 +39,7 @@ _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 422: "invalid_promp
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseJob:
+class ResponsesCall:
     """A response.
 
     Attributes:
@@ -148,7 +148,7 @@ class ResponseJob:
 class ResponseEvents:
     """The events of one response, numbered."""
 
-    def __init__(self, job: ResponseJob, model: str) -> None:
+    def __init__(self, job: ResponsesCall, model: str) -> None:
         self._job = job
         self._model = model
         self._sent = StreamCursor()

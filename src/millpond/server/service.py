@@ -17,7 +17,7 @@ from millpond.engine.request import Request
 from millpond.errors import MillpondError
 from millpond.option_files import listed_files
 from millpond.server.admission import AdmissionControl
-from millpond.server.answers import GenerationJob
+from millpond.server.answers import ApiCall
 from millpond.server.body_parsing import JsonBodies
 from millpond.server.errors import ApiError
 from millpond.server.front_pace import FrontPace
@@ -171,7 +171,7 @@ class Service:
             raise ApiError(404, message, "model_not_found", "model")
 
     async def answer(
-        self, http: HttpRequest, job: GenerationJob, enough: Callable[[RequestOutput], bool] | None = None
+        self, http: HttpRequest, job: ApiCall, enough: Callable[[RequestOutput], bool] | None = None
     ) -> Response:
         """The answer to a job. A client that goes away ends it, whether it is streamed or not.
 
@@ -216,16 +216,14 @@ class Service:
                         await self.llm.cancel(output.request_id)
                     yield place, output
 
-    async def _whole(self, job: GenerationJob, outputs: Outputs) -> dict[str, Any]:
+    async def _whole(self, job: ApiCall, outputs: Outputs) -> dict[str, Any]:
         last = {place: output async for place, output in outputs}
         answers = [last[place] for place in range(len(job.requests))]
         if sum(len(one.text) for output in answers for one in output.completions) > _LONG:
             return await asyncio.to_thread(job.whole, self.llm.model_name, answers)
         return job.whole(self.llm.model_name, answers)
 
-    async def _events(
-        self, job: GenerationJob, first: tuple[int, RequestOutput], rest: Outputs
-    ) -> AsyncGenerator[str, None]:
+    async def _events(self, job: ApiCall, first: tuple[int, RequestOutput], rest: Outputs) -> AsyncGenerator[str, None]:
         events = job.events(self.llm.model_name)
         try:
             for event in events.more(*first):

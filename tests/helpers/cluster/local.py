@@ -13,7 +13,7 @@ import numpy as np
 
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.llm import Cluster, ClusterLLM
-from millpond.cluster.messages import RequestStart, WorkerReport
+from millpond.cluster.messages import StartMessage, WorkerReport
 from millpond.cluster.settings import ClusterSettings, Role
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.config import EngineConfig
@@ -82,7 +82,7 @@ class LocalWorker:
         engine.step = held_step  # type: ignore[method-assign]
         return tuple(model)
 
-    async def start(self, starts: Sequence[RequestStart]) -> None:
+    async def start(self, starts: Sequence[StartMessage]) -> None:
         self.messages.append(len(starts))
         self.started += [start.request for start in starts]
         await self._of(self.engine.start(starts))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.request import Request
-from millpond.server.answers import ChatVoice, ChoicesJob
+from millpond.server.answers import ChatVoice, ChoicesCall
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.prompt_marks import chat_marks
@@ -44,7 +44,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
+async def job_of(service: Service, body: ChatBody) -> ChoicesCall:
     """What a body asks for, checked.
 
     Raises:
@@ -55,7 +55,7 @@ async def job_of(service: Service, body: ChatBody) -> ChoicesJob:
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     scores = bool(body.logprobs)
     voice = ChatVoice(scores) if asked.tools is None else CallVoice(asked.tools, asked.held, scores)
-    return ChoicesJob(name, asked.requests, voice, bool(body.stream), include_usage)
+    return ChoicesCall(name, asked.requests, voice, bool(body.stream), include_usage)
 
 
 class AskedChat(NamedTuple):

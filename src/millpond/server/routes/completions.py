@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from millpond.engine.chunks.prompt import Prompt
 from millpond.prompt_marks import PromptMarks
-from millpond.server.answers import ChoicesJob, CompletionVoice
+from millpond.server.answers import ChoicesCall, CompletionVoice
 from millpond.server.body_parsing import ParsedRoute
 from millpond.server.errors import ApiError
 from millpond.server.fill_in import FillIn, needed
@@ -37,7 +37,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
+async def job_of(service: Service, body: CompletionBody) -> ChoicesCall:
     """What a body asks for, checked.
 
     Raises:
@@ -89,7 +89,7 @@ async def job_of(service: Service, body: CompletionBody) -> ChoicesJob:
         tell_read=wants_progress(body),
     )
     include_usage = body.stream_options is not None and body.stream_options.include_usage
-    return ChoicesJob(name, made, voice, bool(body.stream), include_usage)
+    return ChoicesCall(name, made, voice, bool(body.stream), include_usage)
 
 
 async def _filled(

@@ -15,7 +15,7 @@ from millpond.server.errors import ApiError
 from millpond.server.messages import Message, Tool
 from millpond.server.prompt_marks import IN_RESPONSE, ChatMarks, refuse_marks
 from millpond.server.request_mapping import cache_options, check_room, most_tokens, requests, sampling, schema_of
-from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponseJob
+from millpond.server.responses import ChosenFunction, FunctionCall, NamedSchema, ResponseBody, ResponsesCall
 from millpond.server.schemas import ChatBody, ChatFields, NamedFunction, NamedTool, ObjectFormat
 from millpond.server.service import Service
 from millpond.server.tokenizer_worker import PLAIN_STOP
@@ -34,7 +34,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
+async def job_of(service: Service, body: ResponseBody) -> ResponsesCall:
     """What a body asks for, checked.
 
     Raises:
@@ -69,7 +69,7 @@ async def job_of(service: Service, body: ResponseBody) -> ResponseJob:
     )
     name = f"resp_{uuid.uuid4().hex}"
     made = requests(name, [prompt], params, body.millpond, body.cache_salt, service.settings.timeout_s, marks)
-    return ResponseJob(name, made, _echo(body, params), tools, tag is not None, bool(body.stream), logprobs)
+    return ResponsesCall(name, made, _echo(body, params), tools, tag is not None, bool(body.stream), logprobs)
 
 
 def _choice(body: ResponseBody, offered: list[Tool], schema: dict[str, Any] | None) -> ChatBody:

@@ -86,7 +86,7 @@ class MissLimit:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _SimulatedRequest:
     """A request under way: tokens of its answer, when the first and the last came, and what was moved."""
 
     key: str
@@ -111,12 +111,12 @@ class _Worker:
 
     plan: WorkerPlan
     scheduler: Scheduler
-    flights: dict[str, _Flight] = field(default_factory=dict)
+    flights: dict[str, _SimulatedRequest] = field(default_factory=dict)
     busy: bool = False
     unread: int = 0
     held: int = 0
     incoming: int = 0
-    offers: deque[tuple[_Flight, _Worker]] = field(default_factory=deque)
+    offers: deque[tuple[_SimulatedRequest, _Worker]] = field(default_factory=deque)
     link_free: float = 0.0
     between: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
     acted: bool = False
@@ -161,7 +161,7 @@ class Simulation:
         Raises:
             OptionError: a request that no worker's memory can hold.
         """
-        flights = [_Flight(str(number), request) for number, request in enumerate(requests)]
+        flights = [_SimulatedRequest(str(number), request) for number, request in enumerate(requests)]
         self._stop, self._missed = stop, 0
         for flight in flights:
             self._check(flight.request)
@@ -204,7 +204,7 @@ class Simulation:
 
     # ------------------------------------------------------------------ steps
 
-    def _arrives(self, flight: _Flight) -> None:
+    def _arrives(self, flight: _SimulatedRequest) -> None:
         worker = min(self._readers, key=lambda one: one.load)
         worker.flights[flight.key] = flight
         worker.unread += flight.request.prompt
@@ -338,7 +338,7 @@ class Simulation:
         act()
         self._begin(worker)
 
-    def _offer(self, worker: _Worker, flight: _Flight) -> None:
+    def _offer(self, worker: _Worker, flight: _SimulatedRequest) -> None:
         decoder = min(self._decoders, key=lambda one: one.load)
         decoder.offers.append((flight, worker))
         self._fetch(decoder)
@@ -359,13 +359,13 @@ class Simulation:
             when = reader.link_free + self._link.latency_s
             self._at(when, lambda a=flight, b=reader, c=need: self._moved(worker, a, b, c))  # type: ignore[misc]
 
-    def _moved(self, worker: _Worker, flight: _Flight, reader: _Worker, need: int) -> None:
+    def _moved(self, worker: _Worker, flight: _SimulatedRequest, reader: _Worker, need: int) -> None:
         reader.held -= flight.moved
         self._wake(reader)
         worker.flights[flight.key] = flight
         self._occupy(worker, worker.plan.moves.taking_in(flight.moved), lambda: self._taken_in(worker, flight, need))
 
-    def _taken_in(self, worker: _Worker, flight: _Flight, need: int) -> None:
+    def _taken_in(self, worker: _Worker, flight: _SimulatedRequest, need: int) -> None:
         worker.incoming -= need
         prompt = flight.request.prompt
         worker.scheduler.add(

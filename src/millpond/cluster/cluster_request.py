@@ -1,4 +1,4 @@
-"""LedgerEntry: what a client wants and what it has been sent, from which a lost request is begun again."""
+"""ClusterRequest: what a client wants and what it has been sent, from which a lost request is begun again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from millpond.cluster.messages import CompletionDelta, RequestUpdate
+from millpond.cluster.messages import CompletionDelta, RequestDelta
 from millpond.engine.chunks.prompt import Prompt
 from millpond.engine.outputs import Completion, FinishReason, KVStats, RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
@@ -53,7 +53,7 @@ class SentCompletion:
 
 
 @dataclass(eq=False)
-class LedgerEntry:
+class ClusterRequest:
     """One request, from its arrival to its end.
 
     Args:
@@ -135,7 +135,7 @@ class LedgerEntry:
         known = tokens if any(tokens) else request.known
         return replace(request, request_id=self.name, known=known, deadline=deadline)
 
-    def add(self, update: RequestUpdate, now: float) -> bool:
+    def add(self, update: RequestDelta, now: float) -> bool:
         """Take in an update of the current epoch; returns whether the client has to hear of it."""
         self._prompt_ids = update.prompt_ids or self._prompt_ids
         self._prompt_logprobs = update.prompt_logprobs or self._prompt_logprobs
