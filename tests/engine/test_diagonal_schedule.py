@@ -22,19 +22,19 @@ PROMPT, NEW = 64, 64
 MOST, LIMIT = PROMPT + NEW, 12 * (PROMPT + NEW)
 
 
-def job(key: str, new: int = NEW, **rest: Any) -> SchedulerRequest:
+def request_of(key: str, new: int = NEW, **rest: Any) -> SchedulerRequest:
     later = growth_bytes(lambda n: PROMPT + n, new)
     return SchedulerRequest(key, PROMPT, MemoryNeed(PROMPT, 0, PROMPT + new), max_new_tokens=new, growth=later, **rest)
 
 
 def at_age(age: int, new: int = NEW) -> SchedulerRequest:
-    return job(str(age), new, num_computed_tokens=PROMPT, num_decoded_tokens=age, status=RequestStatus.DECODE)
+    return request_of(str(age), new, num_computed_tokens=PROMPT, num_decoded_tokens=age, status=RequestStatus.DECODE)
 
 
 def simulate(scheduler: Scheduler, n_jobs: int, new: Any = lambda n: NEW) -> tuple[int, int, int]:
-    """Runs jobs to their ends; returns steps, the most bytes held at a time, and the most jobs."""
+    """Runs requests to their ends; returns steps, the most bytes held at a time, and the most requests."""
     for n in range(n_jobs):
-        scheduler.add(job(str(n), new(n)))
+        scheduler.add(request_of(str(n), new(n)))
     steps = most_bytes = most_jobs = 0
     while len(scheduler):
         step = scheduler.plan()
@@ -70,7 +70,7 @@ def test_the_peak_is_that_of_every_step_to_come() -> None:
         for step in range(1, 201)
     )
     assert peak_bytes(scheduled) == every_step
-    assert peak_bytes([*scheduled, job("unread")]) == every_step + MOST
+    assert peak_bytes([*scheduled, request_of("unread")]) == every_step + MOST
     assert peak_bytes([]) == 0
 
 
@@ -87,7 +87,7 @@ def test_more_run_together_inside_the_same_memory() -> None:
     assert whole[2] == 12
     assert spread[2] == 15
     assert max(whole[1], spread[1]) <= LIMIT
-    assert spread[0] < 0.92 * whole[0], "240 jobs with 15 at a time in fewer steps, though it begins slowly"
+    assert spread[0] < 0.92 * whole[0], "240 requests with 15 at a time in fewer steps, though it begins slowly"
 
 
 @pytest.mark.parametrize("n_jobs", [1, 5, 40, 100])
@@ -100,11 +100,11 @@ def test_lengths_of_all_kinds_stay_inside_the_memory(n_jobs: int) -> None:
 def test_few_requests_begin_at_once() -> None:
     few = Scheduler(None, step_tokens=2048, most_running=8, spread=True)
     for n in range(8):
-        few.add(job(str(n)))
+        few.add(request_of(str(n)))
     assert len(few.plan().prefills) == 8
     many = Scheduler(None, step_tokens=2048, most_running=8, spread=True)
     for n in range(2 * 8 * FILLINGS):
-        many.add(job(str(n)))
+        many.add(request_of(str(n)))
     begun = []
     for step_number in range(4 * NEW // 8):
         for one, n in many.plan().prefills:

@@ -62,7 +62,7 @@ class Line:
         return step
 
     def work(self, scheduled: SchedulerRequest) -> tuple[int, int]:
-        """Run until a job is done; how many steps that took, and how many tokens these had."""
+        """Run until a request is done; how many steps that took, and how many tokens these had."""
         steps = tokens = 0
         while self.left[scheduled]:
             step = self.step()
@@ -287,7 +287,7 @@ def test_the_time_of_a_step_is_taken_anew_when_others_decode() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_step_is_never_empty_while_requests_run(seed: int) -> None:
-    """Whatever is owed: where nothing but guests is there, nothing is gained by passing for others."""
+    """Whatever is owed: where all are throttled, nothing is gained by passing for others."""
     draw, line = random.Random(seed), Line(50_000)
     for _ in range(150):
         if draw.random() < 0.3:

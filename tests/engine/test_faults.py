@@ -109,7 +109,7 @@ def check(engine: Engine, done: dict[str, RequestOutput], way: str, error: str =
     assert stats.finished == len(LENGTHS)
     assert stats.generated_tokens == sum(len(c.token_ids) for output in done.values() for c in output.completions)
     assert len(engine._sampler) == 0
-    assert not engine._scheduler._jobs
+    assert not engine._scheduler._requests
 
 
 def live_of(engine: Engine) -> RequestState | None:

@@ -117,7 +117,7 @@ def test_length_after_eviction_makes_the_prompt_read_again(method: str, tmp_path
         {"params": mp.SamplingParams(max_tokens=4, logit_bias={10**6: 1.0})},
         {"prompt": (10**6, 1, 2)},
         {"prompt": ()},
-        {"keep": ((0, 10**6),)},
+        {"marks": mp.PromptMarks(keep=((0, 10**6),))},
     ],
     ids=["bias of no token", "no token", "no prompt", "a span beyond the prompt"],
 )

@@ -15,7 +15,7 @@ from tests.helpers.examples import examples
 LIMIT = 1000
 
 
-def job(key: str, prompt: int = 10, reading: int = 10, each: int = 10, **rest: object) -> SchedulerRequest:
+def request_of(key: str, prompt: int = 10, reading: int = 10, each: int = 10, **rest: object) -> SchedulerRequest:
     return SchedulerRequest(key, prompt, MemoryNeed(reading, 0, each), **rest)  # type: ignore[arg-type]
 
 
@@ -27,7 +27,7 @@ def run(scheduler: Scheduler, step: Step) -> None:
 
 def test_decodes_come_first_and_prompts_fill_the_step() -> None:
     scheduler = Scheduler(None, step_tokens=16)
-    first, second = job("a", 10), job("b", 40)
+    first, second = request_of("a", 10), request_of("b", 40)
     scheduler.add(first)
     scheduler.add(second)
     step = scheduler.plan()
@@ -39,16 +39,16 @@ def test_decodes_come_first_and_prompts_fill_the_step() -> None:
 
 def test_prompts_are_read_however_many_decode() -> None:
     scheduler = Scheduler(None, step_tokens=16, most_running=100)
-    scheduler.add(job("wide", 1, num_answers=50))
+    scheduler.add(request_of("wide", 1, num_answers=50))
     run(scheduler, scheduler.plan())
-    scheduler.add(late := job("late", 100))
+    scheduler.add(late := request_of("late", 100))
     assert scheduler.plan().prefills == [(late, 16 // READING_SHARE)]
 
 
 def test_a_whole_prompt_is_not_cut() -> None:
     scheduler = Scheduler(None, step_tokens=16)
-    scheduler.add(short := job("short", 10))
-    scheduler.add(long := job("long", 40, is_uncut=True))
+    scheduler.add(short := request_of("short", 10))
+    scheduler.add(long := request_of("long", 40, is_uncut=True))
     step = scheduler.plan()
     assert step.prefills == [(short, 10)]
     run(scheduler, step)
@@ -58,7 +58,7 @@ def test_a_whole_prompt_is_not_cut() -> None:
 def test_nobody_overtakes_the_first_that_does_not_fit() -> None:
     scheduler = Scheduler(LIMIT)
     for key, each in (("a", 600), ("b", 600), ("c", 10)):
-        scheduler.add(job(key, each=each))
+        scheduler.add(request_of(key, each=each))
     run(scheduler, scheduler.plan())
     assert [j.key for j in scheduler.plan().decodes] == ["a"]
     assert scheduler.count(RequestStatus.WAITING) == 2
@@ -67,7 +67,7 @@ def test_nobody_overtakes_the_first_that_does_not_fit() -> None:
 def test_what_a_request_holds_after_its_plan_counts_not_its_prompt() -> None:
     scheduler = Scheduler(LIMIT, step_tokens=10)
     for n in range(6):
-        scheduler.add(job(str(n), prompt=10, reading=600, each=80))
+        scheduler.add(request_of(str(n), prompt=10, reading=600, each=80))
     for _ in range(20):
         run(scheduler, scheduler.plan())
     assert scheduler.count(RequestStatus.DECODE) == 6
@@ -75,9 +75,9 @@ def test_what_a_request_holds_after_its_plan_counts_not_its_prompt() -> None:
 
 def test_a_better_priority_makes_the_worst_leave() -> None:
     scheduler = Scheduler(LIMIT)
-    scheduler.add(low := job("low", each=700, priority=5))
+    scheduler.add(low := request_of("low", each=700, priority=5))
     run(scheduler, scheduler.plan())
-    scheduler.add(high := job("high", each=700, priority=1))
+    scheduler.add(high := request_of("high", each=700, priority=1))
     step = scheduler.plan()
     assert (step.preempt, step.resume, step.prefills) == ([low], [], [(high, 10)])
     run(scheduler, step)
@@ -88,7 +88,7 @@ def test_a_better_priority_makes_the_worst_leave() -> None:
 
 def test_after_a_shortage_nobody_comes_back_before_somebody_ends() -> None:
     scheduler = Scheduler(LIMIT, overcommit=3)
-    scheduled = [job(key, each=900) for key in "abc"]
+    scheduled = [request_of(key, each=900) for key in "abc"]
     for one in scheduled:
         scheduler.add(one)
     run(scheduler, scheduler.plan())
@@ -100,9 +100,9 @@ def test_after_a_shortage_nobody_comes_back_before_somebody_ends() -> None:
 
 def test_deadlines() -> None:
     scheduler = Scheduler(None)
-    scheduler.add(soon := job("soon", deadline=5.0))
-    scheduler.add(job("late", deadline=9.0))
-    scheduler.add(job("never"))
+    scheduler.add(soon := request_of("soon", deadline=5.0))
+    scheduler.add(request_of("late", deadline=9.0))
+    scheduler.add(request_of("never"))
     assert scheduler.expired(4.9) == []
     assert scheduler.expired(5.0) == [soon]
 

@@ -101,7 +101,7 @@ class DecodeGroup:
 
 
 def figures_of(batch_cache: BatchCache, cache_factory: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:
-    """What each sequence of a stack holds."""
+    """What each sequence of a batch cache holds."""
     held, seen = batch_cache.held(), batch_cache.timeline.seen + batch_cache.timeline.closed
     heads = sum(layer.n_kv_heads for layer in layers)
     kv_bytes, used = batch_cache.kv_bytes(held).tolist(), batch_cache.used_bytes(held).tolist()

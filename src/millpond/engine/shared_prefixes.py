@@ -1,5 +1,4 @@
-"""Shared prefixes of a planned batch: common beginnings of prompts that are read as requests of their own, and held for
-them.
+"""Shared prefixes of a planned batch: common beginnings of prompts, read as requests of their own and pinned.
 
 A shared prefix is a cache whose prompt was not planned. A request behind it begins with a copy of that state: its pages
 are shared until one of the two writes, and what a method sums over queries (column sums, moments, the queries

@@ -77,7 +77,7 @@ FindPools = Callable[[torch.dtype | Codec, bool], PoolSet]
 
 
 class CacheFactory(CacheLayout):
-    """Makes stacks of one kind: sequences of the same recipe decode together.
+    """Makes batch caches of one kind: sequences of the same factory decode together.
 
     Args:
         find_pools: where their pages come from. slots: what counts the states of a hybrid. tier: of the layers whose
@@ -148,7 +148,8 @@ class CacheFactory(CacheLayout):
         attach_output_projections(profile, self._pattern)
 
     def make_cache(self, prompt: int = 0) -> BatchCache:
-        """An empty stack; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from others."""
+        """An empty batch cache; `prompt`: tokens of the prompt that it will read, 0 for sequences that come from
+        others."""
         timeline = PositionTracker()
         if self.policy.needs.token_ids:
             timeline.tokens = TokenIds()

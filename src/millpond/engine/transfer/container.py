@@ -108,7 +108,7 @@ def _broken(why: str) -> DataError:
 
 
 def cache_tensors(batch_cache: BatchCache, *, later_prompts: bool = False) -> dict[str, Tensor]:
-    """All that is needed to continue the one sequence of a stack, whose prompt was planned; on the host.
+    """All that is needed to continue the one sequence of a batch cache, whose prompt was planned; on the host.
 
     later_prompts: see `to_tensors`.
     """
@@ -124,7 +124,7 @@ def cache_tensors(batch_cache: BatchCache, *, later_prompts: bool = False) -> di
 def sequence_tensors(
     cache_factory: CacheFactory, batch_cache: BatchCache, place: int, *, later_prompts: bool = False
 ) -> dict[str, Tensor]:
-    """`cache_tensors` of one sequence of a stack, which stays there."""
+    """`cache_tensors` of one sequence of a batch cache, which stays there."""
     one = cache_factory.make_cache()
     try:
         batch_cache.lend([place], one)
@@ -159,14 +159,15 @@ def fill_cache(
     stored: Mapping[str, Tensor],
     ids: Tensor,
 ) -> None:
-    """Let an empty stack hold the sequence that `cache_tensors` was given, which has read the tokens `ids` (n,).
+    """Let an empty batch cache hold the sequence that `cache_tensors` was given, which has read the tokens `ids` (n,).
 
     Args:
-        cache_factory: of the stack. layers: what each stores. n_heads: query heads; 0 where the model names no number.
+        cache_factory: of the batch cache. layers: what each stores. n_heads: query heads; 0 where the model names no
+            number.
 
     Raises:
         DataError: tensors of other layers, or that do not fit together. PoolFullError: there is no room. In both
-            cases the caller clears the stack.
+            cases the caller clears the batch cache.
     """
     closed = _closed(stored, cache_factory, len(ids))
     text, ids = ids, ids[closed:]

@@ -260,7 +260,7 @@ class RequestTransfer:
         ids: Sequence[int],
         state: RequestState,
     ) -> None:
-        """Add one sequence to a stack."""
+        """Add one sequence to a batch cache."""
         one = cache_factory.make_cache()
         one.mark(state.marks)
         try:
@@ -277,7 +277,7 @@ class RequestTransfer:
 
 
 def _caches(cache_factory: CacheFactory, batch_cache: BatchCache, places: Sequence[int]) -> list[dict[str, Tensor]]:
-    """The tensors of some sequences of a stack, once where they have written nothing of their own yet."""
+    """The tensors of some sequences of a batch cache, once where they have written nothing of their own yet."""
     chosen = places[:1] if _alike(batch_cache, places) else places
     return [sequence_tensors(cache_factory, batch_cache, place) for place in chosen]
 
