@@ -44,7 +44,7 @@ def turn(engine: Engine, batch: int, length: int, new: int, seed: int) -> tuple[
     draw, steps = random.Random(seed), []
 
     def watch(step: Step, seconds: float) -> None:
-        if not step.chunks:
+        if not step.prefills:
             steps.append(seconds)
 
     engine.on_step = watch

@@ -19,8 +19,8 @@ from typing import Any
 
 from script import begin, interval, keep
 
-from millpond.engine.age_spread import FILLINGS
 from millpond.engine.config import EngineConfig
+from millpond.engine.diagonal_schedule import FILLINGS
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import Plan, Schedule

@@ -79,8 +79,8 @@ def need_of(engine: object, prompt: int, answer: int) -> int:
     from millpond.engine.memory_estimate import estimate
     from millpond.engine.request import CacheOptions
 
-    recipe = engine._parts.decode_groups.group(CacheOptions()).recipe  # type: ignore[attr-defined]
-    return estimate(recipe, engine._model.layers, prompt, answer, 1).most(1)  # type: ignore[attr-defined]
+    cache_factory = engine._parts.decode_groups.group(CacheOptions()).cache_factory  # type: ignore[attr-defined]
+    return estimate(cache_factory, engine._model.layers, prompt, answer, 1).peak(1)  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ class Reader:
         options = CacheOptions(recompute=recompute, pick=pick)
         blend = reuse.begin(ids, spans, options, len(parts[-1]), None)
         share = float(blend.computed[: spans[-1].begin].mean())
-        stack = self._engine._parts.decode_groups.group(CacheOptions(method="full")).recipe.stack(len(ids))
+        stack = self._engine._parts.decode_groups.group(CacheOptions(method="full")).cache_factory.make_cache(len(ids))
         part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self._engine._model, [], [part])
@@ -151,7 +151,7 @@ def stored_behind(reader: Reader, reuse: ChunkReuse, context: np.ndarray, chunk:
     n, m = len(context), len(chunk)
     spans = [PromptSpan(0, n, False), PromptSpan(n, n + m, True), PromptSpan(n + m, n + m + 1, False)]
     blend = reuse.begin(ids, spans, CacheOptions(), 1, None)
-    stack = reader._engine._parts.decode_groups.group(CacheOptions(method="full")).recipe.stack(len(ids))
+    stack = reader._engine._parts.decode_groups.group(CacheOptions(method="full")).cache_factory.make_cache(len(ids))
     with torch.no_grad():
         run(reader._engine._model, [], [PromptSegment(stack, ids, 0, True, False, blend.span(0, len(ids)))])
     blend.finish()

@@ -55,7 +55,7 @@ SERVING = (
     (
         "BatchLLM (Zheng et al., MLSys 2026, arXiv:2412.03594)",
         ("src/millpond/engine/batch_plan.py", "src/millpond/engine/batch_plan.py"),
-        ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_trunks.py"),
+        ("tests/engine/batch/test_plan.py", "tests/engine/batch/test_shared_prefixes.py"),
         "[batch.md](../../benchmarks/results/batch.md): 82.4 % of the tokens spared, arrival takes 3.0 times as long",
         "Common beginnings on all levels (the paper's single level: `levels=1`). Missing: memory-centric token "
         "batching (steps are bounded by tokens, not by memory), and horizontal fusion (a common beginning and the "

@@ -38,19 +38,19 @@ def tokens(seed: int, n: int, n_seq: int = 1) -> list[tuple[Tensor, Tensor, Tens
     ]  # type: ignore[misc]
 
 
-def run(stack: BatchCache, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    stack.begin(torch.zeros(new[0][0].shape[0], new[0][0].shape[2], dtype=torch.int64))
+def run(batch_cache: BatchCache, new: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    batch_cache.begin(torch.zeros(new[0][0].shape[0], new[0][0].shape[2], dtype=torch.int64))
     return torch.stack(
-        [layer_cache.attend(*own, None, SHAPE) for layer_cache, own in zip(stack.layers, new, strict=True)]
+        [layer_cache.attend(*own, None, SHAPE) for layer_cache, own in zip(batch_cache.layers, new, strict=True)]
     )
 
 
 def read(policy: Policy, pool: PagePool, seed: int, length: int) -> BatchCache:
-    stack = make(policy, pool)
-    stack.reading = True
-    run(stack, tokens(seed, length))
-    stack.run_plans()
-    return stack
+    batch_cache = make(policy, pool)
+    batch_cache.reading = True
+    run(batch_cache, tokens(seed, length))
+    batch_cache.run_plans()
+    return batch_cache
 
 
 def together(seeds: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -86,8 +86,8 @@ def test_joined_parted_and_carried_as_alone(method: str) -> None:
             alone = run(single[seed], tokens(100 * step + seed, 1))
             torch.testing.assert_close(out[:, place], alone[:, 0])
     pool.check_integrity([c.table.held() for s in (group, *single.values()) for c in s.layers if c.table is not None])
-    for stack in (group, *single.values()):
-        stack.clear()
+    for batch_cache in (group, *single.values()):
+        batch_cache.clear()
     assert pool.n_live == 0
 
 
@@ -95,17 +95,17 @@ def test_joined_parted_and_carried_as_alone(method: str) -> None:
 def test_copies_share_pages_until_they_write(method: str) -> None:
     policy = METHODS.get(method)()
     pool = PagePool(DIM, DIM, torch.float32, slots=4)
-    stack = read(policy, pool, 1, 21)
+    batch_cache = read(policy, pool, 1, 21)
     before = pool.n_live
-    stack.select([0, 0, 0])
+    batch_cache.select([0, 0, 0])
     assert pool.n_live == before
-    assert stack.n_seq == 3
-    need = stack.pages_for_step()[pool]
-    run(stack, together([7, 8, 9]))
+    assert batch_cache.n_seq == 3
+    need = batch_cache.pages_for_step()[pool]
+    run(batch_cache, together([7, 8, 9]))
     assert before < pool.n_live <= before + need
-    stack.select([])
+    batch_cache.select([])
     assert pool.n_live == 0
-    assert stack.n_seq == 0
+    assert batch_cache.n_seq == 0
 
 
 def test_a_part_of_a_prompt_may_be_one_token() -> None:
@@ -113,14 +113,14 @@ def test_a_part_of_a_prompt_may_be_one_token() -> None:
     pool = PagePool(DIM, DIM, torch.float32, slots=4)
     whole, parts = make(policy, pool), make(policy, pool)
     new = tokens(1, 12)
-    for stack, cuts in ((whole, [12]), (parts, [5, 1, 1, 4, 1])):
-        stack.reading = True
+    for batch_cache, cuts in ((whole, [12]), (parts, [5, 1, 1, 4, 1])):
+        batch_cache.reading = True
         begin = 0
         for n in cuts:
-            run(stack, [tuple(t[:, :, begin : begin + n] for t in own) for own in new])  # type: ignore[misc]
+            run(batch_cache, [tuple(t[:, :, begin : begin + n] for t in own) for own in new])  # type: ignore[misc]
             begin += n
-        assert stack.held().tolist() == [[[12, 12]]] * LAYERS
-        stack.run_plans()
-        assert stack.held().tolist() == [[[BUDGET, BUDGET]]] * LAYERS
+        assert batch_cache.held().tolist() == [[[12, 12]]] * LAYERS
+        batch_cache.run_plans()
+        assert batch_cache.held().tolist() == [[[BUDGET, BUDGET]]] * LAYERS
     for a, b in zip(whole.layers, parts.layers, strict=True):
         assert torch.equal(a.read(0).positions, b.read(0).positions)

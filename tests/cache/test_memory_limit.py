@@ -18,51 +18,51 @@ from millpond.errors import PoolFullError
 
 
 def two(limit: int | None) -> tuple[MemoryLimit, PagePool, PagePool]:
-    account = MemoryLimit(limit)
-    wide, narrow = (PagePool(n, n, torch.float32, "cpu", slots=4, account=account) for n in (8, 4))
-    return account, wide, narrow
+    memory_limit = MemoryLimit(limit)
+    wide, narrow = (PagePool(n, n, torch.float32, "cpu", slots=4, memory_limit=memory_limit) for n in (8, 4))
+    return memory_limit, wide, narrow
 
 
 def test_what_one_pool_has_free_goes_to_the_other() -> None:
-    account, wide, narrow = two(64_000)
+    memory_limit, wide, narrow = two(64_000)
     ids = wide.allocate(60_000 // wide.page_bytes)
     assert not narrow.can_allocate(60_000 // narrow.page_bytes)
     with pytest.raises(PoolFullError):
         narrow.allocate(60_000 // narrow.page_bytes)
     wide.release(ids)
     held = narrow.allocate(60_000 // narrow.page_bytes)
-    assert account.nbytes <= 64_000
+    assert memory_limit.nbytes <= 64_000
     narrow.release(held)
 
 
 def test_without_a_limit_everything_fits() -> None:
-    account, wide, _ = two(None)
-    assert account.can_take({wide: 10**9})
+    memory_limit, wide, _ = two(None)
+    assert memory_limit.can_take({wide: 10**9})
 
 
 def test_pages_of_several_pools_are_weighed_together() -> None:
-    account, wide, narrow = two(64_000)
+    memory_limit, wide, narrow = two(64_000)
     most = {pool: 64_000 // pool.page_bytes for pool in (wide, narrow)}
-    assert account.can_take({wide: most[wide]})
-    assert account.can_take({narrow: most[narrow]})
-    assert not account.can_take({wide: most[wide], narrow: most[narrow]})
+    assert memory_limit.can_take({wide: most[wide]})
+    assert memory_limit.can_take({narrow: most[narrow]})
+    assert not memory_limit.can_take({wide: most[wide], narrow: most[narrow]})
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 60), st.booleans()), max_size=40), st.integers(10_000, 90_000))
 def test_the_limit_is_kept_and_what_fits_is_given(steps: list[tuple[bool, int, bool]], limit: int) -> None:
-    account, wide, narrow = two(limit)
+    memory_limit, wide, narrow = two(limit)
     held: list[tuple[PagePool, torch.Tensor]] = []
     for first, n, give_back in steps:
         pool = wide if first else narrow
         if give_back and held:
             other, ids = held.pop(0)
             other.release(ids)
-        if account.can_take({pool: n}):
+        if memory_limit.can_take({pool: n}):
             held.append((pool, pool.allocate(n)))
         else:
             with pytest.raises(PoolFullError):
                 pool.allocate(n)
-        assert account.live_bytes <= account.nbytes <= limit
+        assert memory_limit.live_bytes <= memory_limit.nbytes <= limit
         for one in (wide, narrow):
             one.check_integrity([ids for owner, ids in held if owner is one])
     for pool, ids in held:
@@ -70,7 +70,7 @@ def test_the_limit_is_kept_and_what_fits_is_given(steps: list[tuple[bool, int, b
         pool.trim()
     for pool in (wide, narrow):
         pool.trim()
-    assert account.nbytes == 0
+    assert memory_limit.nbytes == 0
 
 
 class Holder:
@@ -101,18 +101,18 @@ class Holder:
 )
 def test_room_is_made_wherever_the_free_pages_lie(steps: list[tuple[bool, int, int]], limit: int) -> None:
     """What is free goes to the pool that needs it, to the page, and what is in use keeps its content."""
-    account, wide, narrow = two(limit)
+    memory_limit, wide, narrow = two(limit)
     held: list[Holder] = []
     for number, (first, n, gone) in enumerate(steps):
         pool = wide if first else narrow
         if gone < len(held):
             held[gone].pool.release(held[gone].ids)
             del held[gone]
-        fits = account.live_bytes + n * pool.page_bytes <= limit
-        assert account.make_room({pool: n}) == fits
+        fits = memory_limit.live_bytes + n * pool.page_bytes <= limit
+        assert memory_limit.make_room({pool: n}) == fits
         if fits:
             held.append(Holder(pool, n, number))
-        assert account.live_bytes <= account.nbytes <= limit
+        assert memory_limit.live_bytes <= memory_limit.nbytes <= limit
         for one in (wide, narrow):
             one.check_integrity([holder.ids for holder in held if holder.pool is one])
         for holder in held:
@@ -129,13 +129,13 @@ def test_pages_that_are_needed_are_not_spare() -> None:
 
 
 def test_pages_of_unknown_holders_stay() -> None:
-    account, wide, narrow = two(64_000)
+    memory_limit, wide, narrow = two(64_000)
     ids = wide.allocate(60_000 // wide.page_bytes)
     for page in ids.tolist():
         wide.arrays.scores[page // wide.arrays.pages_per_arena][page % wide.arrays.pages_per_arena] = page
     wide.release(ids[::2])
     half = 30_000 // narrow.page_bytes
-    assert not account.make_room({narrow: half}), "nobody would tell the holder where its pages are"
+    assert not memory_limit.make_room({narrow: half}), "nobody would tell the holder where its pages are"
     for page in ids[1::2].tolist():
         assert (
             wide.arrays.scores[page // wide.arrays.pages_per_arena][page % wide.arrays.pages_per_arena] == page
@@ -143,5 +143,5 @@ def test_pages_of_unknown_holders_stay() -> None:
     holder = Holder(narrow, 1, 0)
     holder.pool, holder.ids = wide, ids[1::2]
     wide.holders.add(holder)
-    assert account.make_room({narrow: half})
+    assert memory_limit.make_room({narrow: half})
     assert (np.sort(holder.ids) != ids[1::2]).any()

@@ -31,8 +31,8 @@ class Bench:
     """A pool, the pages that left it, and a table."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        self.account = MemoryLimit(limit)
-        self.pool = PagePool(DIM, DIM, torch.float32, slots=SLOTS, account=self.account)
+        self.memory_limit = MemoryLimit(limit)
+        self.pool = PagePool(DIM, DIM, torch.float32, slots=SLOTS, memory_limit=self.memory_limit)
         self.loader = Loader(ThreadBackend(2))
         slots = [Slot(aligned_buffer(1 << 16)) for _ in range(4)]
         self.transit = Transit(self.loader, slots[:2], slots[2:])
@@ -205,7 +205,7 @@ def test_without_room_for_patches_pages_are_written(tmp_path: Path) -> None:
     fetch = bench.come(table)
     page = int(table.pages[0, 0])
     bench.pool.arrays.positions[0][page, 0] = 77
-    bench.account.limit_bytes = bench.account.nbytes  # others have taken the rest
+    bench.memory_limit.limit_bytes = bench.memory_limit.nbytes  # others have taken the rest
     written = bench.transit.bytes_written
     bench.leave(table, fetch)
     assert bench.transit.bytes_written > written

@@ -155,7 +155,7 @@ def test_a_copy_leaves_its_request_as_it_is_and_feeds_what_came_after_it() -> No
     first.add(Request(request_id="a", prompt=PROMPTS[0], params=params()))
     assert first.checkpoint("a") is None, "its prompt is not read"
     assert first.checkpoint("b") is None
-    while not first._requests["a"].answers[0].tokens or len(first._requests["a"].answers[0].tokens) < 4:
+    while not first._requests["a"].completions[0].tokens or len(first._requests["a"].completions[0].tokens) < 4:
         first.step()
     data = first.checkpoint("a")
     assert data is not None
@@ -163,7 +163,7 @@ def test_a_copy_leaves_its_request_as_it_is_and_feeds_what_came_after_it() -> No
     assert [tokens] == expected()[0], "the copy changed nothing"
     known = (tokens[:7],)
     second.import_request(data, Request(request_id="b", prompt=PROMPTS[0], params=params(), known=known))
-    assert second._sampler.known_of(second._requests["b"].answers[0].key) == tokens[4:7]
+    assert second._sampler.known_of(second._requests["b"].completions[0].key) == tokens[4:7]
     assert tuple(second.drain()[0].completions[0].token_ids) == tokens
     assert second.stats().kv_bytes == first.stats().kv_bytes == 0
     assert len(tokens) == NEW

@@ -286,8 +286,8 @@ def test_a_watched_request_is_seen_wherever_it_runs_and_after_its_end() -> None:
         holds.hold = 4
         ends = start(local, PROMPTS[:1], watch=True)
         local.wait_until(lambda: dispatcher.requests_of("decode-0"))
-        lives = holds.engine._llm._engine._requests
-        local.wait_until(lambda: any(len(one.answers[0].tokens) >= holds.hold for one in list(lives)))
+        requests = holds.engine._llm._engine._requests
+        local.wait_until(lambda: any(len(state.completions[0].tokens) >= holds.hold for state in list(requests)))
         running = loop.run(dispatcher.memory("0", 0))
         assert running is not None
         assert loop.run(dispatcher.memory("0", 0, "")) == running

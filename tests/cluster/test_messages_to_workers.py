@@ -42,7 +42,7 @@ def test_requests_of_tasks_that_run_at_once_are_in_one_message_and_in_one_step(m
     with LocalCluster(lambda _, report: reports.append(report), {"max_step_tokens": 512}, replicas=1) as local:
         worker, gate = local.made[0].engine._llm, threading.Event()
         steps = list[int]()
-        worker._engine.on_step = lambda step, _: steps.append(len(step.chunks) + len(step.decodes))
+        worker._engine.on_step = lambda step, _: steps.append(len(step.prefills) + len(step.decodes))
         llm = AsyncClusterLLM.of(local.cluster, "tiny", None)
         local.cluster.loop.start(worker.call(lambda engine: gate.wait()))  # the engine begins when all are there
 

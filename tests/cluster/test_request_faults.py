@@ -21,7 +21,7 @@ LAYOUTS = [{"replicas": 1}, {"replicas": 2}, {"prefill": 1, "decode": 1}]
 def is_poison(groups: Any, readings: Any, place: str) -> bool:
     """Whether a pass has a part of the prompt that fails: of the prompt behind its beginning, or of its answer."""
     if place == "step":
-        return any(answer.key[0].startswith(f"{POISON}#") for group in groups for answer in group.answers)
+        return any(completion.key[0].startswith(f"{POISON}#") for group in groups for completion in group.completions)
     return any(
         part.start and tuple(part.ids.tolist()) == PROMPTS[POISON][part.start : part.start + len(part.ids)]
         for part in readings

@@ -26,9 +26,9 @@ def ended(tokenizer: Any, tokens: list[int], most: int | None = None, **options:
     state = CompletionState(("a", 0), params, most or len(tokens), ends, tokenizer)
     for token in tokens:
         assert not state.finished
-        state.take(Sampled(token))
+        state.append(Sampled(token))
     assert state.finished
-    return state.show()
+    return state.to_output()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,9 +59,9 @@ def test_the_models_own_end_behind_a_stop_text(kind: str) -> None:
 def test_other_reasons_stay(reason: Any) -> None:
     tokenizer = tokenizer_of("byte-level")
     state = CompletionState(("a", 0), SamplingParams(stop=("\ufffd",)), 9, frozenset(), tokenizer)
-    state.take(Sampled(lone(tokenizer)))
+    state.append(Sampled(lone(tokenizer)))
     state.end(reason)
-    assert (state.show().finish_reason, state.show().text) == (reason, "")
+    assert (state.to_output().finish_reason, state.to_output().text) == (reason, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)

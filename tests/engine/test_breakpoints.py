@@ -18,7 +18,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.errors import NumericsError, OptionError
 from millpond.prompt_marks import PromptMarks
 from tests.engine.test_codecs import model as wide_model
-from tests.engine.test_prefix_sharing_full_pool import bytes_of
+from tests.engine.test_prefix_cache_full_pool import bytes_of
 from tests.helpers.engine.helpers import METHODS, add, budget_of, greedy, prompt
 from tests.helpers.hf.families import shared_model
 
@@ -53,7 +53,7 @@ def asked(name: str, ids: tuple[int, ...], *places: int, params: Any = None, **r
 
 def most_alone(engine: Engine, *requests: Request) -> int:
     """The most bytes that one of these requests may need with the engine to itself, which is closed."""
-    found = max(engine._validator.validate(request).job.need.most(1) for request in requests)
+    found = max(engine._validator.validate(request).scheduled.memory_need.peak(1) for request in requests)
     engine.close()
     return found
 
@@ -174,7 +174,7 @@ def test_methods_without_sums_are_read_in_the_same_steps(name: str) -> None:
     for places in ((), (20, 40)):
         engine = engine_of(name, max_step_tokens=64)
         seen: list[int] = []
-        engine.on_step = lambda step, _, seen=seen: seen.extend(n for _, n in step.chunks)  # type: ignore[misc]
+        engine.on_step = lambda step, _, seen=seen: seen.extend(n for _, n in step.prefills)  # type: ignore[misc]
         finish(engine, asked("a", THIRD, *places))
         steps.append(seen)
         engine.close()
@@ -213,7 +213,7 @@ def test_salts_and_formats_keep_breakpoints_apart() -> None:
 def test_what_is_kept_goes_when_a_request_needs_all_memory(name: str) -> None:
     """The limit holds one prompt, read behind pages that the tree holds too."""
     probe = engine_of(name, prefix_cache=False)
-    need = probe._validator.validate(asked("a", THIRD)).job.need.most(1)
+    need = probe._validator.validate(asked("a", THIRD)).scheduled.memory_need.peak(1)
     probe.close()
     engine = engine_of(name, kv_memory=need + 4096)
     limit = need + 4096

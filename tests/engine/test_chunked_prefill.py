@@ -66,8 +66,8 @@ def test_no_layer_ever_holds_more_than_budget_and_chunk(method: str) -> None:
     most = 0
     while made.busy:
         made.step()
-        for live in made._requests:
-            for layer_cache in live.stack.layers if live.stack is not None else []:
+        for state in made._requests:
+            for layer_cache in state.private_cache.layers if state.private_cache is not None else []:
                 most = max(most, int(layer_cache.stored.max(initial=0)))
         made.check_integrity()
     assert 24 < most <= 24 + 16
@@ -79,7 +79,7 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
     whole, chunked = (engine("locret", options) for options in ({}, CHUNKS))
     needs = [
         estimate(
-            e._parts.decode_groups.group(e._parts.decode_groups.complete(CacheOptions())).recipe,
+            e._parts.decode_groups.group(e._parts.decode_groups.complete(CacheOptions())).cache_factory,
             e._model.layers,
             150,
             NEW,
@@ -87,10 +87,10 @@ def test_a_prompt_runs_where_the_memory_holds_budget_and_chunk() -> None:
         )
         for e in (whole, chunked)
     ]
-    assert needs[1].reading < needs[0].reading / 3
+    assert needs[1].prefill < needs[0].prefill / 3
     whole.close()
     chunked.close()
-    limit = needs[1].most(1)
+    limit = needs[1].peak(1)
     refused = engine("locret", {}, kv_memory=limit)
     with pytest.raises(OptionError, match=r"(?i)memory"):
         refused.add(ask(150))
@@ -122,8 +122,8 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
         return Engine(model, method="locret", options=options, budget=205, max_step_tokens=512, max_running=64, **more)
 
     one = made_for("once")
-    recipe = one._parts.decode_groups.group(one._parts.decode_groups.complete(CacheOptions())).recipe
-    limit = estimate(recipe, one._model.layers, length, new, 1).most(1)
+    cache_factory = one._parts.decode_groups.group(one._parts.decode_groups.complete(CacheOptions())).cache_factory
+    limit = estimate(cache_factory, one._model.layers, length, new, 1).peak(1)
     one.close()
     most = {}
     for prefill in ("once", "chunks"):
@@ -141,9 +141,9 @@ def test_four_times_the_requests_are_in_flight_in_the_memory_of_one_prompt() -> 
 
 
 def scores(made: Engine, name: str) -> list[torch.Tensor]:
-    live = made._requests[name]
-    assert live.stack is not None
-    return [layer_cache.read(0).scores for layer_cache in live.stack.layers]
+    state = made._requests[name]
+    assert state.private_cache is not None
+    return [layer_cache.read(0).scores for layer_cache in state.private_cache.layers]
 
 
 def test_scores_are_shared_with_the_pages_of_a_prompt() -> None:
@@ -157,7 +157,7 @@ def test_scores_are_shared_with_the_pages_of_a_prompt() -> None:
         add(made, Request(request_id=name, prompt=ids, params=greedy(NEW, ignore_eos=True)))
         while made.busy:
             done |= {output.request_id: output for output in made.step() if output.finished}
-            if name in made._requests and made._requests[name].stack is not None:
+            if name in made._requests and made._requests[name].private_cache is not None:
                 read[name] = scores(made, name)
             made.check_integrity()
     kv = done["b"].completions[0].kv
@@ -203,11 +203,11 @@ def test_answers_that_nothing_plans_run_in_one_call() -> None:
     for decode, fused in (("grow", True), ("evict", False)):
         made = engine("locret", {"decode": decode})
         add(made, ask(40))
-        while not made._requests["40"].answers[0].tokens:
+        while not made._requests["40"].completions[0].tokens:
             made.step()
         made.step()
         (group,) = made._parts.decode_groups.groups
         assert all(
-            layer_cache.is_fusable(1, layer_cache.attention.shape) == fused for layer_cache in group.stack.layers
+            layer_cache.is_fusable(1, layer_cache.attention.shape) == fused for layer_cache in group.batch_cache.layers
         )
         made.close()

@@ -14,7 +14,8 @@ import millpond as mp
 from millpond.engine.config import PROMPT_BLOCK, EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Job, MemoryNeed, Scheduler
+from millpond.engine.scheduler import Scheduler
+from millpond.engine.scheduler_request import MemoryNeed, SchedulerRequest
 from millpond.errors import OptionError, UnsupportedModelError
 from millpond.kernels import native
 from tests.helpers.engine.helpers import finish
@@ -145,17 +146,17 @@ def test_packed_weights_too() -> None:
 
 def test_prompts_are_cut_at_blocks_alone() -> None:
     scheduler = Scheduler(None, step_tokens=300, prompt_block=256)
-    jobs = [Job(str(n), length, MemoryNeed(1, 0, 1)) for n, length in enumerate((600, 100, 270))]
-    for one in jobs:
+    scheduled = [SchedulerRequest(str(n), length, MemoryNeed(1, 0, 1)) for n, length in enumerate((600, 100, 270))]
+    for one in scheduled:
         scheduler.add(one)
-    cuts: dict[str, list[int]] = {one.key: [] for one in jobs}
-    while any(one.read < one.prompt for one in jobs):
+    cuts: dict[str, list[int]] = {one.key: [] for one in scheduled}
+    while any(one.num_computed_tokens < one.num_prompt_tokens for one in scheduled):
         step = scheduler.plan()
-        assert step.chunks
-        assert sum(n for _, n in step.chunks) <= 300
-        for one, n in step.chunks:
+        assert step.prefills
+        assert sum(n for _, n in step.prefills) <= 300
+        for one, n in step.prefills:
             cuts[one.key].append(n)
-            scheduler.mark_read(one, n)
+            scheduler.add_computed_tokens(one, n)
     assert cuts == {"0": [256, 256, 88], "1": [100], "2": [256, 14]}
 
 

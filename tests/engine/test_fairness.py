@@ -9,19 +9,17 @@ import pytest
 
 from millpond.engine.fairness import IDLE, FairQueue
 from millpond.engine.scheduler import (
-    GUEST_PIECES,
-    MOST_BESIDE,
     MOST_PASSES,
     MOST_PIECES,
+    MOST_UNTHROTTLED,
     PATIENCE,
     PROMPT_SERVICE,
     READING_SHARE,
-    Job,
-    MemoryNeed,
+    THROTTLED_PIECES,
     Scheduler,
-    State,
     Step,
 )
+from millpond.engine.scheduler_request import MemoryNeed, RequestStatus, SchedulerRequest
 
 STEP = 512
 
@@ -31,36 +29,45 @@ class Line:
 
     def __init__(self, limit: int | None = None, **options: int) -> None:
         self.scheduler = Scheduler(limit, step_tokens=STEP, **options)
-        self.left: dict[Job, int] = {}
+        self.left: dict[SchedulerRequest, int] = {}
         self.served: Counter[str] = Counter()
         self.carried_out = 0
 
-    def come(self, client: str, prompt: int, tokens: int, size: int = 0, **rest: object) -> Job:
-        job = Job(f"{len(self.left)}-{client}", prompt, MemoryNeed(size, 0, size), client=client, **rest)  # type: ignore[arg-type]
-        self.scheduler.add(job)
-        self.left[job] = tokens
-        return job
+    def come(self, client: str, prompt: int, tokens: int, size: int = 0, **rest: object) -> SchedulerRequest:
+        scheduled = SchedulerRequest(
+            f"{len(self.left)}-{client}", prompt, MemoryNeed(size, 0, size), client_id=client, **rest
+        )  # type: ignore[arg-type]
+        self.scheduler.add(scheduled)
+        self.left[scheduled] = tokens
+        return scheduled
 
     def step(self) -> Step:
         step = self.scheduler.plan()
-        self.carried_out += len(step.out)
-        for job, n in step.chunks:
-            self.scheduler.mark_read(job, n)
-            self.served[job.client] += n
-        for job in [*step.decodes, *(job for job, _ in step.chunks if job.read == job.prompt)]:
-            self.left[job] -= 1
-            self.served[job.client] += job in step.decodes
-            if not self.left[job]:
-                self.scheduler.remove(job)
+        self.carried_out += len(step.preempt)
+        for scheduled, n in step.prefills:
+            self.scheduler.add_computed_tokens(scheduled, n)
+            self.served[scheduled.client_id] += n
+        for scheduled in [
+            *step.decodes,
+            *(
+                scheduled
+                for scheduled, _ in step.prefills
+                if scheduled.num_computed_tokens == scheduled.num_prompt_tokens
+            ),
+        ]:
+            self.left[scheduled] -= 1
+            self.served[scheduled.client_id] += scheduled in step.decodes
+            if not self.left[scheduled]:
+                self.scheduler.remove(scheduled)
         return step
 
-    def work(self, job: Job) -> tuple[int, int]:
-        """Run until a job is done; how many steps that took, and how many tokens these had."""
+    def work(self, scheduled: SchedulerRequest) -> tuple[int, int]:
+        """Run until a request is done; how many steps that took, and how many tokens these had."""
         steps = tokens = 0
-        while self.left[job]:
+        while self.left[scheduled]:
             step = self.step()
             steps += 1
-            tokens += len(step.decodes) + sum(n for _, n in step.chunks)
+            tokens += len(step.decodes) + sum(n for _, n in step.prefills)
             assert steps < 10_000, "it never ends"
         return steps, tokens
 
@@ -90,12 +97,12 @@ def test_all_slots_taken_by_another_client() -> None:
 
 def test_one_client_is_served_in_the_order_of_arrival() -> None:
     line = Line(1000)
-    jobs = [line.come("", 700, 3, 400) for _ in range(6)]
+    scheduled = [line.come("", 700, 3, 400) for _ in range(6)]
     ended = []
-    while len(ended) < len(jobs):
+    while len(ended) < len(scheduled):
         line.step()
-        ended += [job for job in jobs if not line.left[job] and job not in ended]
-    assert ended == jobs
+        ended += [scheduled for scheduled in scheduled if not line.left[scheduled] and scheduled not in ended]
+    assert ended == scheduled
     assert line.carried_out == 0
 
 
@@ -129,37 +136,37 @@ def test_who_comes_late_gets_no_credit_for_the_time_before() -> None:
 
 def test_who_goes_and_comes_back_keeps_what_counts_against_it() -> None:
     clients = FairQueue()
-    clients.enter("other").served = 10
-    greedy = clients.enter("greedy")
+    clients.add_request("other").served = 10
+    greedy = clients.add_request("greedy")
     greedy.served = 500
-    clients.leave(greedy)
-    assert clients.enter("greedy").served == 500
-    assert clients.enter("new").served == 10
+    clients.remove_request(greedy)
+    assert clients.add_request("greedy").served == 500
+    assert clients.add_request("new").served == 10
 
 
 def test_names_of_clients_that_are_gone_do_not_pile_up() -> None:
     clients = FairQueue()
-    stays = clients.enter("stays")
+    stays = clients.add_request("stays")
     for number in range(3 * IDLE):
-        one = clients.enter(str(number))
+        one = clients.add_request(str(number))
         one.served += 7
         stays.served += 9
-        clients.leave(one)
+        clients.remove_request(one)
     assert len(clients) <= IDLE + 1
-    clients.leave(stays)
+    clients.remove_request(stays)
     assert len(clients) == 0
 
 
 def test_tokens_that_were_taken_over_are_no_service() -> None:
     line = Line()
-    job = line.come("a", 100, 1)
+    scheduled = line.come("a", 100, 1)
     line.scheduler.plan()
-    line.scheduler.mark_read(job, 90, served=False)
-    assert job.account.served == 0
-    line.scheduler.mark_read(job, 5)
-    assert job.account.served == 5
-    line.scheduler.mark_read(job, 5)
-    assert job.account.served == 10 + PROMPT_SERVICE
+    line.scheduler.add_computed_tokens(scheduled, 90, served=False)
+    assert scheduled.client.served == 0
+    line.scheduler.add_computed_tokens(scheduled, 5)
+    assert scheduled.client.served == 5
+    line.scheduler.add_computed_tokens(scheduled, 5)
+    assert scheduled.client.served == 10 + PROMPT_SERVICE
 
 
 def test_a_job_that_does_not_fit_holds_up_no_other_client_and_does_not_starve() -> None:
@@ -170,8 +177,8 @@ def test_a_job_that_does_not_fit_holds_up_no_other_client_and_does_not_starve() 
     small = [line.come(f"small {n}", 10, 1000, 10) for n in range(2 * MOST_PASSES)]
     for _ in range(20):
         line.step()
-    assert sum(job.running for job in small) == MOST_PASSES
-    assert large.state is State.WAITING
+    assert sum(scheduled.is_running for scheduled in small) == MOST_PASSES
+    assert large.status is RequestStatus.WAITING
     line.work(large)
 
 
@@ -194,12 +201,12 @@ def test_nobody_is_carried_out_where_that_would_not_make_enough_room() -> None:
     line.come("one", 10, 1, 600)
     for _ in range(2 * PATIENCE):
         step = line.step()
-        assert (len(step.out), len(step.back), len(step.decodes)) == (0, 0, 3)
+        assert (len(step.preempt), len(step.resume), len(step.decodes)) == (0, 0, 3)
 
 
 def seconds_of(step: Step) -> float:
     """As a small model takes: a step has its price, and so has each answer and each token that is read."""
-    return 1 + sum(job.width for job in step.decodes) * 0.25 + sum(n for _, n in step.chunks) * 0.05
+    return 1 + sum(scheduled.num_answers for scheduled in step.decodes) * 0.25 + sum(n for _, n in step.prefills) * 0.05
 
 
 @pytest.mark.parametrize("comes", ["first", "last"])
@@ -209,20 +216,24 @@ def test_nobody_slows_another_client_down_to_less_than_half(prompt: int, width: 
     line = Line()
     small = line.come("one", 20, 900) if comes == "first" else None
     for _ in range(3 * (comes == "last")):
-        line.come("wide", prompt, 50_000, width=min(width, 80))
+        line.come("wide", prompt, 50_000, num_answers=min(width, 80))
     for _ in range(200):
         line.step()
     small = small or line.come("one", 20, 300)
     line.step()
     tokens, took, others = 0, 0.0, 0
     while line.left[small]:
-        for _ in range(3 - len([job for job in line.left if line.left[job] and job is not small])):
-            line.come("wide", prompt, 50_000 if comes == "last" else 20, width=min(width, 80))
+        for _ in range(
+            3 - len([scheduled for scheduled in line.left if line.left[scheduled] and scheduled is not small])
+        ):
+            line.come("wide", prompt, 50_000 if comes == "last" else 20, num_answers=min(width, 80))
         step = line.step()
-        line.scheduler.took_seconds(step, seconds_of(step))
+        line.scheduler.record_step_time(step, seconds_of(step))
         took += seconds_of(step)
         tokens += small in step.decodes
-        others += sum(job.width for job in step.decodes if job is not small) + sum(n for _, n in step.chunks)
+        others += sum(scheduled.num_answers for scheduled in step.decodes if scheduled is not small) + sum(
+            n for _, n in step.prefills
+        )
     assert took / tokens <= 2 * 1.25, "alone a token takes 1.25"
     assert others > tokens / 2, "and the others go on"
 
@@ -236,13 +247,13 @@ def test_many_short_prompts_of_others_are_read_a_few_at_a_time_and_paid_back() -
     took = 0.0
     for _ in range(100):
         step = line.step()
-        seconds = 1 + 5 * len(step.chunks)
-        line.scheduler.took_seconds(step, seconds)
+        seconds = 1 + 5 * len(step.prefills)
+        line.scheduler.record_step_time(step, seconds)
         took += seconds
-        assert len(step.chunks) <= GUEST_PIECES
-        assert len(step.decodes) <= 1 + MOST_BESIDE
+        assert len(step.prefills) <= THROTTLED_PIECES
+        assert len(step.decodes) <= 1 + MOST_UNTHROTTLED
     assert 100 < took <= 100 * 1.6
-    assert line.scheduler.count(State.READING) <= 4 * MOST_PIECES
+    assert line.scheduler.count(RequestStatus.PREFILL) <= 4 * MOST_PIECES
 
 
 def test_few_answers_of_others_decode_in_one_batch_all_the_time() -> None:
@@ -254,36 +265,38 @@ def test_few_answers_of_others_decode_in_one_batch_all_the_time() -> None:
     line.step()
     while line.left[small]:
         step = line.step()
-        line.scheduler.took_seconds(step, seconds_of(step))
+        line.scheduler.record_step_time(step, seconds_of(step))
         assert set(step.decodes) == {small, *others}
-        assert not any(job.apart for job in others)
+        assert not any(scheduled.is_skippable for scheduled in others)
 
 
 def test_the_time_of_a_step_is_taken_anew_when_others_decode() -> None:
     """Else the long steps of wide answers count as the usual ones of the narrow one that comes beside them."""
     line = Line()
-    line.come("wide", 10, 50_000, width=80)
+    line.come("wide", 10, 50_000, num_answers=80)
     for _ in range(50):
         step = line.step()
-        line.scheduler.took_seconds(step, seconds_of(step))
+        line.scheduler.record_step_time(step, seconds_of(step))
     small, passed = line.come("one", 20, 100), 0
     while line.left[small]:
         step = line.step()
-        line.scheduler.took_seconds(step, seconds_of(step))
-        passed += step.contested is False and small in step.decodes
+        line.scheduler.record_step_time(step, seconds_of(step))
+        passed += step.runs_throttled is False and small in step.decodes
     assert passed > 50
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_step_is_never_empty_while_requests_run(seed: int) -> None:
-    """Whatever is owed: where nothing but guests is there, nothing is gained by passing for others."""
+    """Whatever is owed: where all are throttled, nothing is gained by passing for others."""
     draw, line = random.Random(seed), Line(50_000)
     for _ in range(150):
         if draw.random() < 0.3:
             client, width = draw.choice("abcd"), draw.choice([1, 1, 1, 4, 16, 128])
-            line.come(client, draw.choice([2, 40, 3_000]), draw.randint(1, 60), draw.choice([0, 100, 300]), width=width)
+            line.come(
+                client, draw.choice([2, 40, 3_000]), draw.randint(1, 60), draw.choice([0, 100, 300]), num_answers=width
+            )
         if not len(line.scheduler):
             continue
         step = line.step()
         assert not step.empty
-        line.scheduler.took_seconds(step, draw.choice([0.001, 0.01, 5.0]))
+        line.scheduler.record_step_time(step, draw.choice([0.001, 0.01, 5.0]))

@@ -109,7 +109,7 @@ def check(engine: Engine, done: dict[str, RequestOutput], way: str, error: str =
     assert stats.finished == len(LENGTHS)
     assert stats.generated_tokens == sum(len(c.token_ids) for output in done.values() for c in output.completions)
     assert len(engine._sampler) == 0
-    assert not engine._scheduler._jobs
+    assert not engine._scheduler._requests
 
 
 def live_of(engine: Engine) -> RequestState | None:
@@ -118,12 +118,12 @@ def live_of(engine: Engine) -> RequestState | None:
 
 def layers_of(engine: Engine) -> list[LayerCache]:
     """The layers that hold the victim now."""
-    live = live_of(engine)
-    if live is None:
+    state = live_of(engine)
+    if state is None:
         return []
-    if live.stack is not None:
-        return live.stack.layers
-    return live.group.stack.layers if live.answers[0] in live.group.answers else []
+    if state.private_cache is not None:
+        return state.private_cache.layers
+    return state.group.batch_cache.layers if state.completions[0] in state.group.completions else []
 
 
 def raise_behind(
@@ -148,8 +148,13 @@ def plant_in_prompt(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     """Layer 0 and 1 have stored the entries of a part of the prompt."""
 
     def where(self: LayerCache, *_: Any, **__: Any) -> bool:
-        live = live_of(engine)
-        return self.index == 1 and live is not None and live.stack is not None and self in live.stack.layers
+        state = live_of(engine)
+        return (
+            self.index == 1
+            and state is not None
+            and state.private_cache is not None
+            and self in state.private_cache.layers
+        )
 
     return raise_behind(patch, LayerCache, "_prefill", where)
 
@@ -158,8 +163,13 @@ def plant_in_step(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     """Layer 0 and 1 have stored the entry of the fifth token."""
 
     def where(self: LayerCache, *_: Any, **__: Any) -> bool:
-        live = live_of(engine)
-        late = live is not None and live.stack is None and len(live.answers[0].tokens) >= 5 and not live.replaying
+        state = live_of(engine)
+        late = (
+            state is not None
+            and state.private_cache is None
+            and len(state.completions[0].tokens) >= 5
+            and not state.replaying
+        )
         return late and self.index == 1 and self in layers_of(engine)
 
     times: list[int] = []
@@ -231,8 +241,8 @@ def plant_in_bans(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
 
 def plant_in_text(patch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     def where(self: Writer, *_: Any) -> bool:
-        live = live_of(engine)
-        return live is not None and live.answers[0]._writer is self and len(live.answers[0].tokens) > 3
+        state = live_of(engine)
+        return state is not None and state.completions[0]._writer is self and len(state.completions[0].tokens) > 3
 
     raise_behind(patch, Writer, "finish", lambda self: where(self))
     return raise_behind(patch, Writer, "add", where)
@@ -362,14 +372,14 @@ class Sometimes:
 
         def failing(*args: Any) -> Any:
             found = forward(*args)
-            live = engine._requests.get(VICTIM)
-            taking = live is not None and live in self.lives and not live.replaying
-            if (taking and len(live.answers[0].tokens) >= self.at) or self.chance():
+            state = engine._requests.get(VICTIM)
+            taking = state is not None and state in self.lives and not state.replaying
+            if (taking and len(state.completions[0].tokens) >= self.at) or self.chance():
                 raise Fault("planted")
             return found
 
         def run(groups: Any, reading: Any) -> Any:
-            keys = [answer.key[0] for group in groups for answer in group.answers]
+            keys = [completion.key[0] for group in groups for completion in group.completions]
             self.lives = {*(engine._requests[key] for key in keys), *(live for live, _ in reading)}
             return self.real(groups, reading)
 
@@ -395,7 +405,7 @@ class Sometimes:
     ids=["shared", "preempted", "planned"],
 )
 def test_faults_at_any_time(options: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in parts that begin alike, requests that are preempted, and trunks; two answers each."""
+    """Prompts in parts that begin alike, requests that are preempted, and shared prefixes; two answers each."""
     chosen, way = dict(options), list(WAYS)[seed % len(WAYS)]
     common = tuple(range(2, 66)) if chosen.pop("prompt", None) else ()
     planned, found = chosen.pop("planned", False), []

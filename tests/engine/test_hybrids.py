@@ -111,16 +111,16 @@ def test_states_come_back_bit_for_bit(kind: str) -> None:
         engine.step()
     found = engine.cache_of("40")
     assert found is not None
-    stack, states = found[0], found[0].states
+    batch_cache, states = found[0], found[0].states
     assert states is not None
-    assert states.n_seq == stack.n_seq == 2
+    assert states.n_seq == batch_cache.n_seq == 2
     before, counted = states.copy_out(), engine.stats().state_bytes
     assert sum(state.nbytes for state in before) == counted
-    stack.swap_out()
+    batch_cache.swap_out()
     assert states.nbytes() == states.n_seq == 0
     assert states.slots is not None
-    assert stack.pages_to_swap_in()[states.slots] == 2
-    stack.swap_in()
+    assert batch_cache.pages_to_swap_in()[states.slots] == 2
+    batch_cache.swap_in()
     after = states.copy_out()
     assert len(before) == len(after) > 0
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

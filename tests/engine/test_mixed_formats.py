@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
-from millpond.engine.prefix_sharing import PrefixSharing
+from millpond.engine.prefix_cache import PrefixCache
 from millpond.engine.request import CacheOptions, Request
 from tests.engine.test_codecs import model, prompt
 from tests.helpers.engine.helpers import greedy, tokens
@@ -87,7 +87,7 @@ def need(method: str, codec: str | None, n_tokens: int, new: int = NEW, n: int =
         warnings.simplefilter("ignore", category=UserWarning)
         engine = Engine(model(), method="full", page_slots=16)
         group = engine._parts.decode_groups.group(options(method, codec))
-        found = estimate(group.recipe, engine._model.layers, n_tokens, new, n).most(n)
+        found = estimate(group.cache_factory, engine._model.layers, n_tokens, new, n).peak(n)
     engine.close()
     return found
 
@@ -99,10 +99,10 @@ def _no_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch_evictions(patch: pytest.MonkeyPatch) -> None:
     """Assert that blocks are evicted until there is room, and no further: the last one, and a chunk, are beyond it."""
-    real = PrefixSharing.has
+    real = PrefixCache.make_room
 
-    def has(self: PrefixSharing, pages: Mapping[Pool, int]) -> bool:
-        account, tree = self._account, self.tree
+    def has(self: PrefixCache, pages: Mapping[Pool, int]) -> bool:
+        memory_limit, tree = self._memory_limit, self.tree
         sizes: list[int] = []
         let_go = tree._drop
 
@@ -115,16 +115,16 @@ def watch_evictions(patch: pytest.MonkeyPatch) -> None:
             found = real(self, pages)
         finally:
             patch.delattr(tree, "_drop")
-        if sizes and account.limit_bytes is not None and found:
-            own = sum(pool.n_live * pool.page_bytes for pool in account.pools)
+        if sizes and memory_limit.limit_bytes is not None and found:
+            own = sum(pool.n_live * pool.page_bytes for pool in memory_limit.pools)
             wanted = sum(n * pool.page_bytes for pool, n in pages.items())
-            left = account.limit_bytes - own - wanted
-            assert left < sizes[-1] + account.arena_bytes, (
+            left = memory_limit.limit_bytes - own - wanted
+            assert left < sizes[-1] + memory_limit.arena_bytes, (
                 f"{len(sizes)} blocks were evicted, and {left} bytes are left"
             )
         return found
 
-    patch.setattr(PrefixSharing, "has", has)
+    patch.setattr(PrefixCache, "make_room", has)
 
 
 class PoolLife(RuleBasedStateMachine):

@@ -67,7 +67,7 @@ def steps_that_hold_all(engine: Engine, name: str, length: int = LENGTH) -> Any:
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in OWN_RULES])
 def test_what_is_not_refused_forgets_nothing(method: str) -> None:
     engine = engine_for(method)
-    grows = method in KEEP_ALL or method == "infllm" or not engine.recipe.policy.every_step
+    grows = method in KEEP_ALL or method == "infllm" or not engine.cache_factory.policy.every_step
     new = 20 if grows else BUDGET - LENGTH + 1
     add(engine, refusing(new), ask(40))
     done = steps_that_hold_all(engine, "one")
@@ -168,7 +168,7 @@ def test_waiting_and_preemption_lose_nothing_and_are_no_reason() -> None:
     alone = engine_for("h2o")
     alone.add(refusing(8))
     first = alone.drain()[0].completions[0].token_ids
-    need = alone.recipe.prompt_pool(alone.layers[0]).page_bytes * 2 * len(alone.layers) * (BUDGET // 4 + 2)
+    need = alone.cache_factory.prompt_pool(alone.layers[0]).page_bytes * 2 * len(alone.layers) * (BUDGET // 4 + 2)
     alone.close()
     engine = engine_for("h2o", kv_memory=int(1.5 * need), overcommit=3)
     for n in range(4):

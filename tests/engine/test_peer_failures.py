@@ -43,11 +43,11 @@ def test_an_earlier_failed_restore_poisons_the_next(tmp_path: Path, monkeypatch:
     ids += said(ask(engine, ids)) + words(9, 1)
     true, calls = SessionReuse._fill, []
 
-    def half(reuse: SessionReuse, live: Any, turn: Any) -> None:
-        calls.append(live)
-        true(reuse, live, turn)
-        live.stack.clear()
-        live.stack = None
+    def half(reuse: SessionReuse, state: Any, turn: Any) -> None:
+        calls.append(state)
+        true(reuse, state, turn)
+        state.private_cache.clear()
+        state.private_cache = None
         raise DataError("it broke off")
 
     with monkeypatch.context() as patch:

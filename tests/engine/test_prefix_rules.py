@@ -21,7 +21,7 @@ from millpond.cli.app import app
 from millpond.cli.serve import EngineChoice
 from millpond.engine.config import EngineConfig
 from millpond.errors import OptionError
-from tests.engine.test_prefix_sharing import TEXTS, alone, one_by_one, request
+from tests.engine.test_prefix_cache import TEXTS, alone, one_by_one, request
 from tests.engine.test_request_life_shared import LIMIT, SLOTS, SharedLife
 from tests.helpers.engine.helpers import engine_for, tokens
 

@@ -112,32 +112,32 @@ def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, mo
     def watched(self: RefCountedPool[Any], n: int) -> np.ndarray:
         ids = allocate(self, n)
         assert isinstance(self.account, MemoryLimit)
-        held.append(self.account.live_bytes)
+        held.append(self.memory_limit.live_bytes)
         return ids
 
     monkeypatch.setattr(RefCountedPool, "allocate", watched)
     engine = engine_for(method, codec, max_step_tokens=64)
-    recipe = engine._parts.decode_groups.group(engine.cache).recipe
-    need = estimate(recipe, engine._model.layers, LENGTH, NEW, 1)
+    cache_factory = engine._parts.decode_groups.group(engine.cache).cache_factory
+    need = estimate(cache_factory, engine._model.layers, LENGTH, NEW, 1)
     answered(engine)
-    assert 0.4 * need.reading < max(held) <= need.most(1)
+    assert 0.4 * need.prefill < max(held) <= need.peak(1)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4", "rotated2", "fp8"])
 def test_behind_the_plan_pages_are_those_of_the_codec(codec: str) -> None:
     engine = engine_for("full", codec, max_step_tokens=40)
     engine.add(Request(request_id="it", prompt=drawn(), params=mp.SamplingParams(max_tokens=NEW, temperature=0)))
-    while not engine._requests["it"].answers[0].tokens:
+    while not engine._requests["it"].completions[0].tokens:
         engine.step()
     waiting = [pool for pool in engine._parts.memory.pools if getattr(pool, "until_plan", False)]
     assert [pool.arrays.dtype for pool in waiting] == [torch.float32]
     assert not any(pool.n_live for pool in waiting)
-    tables = [layer_cache.table for layer_cache in engine._requests["it"].group.stack.layers]
+    tables = [layer_cache.table for layer_cache in engine._requests["it"].group.batch_cache.layers]
     assert {table.pool.arrays.dtype for table in tables if table is not None} == {torch.bfloat16}
     with torch.no_grad(), mp.compress(llama(), "full", codec=codec) as cache:
         llama()(torch.tensor([drawn()]), cache=cache)
         expected = cache.stats().kv_bytes
-    kv = engine._requests["it"].answers[0].kv
+    kv = engine._requests["it"].completions[0].kv
     assert kv is not None
     assert kv.kv_bytes == expected
     engine.close()

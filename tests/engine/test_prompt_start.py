@@ -36,13 +36,15 @@ def test_the_first_source_that_has_something_of_a_prompt_is_the_last_one_asked(
     engine.add(ask(24))
     engine.add(ask(20, name="other"))
     step = engine._scheduler.plan()
-    step.chunks = [(job, n) for job, n in step.chunks if job.key == "24"]
+    step.prefills = [(scheduled, n) for scheduled, n in step.prefills if scheduled.key == "24"]
     assert start.attach_prefixes(step) == []
     n_tokens = next((n for n in has if n), 0)
     assert "".join(names) == asked
-    assert engine._requests["24"].job.read == engine._requests["24"].answers[0].shared == n_tokens
+    assert (
+        engine._requests["24"].scheduled.num_computed_tokens == engine._requests["24"].completions[0].shared == n_tokens
+    )
     assert engine._parts.counts["shared_tokens"] == n_tokens
-    assert [n for _, n in step.chunks] == [16], "the step's tokens, now those behind what was attached"
+    assert [n for _, n in step.prefills] == [16], "the step's tokens, now those behind what was attached"
     engine.abort_all()
     engine.close()
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 import millpond as mp
 from millpond.cache.prefix_tree import PrefixNode
 from millpond.engine.engine import Engine
-from millpond.engine.scheduler import State
+from millpond.engine.scheduler_request import RequestStatus
 from tests.helpers.engine.helpers import budget_of, engine_for, prompt
 from tests.helpers.engine.life import LIMIT, EngineLife
 from tests.helpers.examples import examples
@@ -88,12 +88,14 @@ class SharedLife(EngineLife):
 
     @invariant()
     def what_is_outside_holds_nothing(self) -> None:
-        for live in self.engine._requests:
-            if live.job.state is State.SWAPPED:
-                assert live.stack is not None
-                assert live.stack.is_swapped_out
+        for state in self.engine._requests:
+            if state.scheduled.status is RequestStatus.PREEMPTED:
+                assert state.private_cache is not None
+                assert state.private_cache.is_swapped_out
                 assert not any(
-                    len(layer_cache.table.held()) for layer_cache in live.stack.layers if layer_cache.table is not None
+                    len(layer_cache.table.held())
+                    for layer_cache in state.private_cache.layers
+                    if layer_cache.table is not None
                 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from millpond.engine.request import Request
 from millpond.engine.request_table import RequestTable
 from millpond.engine.sampling.params import SamplingParams
-from millpond.engine.scheduler import State
+from millpond.engine.scheduler_request import RequestStatus
 from millpond.errors import OptionError
 from tests.helpers.engine.helpers import engine_for
 
@@ -26,11 +26,11 @@ def test_requests_are_found_by_name_answer_and_status_until_they_are_removed() -
     assert len(table) == 3
     assert "a" in table
     assert table.get("d") is None
-    assert table["a"] is table.get("a") is table.owner(states[1].answers[1]) is states[1]
-    states[2].job.state = State.DECODING
-    assert table.with_status(State.DECODING) == [states[2]]
-    states[0].answers[1].end("cancelled")
-    assert table.unfinished == [states[0].answers[0], *states[1].answers, *states[2].answers]
+    assert table["a"] is table.get("a") is table.owner(states[1].completions[1]) is states[1]
+    states[2].scheduled.status = RequestStatus.DECODE
+    assert table.with_status(RequestStatus.DECODE) == [states[2]]
+    states[0].completions[1].end("cancelled")
+    assert table.unfinished == [states[0].completions[0], *states[1].completions, *states[2].completions]
     with pytest.raises(AssertionError, match="names of requests"):
         table.add(states[0])
     table.remove(states[0])

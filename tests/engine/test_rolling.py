@@ -170,17 +170,17 @@ def test_keys_stand_where_closed_gaps_put_them() -> None:
     finish(engine, 40)
     found = engine.cache_of("a")
     assert found is not None
-    (stack, sequence), layer_cache = found, found[0].layers[1]
-    rotary = stack._rotations[1]
+    (batch_cache, sequence), layer_cache = found, found[0].layers[1]
+    rotary = batch_cache._rotations[1]
     assert rotary is not None
     before = layer_cache.read(sequence)
-    seen = int(stack.tracker.seen[sequence])
-    stack.close_gaps(sequence)
+    seen = int(batch_cache.tracker.seen[sequence])
+    batch_cache.close_gaps(sequence)
     after = layer_cache.read(sequence)
     n = int((before.positions[0] >= 0).sum())
     assert after.positions[0, :n].tolist() == list(range(n))
-    assert stack.tracker.seen[sequence] == n < seen
-    assert stack.tracker.closed[sequence] == seen - n
+    assert batch_cache.tracker.seen[sequence] == n < seen
+    assert batch_cache.tracker.closed[sequence] == seen - n
     here, there = before.positions[:1, :n].long(), after.positions[:1, :n].long()
     turned = rotary.rotate(rotary.rotate(before.keys[:, None, :n], here, inverse=True), there)[:, 0]
     torch.testing.assert_close(after.keys[:, :n], turned, rtol=0.02, atol=0.02)

@@ -7,101 +7,102 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millpond.engine.scheduler import READING_SHARE, Job, MemoryNeed, Scheduler, State, Step
+from millpond.engine.scheduler import READING_SHARE, Scheduler, Step
+from millpond.engine.scheduler_request import MemoryNeed, RequestStatus, SchedulerRequest
 from millpond.errors import OptionError
 from tests.helpers.examples import examples
 
 LIMIT = 1000
 
 
-def job(key: str, prompt: int = 10, reading: int = 10, each: int = 10, **rest: object) -> Job:
-    return Job(key, prompt, MemoryNeed(reading, 0, each), **rest)  # type: ignore[arg-type]
+def request_of(key: str, prompt: int = 10, reading: int = 10, each: int = 10, **rest: object) -> SchedulerRequest:
+    return SchedulerRequest(key, prompt, MemoryNeed(reading, 0, each), **rest)  # type: ignore[arg-type]
 
 
 def run(scheduler: Scheduler, step: Step) -> None:
     """What an engine does with a step, without a model."""
-    for one, n in step.chunks:
-        scheduler.mark_read(one, n)
+    for one, n in step.prefills:
+        scheduler.add_computed_tokens(one, n)
 
 
 def test_decodes_come_first_and_prompts_fill_the_step() -> None:
     scheduler = Scheduler(None, step_tokens=16)
-    first, second = job("a", 10), job("b", 40)
+    first, second = request_of("a", 10), request_of("b", 40)
     scheduler.add(first)
     scheduler.add(second)
     step = scheduler.plan()
-    assert (step.decodes, step.chunks) == ([], [(first, 10), (second, 6)])
+    assert (step.decodes, step.prefills) == ([], [(first, 10), (second, 6)])
     run(scheduler, step)
     step = scheduler.plan()
-    assert (step.decodes, step.chunks) == ([first], [(second, 15)])
+    assert (step.decodes, step.prefills) == ([first], [(second, 15)])
 
 
 def test_prompts_are_read_however_many_decode() -> None:
     scheduler = Scheduler(None, step_tokens=16, most_running=100)
-    scheduler.add(job("wide", 1, width=50))
+    scheduler.add(request_of("wide", 1, num_answers=50))
     run(scheduler, scheduler.plan())
-    scheduler.add(late := job("late", 100))
-    assert scheduler.plan().chunks == [(late, 16 // READING_SHARE)]
+    scheduler.add(late := request_of("late", 100))
+    assert scheduler.plan().prefills == [(late, 16 // READING_SHARE)]
 
 
 def test_a_whole_prompt_is_not_cut() -> None:
     scheduler = Scheduler(None, step_tokens=16)
-    scheduler.add(short := job("short", 10))
-    scheduler.add(long := job("long", 40, whole=True))
+    scheduler.add(short := request_of("short", 10))
+    scheduler.add(long := request_of("long", 40, is_uncut=True))
     step = scheduler.plan()
-    assert step.chunks == [(short, 10)]
+    assert step.prefills == [(short, 10)]
     run(scheduler, step)
-    assert scheduler.plan().chunks == [(long, 40)]
+    assert scheduler.plan().prefills == [(long, 40)]
 
 
 def test_nobody_overtakes_the_first_that_does_not_fit() -> None:
     scheduler = Scheduler(LIMIT)
     for key, each in (("a", 600), ("b", 600), ("c", 10)):
-        scheduler.add(job(key, each=each))
+        scheduler.add(request_of(key, each=each))
     run(scheduler, scheduler.plan())
     assert [j.key for j in scheduler.plan().decodes] == ["a"]
-    assert scheduler.count(State.WAITING) == 2
+    assert scheduler.count(RequestStatus.WAITING) == 2
 
 
 def test_what_a_request_holds_after_its_plan_counts_not_its_prompt() -> None:
     scheduler = Scheduler(LIMIT, step_tokens=10)
     for n in range(6):
-        scheduler.add(job(str(n), prompt=10, reading=600, each=80))
+        scheduler.add(request_of(str(n), prompt=10, reading=600, each=80))
     for _ in range(20):
         run(scheduler, scheduler.plan())
-    assert scheduler.count(State.DECODING) == 6
+    assert scheduler.count(RequestStatus.DECODE) == 6
 
 
 def test_a_better_priority_makes_the_worst_leave() -> None:
     scheduler = Scheduler(LIMIT)
-    scheduler.add(low := job("low", each=700, priority=5))
+    scheduler.add(low := request_of("low", each=700, priority=5))
     run(scheduler, scheduler.plan())
-    scheduler.add(high := job("high", each=700, priority=1))
+    scheduler.add(high := request_of("high", each=700, priority=1))
     step = scheduler.plan()
-    assert (step.out, step.back, step.chunks) == ([low], [], [(high, 10)])
+    assert (step.preempt, step.resume, step.prefills) == ([low], [], [(high, 10)])
     run(scheduler, step)
     scheduler.remove(high)
     step = scheduler.plan()
-    assert (step.back, step.decodes) == ([low], [low])
+    assert (step.resume, step.decodes) == ([low], [low])
 
 
 def test_after_a_shortage_nobody_comes_back_before_somebody_ends() -> None:
     scheduler = Scheduler(LIMIT, overcommit=3)
-    jobs = [job(key, each=900) for key in "abc"]
-    for one in jobs:
+    scheduled = [request_of(key, each=900) for key in "abc"]
+    for one in scheduled:
         scheduler.add(one)
     run(scheduler, scheduler.plan())
-    assert scheduler.victim() is jobs[2]
-    assert scheduler.plan().back == []
-    scheduler.remove(jobs[0])
-    assert scheduler.plan().back == [jobs[2]]
+    assert scheduler.preempt_newest() is scheduled[2]
+    assert scheduler.plan().resume == []
+    scheduler.remove(scheduled[0])
+    assert scheduler.plan().resume == [scheduled[2]]
 
 
 def test_deadlines() -> None:
     scheduler = Scheduler(None)
-    scheduler.add(soon := job("soon", deadline=5.0))
-    scheduler.add(job("late", deadline=9.0))
-    scheduler.add(job("never"))
+    scheduler.add(soon := request_of("soon", deadline=5.0))
+    scheduler.add(request_of("late", deadline=9.0))
+    scheduler.add(request_of("never"))
     assert scheduler.expired(4.9) == []
     assert scheduler.expired(5.0) == [soon]
 
@@ -118,7 +119,7 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(LIMIT, step_tokens=16, most_running=8)
-        self.jobs: list[Job] = []
+        self.scheduled: list[SchedulerRequest] = []
         self.left: dict[str, int] = {}
         self.number = 0
 
@@ -135,62 +136,64 @@ class Life(RuleBasedStateMachine):
     def come(
         self, prompt: int, reading: int, each: int, width: int, priority: int, tokens: int, whole: bool, client: str
     ) -> None:
-        one = Job(f"{self.number}", prompt, MemoryNeed(reading, 20, each), width, client, priority, whole=whole)
+        one = SchedulerRequest(
+            f"{self.number}", prompt, MemoryNeed(reading, 20, each), width, client, priority, is_uncut=whole
+        )
         self.number += 1
         self.scheduler.add(one)
-        self.jobs.append(one)
+        self.scheduled.append(one)
         self.left[one.key] = tokens
 
     @rule()
     def step(self) -> None:
         step = self.scheduler.plan()
-        rows = sum(one.width for one in step.decodes)
-        read = sum(n for _, n in step.chunks)
-        assert self.scheduler.reserved <= LIMIT
-        assert sum(one.width for one in self.jobs if one.running) <= 8
-        assert not step.empty or not self.jobs, "somebody always runs"
-        assert rows + read <= 16 + 2 or any(one.whole for one, _ in step.chunks)
-        assert not set(map(id, step.out)) & set(map(id, step.back))
+        rows = sum(one.num_answers for one in step.decodes)
+        read = sum(n for _, n in step.prefills)
+        assert self.scheduler.reserved_bytes <= LIMIT
+        assert sum(one.num_answers for one in self.scheduled if one.is_running) <= 8
+        assert not step.empty or not self.scheduled, "somebody always runs"
+        assert rows + read <= 16 + 2 or any(one.is_uncut for one, _ in step.prefills)
+        assert not set(map(id, step.preempt)) & set(map(id, step.resume))
         for one in step.decodes:
-            assert one.read == one.prompt
+            assert one.num_computed_tokens == one.num_prompt_tokens
             self.left[one.key] -= 1
-        for one, n in step.chunks:
+        for one, n in step.prefills:
             assert n >= 1
-            assert not one.whole or n == one.prompt
-            self.scheduler.mark_read(one, n)
+            assert not one.is_uncut or n == one.num_prompt_tokens
+            self.scheduler.add_computed_tokens(one, n)
         for one in [one for one in step.decodes if self.left[one.key] == 0]:
             self.end(one)
 
-    @precondition(lambda self: sum(one.running for one in self.jobs) > 1)
+    @precondition(lambda self: sum(one.is_running for one in self.scheduled) > 1)
     @rule()
     def run_short(self) -> None:
-        worst = max((one for one in self.jobs if one.running), key=lambda one: one.rank)
-        assert self.scheduler.victim() is worst
+        worst = max((one for one in self.scheduled if one.is_running), key=lambda one: one.queue_key)
+        assert self.scheduler.preempt_newest() is worst
 
-    @precondition(lambda self: any(one.width > 1 for one in self.jobs))
+    @precondition(lambda self: any(one.num_answers > 1 for one in self.scheduled))
     @rule()
     def narrow(self) -> None:
-        one = next(one for one in self.jobs if one.width > 1)
-        self.scheduler.set_width(one, one.width - 1)
+        one = next(one for one in self.scheduled if one.num_answers > 1)
+        self.scheduler.set_num_answers(one, one.num_answers - 1)
 
-    @precondition(lambda self: self.jobs)
+    @precondition(lambda self: self.scheduled)
     @rule(which=st.randoms(use_true_random=False))
     def cancel(self, which: object) -> None:
-        self.end(which.choice(self.jobs))  # type: ignore[attr-defined]
+        self.end(which.choice(self.scheduled))  # type: ignore[attr-defined]
 
-    def end(self, one: Job) -> None:
+    def end(self, one: SchedulerRequest) -> None:
         self.scheduler.remove(one)
-        self.jobs.remove(one)
+        self.scheduled.remove(one)
 
     @invariant()
     def counts_agree(self) -> None:
-        assert len(self.scheduler) == len(self.jobs)
-        assert self.scheduler.count(*State) == len(self.jobs)
+        assert len(self.scheduler) == len(self.scheduled)
+        assert self.scheduler.count(*RequestStatus) == len(self.scheduled)
 
     def teardown(self) -> None:
         """All that is left comes to its end."""
         for _ in range(2000):
-            if not self.jobs:
+            if not self.scheduled:
                 return
             self.step()
         raise AssertionError("somebody starved")

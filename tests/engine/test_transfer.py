@@ -203,7 +203,7 @@ def test_what_was_not_read_yet_is_read_there(pair: tuple[Engine, Engine]) -> Non
 def bytes_of(asked: Request) -> int:
     """Most bytes that a request may hold, in pages of 4 slots."""
     engine = engine_for("h2o")
-    most = engine._validator.validate(asked).job.need.most(asked.params.n)
+    most = engine._validator.validate(asked).scheduled.memory_need.peak(asked.params.n)
     engine.close()
     return most
 

@@ -16,20 +16,20 @@ def test_turns_change_no_token(method: str) -> None:
     engine = engine_for(method)
     wide = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, n=20)
     add(engine, Request(request_id="wide", prompt=prompt(40), params=wide, client="many"))
-    while engine._requests["wide"].answers[0].kv is None:
+    while engine._requests["wide"].completions[0].kv is None:
         engine.step()
     for _ in range(5):
         engine.step()
     add(engine, Request(request_id="one", prompt=prompt(31), params=greedy(), client="one"))
     done, passed, together = {}, 0, 0
     while engine.busy:
-        before = len(engine._requests["wide"].answers[0].tokens) if "wide" in engine._requests else None
+        before = len(engine._requests["wide"].completions[0].tokens) if "wide" in engine._requests else None
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = output
         engine.check_integrity()
         if before is not None and "wide" in engine._requests:
-            moved = len(engine._requests["wide"].answers[0].tokens) > before
+            moved = len(engine._requests["wide"].completions[0].tokens) > before
             passed += not moved
             together += moved
     assert passed > 0, "it passes steps"

@@ -13,7 +13,7 @@ import pytest
 import millpond as mp
 from millpond.engine.request import Request
 from millpond.engine.transfer.container import unpack
-from millpond.engine.transfer.request_snapshot import FORMAT, Ages, AnswerSnapshot, RequestSnapshot
+from millpond.engine.transfer.request_snapshot import FORMAT, Ages, CompletionSnapshot, RequestSnapshot
 from tests.helpers.formats import engine_files
 from tests.helpers.formats.documents import DOCUMENTS, FOLDER, content, parts
 from tests.helpers.formats.files import KEPT, chat, same
@@ -166,7 +166,7 @@ def test_every_field_of_a_request() -> None:
     assert said["marks"].keys() == {one.name for one in fields(mp.PromptMarks)}
     assert said["cache"].keys() == {one.name for one in fields(mp.CacheOptions)} - {"files"}
     answers = {name for answer in said["answers"] for name in answer}
-    assert answers == {one.name for one in fields(AnswerSnapshot)} - {"tokens", "known"}
+    assert answers == {one.name for one in fields(CompletionSnapshot)} - {"tokens", "known"}
     assert said["ages"].keys() == {one.name for one in fields(Ages)}
 
 

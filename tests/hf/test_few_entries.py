@@ -40,7 +40,7 @@ def test_every_door_has_the_same_default(tmp_path: Path) -> None:
         assert mp.Budget(*cache.settings["budget"]) == DEFAULT
     with LLM(llama(), method="h2o") as llm:
         assert llm.engine.cache.budget == DEFAULT
-        assert llm.engine._parts.decode_groups.group(CacheOptions(method="ada")).recipe.budget == DEFAULT
+        assert llm.engine._parts.decode_groups.group(CacheOptions(method="ada")).cache_factory.budget == DEFAULT
     assert mp.Budget.parse(mp.preset("tiny")["budget"]) == DEFAULT
     text = "go on and off past stone " * 20
     told = right("generate", "--prompt", text, "--max-new-tokens", "1", "--method", "h2o").output

@@ -103,4 +103,4 @@ def test_narrow_heads_take_plain_numbers_by_default() -> None:
 def test_what_outlives_the_process_is_not_taken_for_pages_of_the_former_layout(codec: str, means: bool) -> None:
     """Sessions and requests on their way are found by these words, which the same name had without means."""
     with mp.LLM(biased(0.5), method="full", codec=codec) as llm:
-        assert ("less means" in llm.engine.recipe.described) == means
+        assert ("less means" in llm.engine.cache_factory.described) == means

@@ -149,11 +149,14 @@ def through_an_engine(method: str, codec: str, folder: Path) -> dict[str, list[i
         found |= finish(engine)
         engine.add(request("swapped", method, codec, prompt(codec)))
         for new in (0, 3):  # while its prompt is read, and while it decodes
-            while len(engine._requests["swapped"].answers[0].tokens) < new or not engine._requests["swapped"].job.read:
+            while (
+                len(engine._requests["swapped"].completions[0].tokens) < new
+                or not engine._requests["swapped"].scheduled.num_computed_tokens
+            ):
                 engine.step()
-            job = engine._scheduler.victim()
-            assert job is not None
-            engine._preemptor._preempt(job)
+            scheduled = engine._scheduler.preempt_newest()
+            assert scheduled is not None
+            engine._preemptor._preempt(scheduled)
             engine.check_integrity()
         found |= finish(engine)
         assert engine.stats().preemptions == 2

@@ -30,9 +30,9 @@ def of_the_cache(made: Engine, name: str, layer: int) -> tuple[list[float], list
     """Shares and mean scores, entry by entry."""
     found = made.cache_of(name)
     assert found is not None
-    stack, sequence = found
-    entries = stack.layers[layer].read(sequence)
-    seen, heads = int(stack.tracker.seen[sequence]), entries.positions.shape[0]
+    batch_cache, sequence = found
+    entries = batch_cache.layers[layer].read(sequence)
+    seen, heads = int(batch_cache.tracker.seen[sequence]), entries.positions.shape[0]
     scores: list[list[float]] = [[] for _ in range(seen)]
     for row, values in zip(entries.positions.tolist(), entries.scores.tolist(), strict=True):
         for position, score in zip(row, values, strict=True):

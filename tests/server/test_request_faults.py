@@ -60,13 +60,13 @@ def test_a_fault_is_answered_with_500_and_the_others_go_on(
 
         def failing(model: Any, groups: Any, readings: Any) -> Any:
             found = real(model, groups, readings)
-            if fails({answer.key[0] for group in groups for answer in group.answers}):
+            if fails({completion.key[0] for group in groups for completion in group.completions}):
                 raise RuntimeError("planted")
             return found
 
         def failing_add(self: Writer, token: int) -> Any:
             found = add(self, token)
-            own = [live.request.request_id for live in engine._requests if live.answers[0]._writer is self]
+            own = [state.request.request_id for state in engine._requests if state.completions[0]._writer is self]
             if fails(own):
                 raise RuntimeError("planted")
             return found

@@ -34,11 +34,11 @@ class Outbox:
         self._cancel = cancel
         self._mail: list[Mail] = []
 
-    def put(self, box: Mailbox, output: RequestOutput) -> None:
+    def put(self, mailbox: Mailbox, output: RequestOutput) -> None:
         """Send an output at the end of this pass of the loop that is running."""
         if not self._mail:
             asyncio.get_running_loop().call_soon(self._send)
-        self._mail.append((box, output))
+        self._mail.append((mailbox, output))
 
     def _send(self) -> None:
         mail, self._mail = self._mail, []
@@ -206,10 +206,10 @@ class AsyncClusterLLM(ClusterClient):
             MillpondError: the request is refused, or an error ended it.
         """
         check_movable(request)
-        box, dispatcher, loop = Mailbox(asyncio.get_running_loop()), self._cluster.dispatcher, self._cluster.loop
+        mailbox, dispatcher, loop = Mailbox(asyncio.get_running_loop()), self._cluster.dispatcher, self._cluster.loop
 
         def deliver(output: RequestOutput) -> None:
-            self._outbox.put(box, output)
+            self._outbox.put(mailbox, output)
 
         try:
             await self._calls.call(lambda: dispatcher.submit(request, deliver))
@@ -217,14 +217,14 @@ class AsyncClusterLLM(ClusterClient):
             loop.call(lambda: dispatcher.cancel(request.request_id))
             raise
         try:
-            while not box.finished:
-                output = await box.next()
+            while not mailbox.finished:
+                output = await mailbox.next()
                 assert output is not None, "a request of a cluster ends with an output"
                 if output.error is not None:
                     raise output.error
                 yield output
         finally:
-            if not box.finished:
+            if not mailbox.finished:
                 loop.call(lambda: dispatcher.cancel(request.request_id))
 
     async def cancel(self, request_id: str) -> None:

@@ -116,7 +116,7 @@ class AsyncLLM:
             model if isinstance(model, str | PathLike) else getattr(model, "name_or_path", "") or "model"
         )
         self.leave: Callable[[Engine, RequestOutput], bool] | None = None
-        self._boxes: dict[str, Mailbox] = {}  # only the engine's thread reads it
+        self._mailboxes: dict[str, Mailbox] = {}  # only the engine's thread reads it
         self._asked = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()
         self._closing = self._stopped = False
@@ -190,40 +190,40 @@ class AsyncLLM:
         Raises:
             MillpondError: the request is refused, or an error ended it.
         """
-        box = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(asyncio.get_running_loop())
         try:
             grammar = await self._engine.grammars.wait_for(request.params)
             bans = await asyncio.to_thread(self._engine.bans_of, request.params) if request.params.forbids else None
-            await self.call(lambda engine: self._take_in(engine, request, box, grammar, bans), request.client)
-            async with aclosing(self._outputs(request.request_id, box)) as outputs:
+            await self.call(lambda engine: self._take_in(engine, request, mailbox, grammar, bans), request.client)
+            async with aclosing(self._outputs(request.request_id, mailbox)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
-            if not box.finished:
-                self._post(lambda: self._drop(request.request_id, box))
+            if not mailbox.finished:
+                self._post(lambda: self._drop(request.request_id, mailbox))
 
-    async def _outputs(self, request_id: str, box: Mailbox) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self, request_id: str, mailbox: Mailbox) -> AsyncGenerator[RequestOutput, None]:
         """What comes of a request that the engine has."""
         try:
-            while not box.finished:
-                output = await box.next()
+            while not mailbox.finished:
+                output = await mailbox.next()
                 if output is None:
                     return
                 if output.error is not None:
                     raise output.error
                 yield output
         finally:
-            if not box.finished:
-                self._post(lambda: self._drop(request_id, box))
+            if not mailbox.finished:
+                self._post(lambda: self._drop(request_id, mailbox))
 
     async def export_request(self, request_id: str) -> bytes:
         """See `Engine.export_request`; the stream of the request ends without a last output."""
 
         def leave(engine: Engine) -> bytes:
             data = engine.export_request(request_id)
-            box = self._boxes.pop(request_id, None)
-            if box is not None:
-                box.end()
+            mailbox = self._mailboxes.pop(request_id, None)
+            if mailbox is not None:
+                mailbox.end()
             return data
 
         return await self.call(leave)
@@ -236,16 +236,16 @@ class AsyncLLM:
         Raises:
             MillpondError: it is refused; nothing is left behind.
         """
-        box = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(asyncio.get_running_loop())
 
         def enter(engine: Engine) -> str:
             if self._closing or self._stopped:
                 raise MillpondError("the engine is closing and takes no requests any more")
             request_id = engine.import_request(data, request)
-            self._boxes[request_id] = box
+            self._mailboxes[request_id] = mailbox
             return request_id
 
-        return self._outputs(await self.call(enter), box)
+        return self._outputs(await self.call(enter), mailbox)
 
     async def batch(self, requests: Sequence[Request]) -> AsyncGenerator[RequestOutput, None]:
         """The whole answers of requests that are known together, each when it is finished; see `Engine.add_batch`.
@@ -255,23 +255,23 @@ class AsyncLLM:
         Raises:
             MillpondError: a request is refused, and none was taken in.
         """
-        boxes = {request.request_id: Mailbox(asyncio.get_running_loop()) for request in requests}
+        mailboxes = {request.request_id: Mailbox(asyncio.get_running_loop()) for request in requests}
 
         def take_in(engine: Engine) -> None:
             if self._closing or self._stopped:
                 raise MillpondError("the engine is closing and takes no requests any more")
             engine.add_batch(requests)
-            self._boxes.update(boxes)
+            self._mailboxes.update(mailboxes)
 
         await self.call(take_in)
-        waiting = [asyncio.create_task(box.last()) for box in boxes.values()]
+        waiting = [asyncio.create_task(mailbox.last()) for mailbox in mailboxes.values()]
         try:
             for done in asyncio.as_completed(waiting):
                 yield await done
         finally:
             for task in waiting:
                 task.cancel()
-            self._post(lambda: self._drop_all(boxes))
+            self._post(lambda: self._drop_all(mailboxes))
 
     async def cancel(self, request_id: str) -> None:
         """End a request with what it has; one that is not there any more is no error."""
@@ -343,8 +343,8 @@ class AsyncLLM:
             self._hand_out(self._engine.abort_all(ended))
         except Exception as error:
             _log.critical("requests could not be ended", exc_info=error)
-        for box in self._boxes.values():  # requests that the engine has dropped
-            box.fail(ended or MillpondError("the engine was closed"))
+        for mailbox in self._mailboxes.values():  # requests that the engine has dropped
+            mailbox.fail(ended or MillpondError("the engine was closed"))
         while self._asked:
             with suppress(Exception):
                 self._asked.take()()
@@ -379,41 +379,41 @@ class AsyncLLM:
             return not self._stopped and bool(self._asked or self._engine.busy or not self._closing)
 
     def _take_in(
-        self, engine: Engine, request: Request, box: Mailbox, grammar: Grammar | None, bans: Bans | None
+        self, engine: Engine, request: Request, mailbox: Mailbox, grammar: Grammar | None, bans: Bans | None
     ) -> None:
         if self._closing or self._stopped:
             raise MillpondError("the engine is closing and takes no requests any more")
         engine.add(request, grammar, bans)
-        self._boxes[request.request_id] = box
+        self._mailboxes[request.request_id] = mailbox
 
-    def _drop(self, request_id: str, box: Mailbox) -> None:
+    def _drop(self, request_id: str, mailbox: Mailbox) -> None:
         """Cancel a request whose answers are no longer read; its id may be used again."""
-        if self._boxes.get(request_id) is box:
-            del self._boxes[request_id]
+        if self._mailboxes.get(request_id) is mailbox:
+            del self._mailboxes[request_id]
             self._engine.cancel(request_id)
 
-    def _drop_all(self, boxes: Mapping[str, Mailbox]) -> None:
-        for name, box in boxes.items():
-            self._drop(name, box)
+    def _drop_all(self, mailboxes: Mapping[str, Mailbox]) -> None:
+        for name, mailbox in mailboxes.items():
+            self._drop(name, mailbox)
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         found = []
         for output in outputs:
-            box = self._boxes.get(output.request_id)
-            if box is not None:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
                 if output.finished:
-                    del self._boxes[output.request_id]
-                found.append((box, output))
-        for box, output in deliver(found):
-            self._drop(output.request_id, box)
+                    del self._mailboxes[output.request_id]
+                found.append((mailbox, output))
+        for mailbox, output in deliver(found):
+            self._drop(output.request_id, mailbox)
 
     def _let_leave(self, outputs: list[RequestOutput]) -> None:
         if self.leave is None:
             return
         for output in outputs:
             name = output.request_id
-            if not output.finished and name in self._boxes and self.leave(self._engine, output):
-                self._boxes.pop(name).end()
+            if not output.finished and name in self._mailboxes and self.leave(self._engine, output):
+                self._mailboxes.pop(name).end()
 
     def _post(self, run: Callable[[], None], client: str = "") -> bool:
         """Let the engine's thread run this; False if there is none any more."""

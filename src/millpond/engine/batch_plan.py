@@ -143,15 +143,15 @@ def one_level(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]
     """
     groups = _groups(tree)
     behind = [-1] * len(tree.node_of)
-    trunks: list[tuple[int, int, int]] = []
+    prefixes: list[tuple[int, int, int]] = []
     for group in groups:
         members = group.flat()
         if group.length < shortest or len(members) < 2:
             continue
         for prompt in members:
-            behind[prompt] = len(trunks)
-        trunks.append((members[0], group.length, -1))
-    return trunks, behind
+            behind[prompt] = len(prefixes)
+        prefixes.append((members[0], group.length, -1))
+    return prefixes, behind
 
 
 def _groups(tree: RadixTree) -> list[_Group]:
@@ -184,16 +184,16 @@ def _groups(tree: RadixTree) -> list[_Group]:
     return below[0]
 
 
-#: Tokens that a common beginning has at least behind the one before it: a job of its own costs about a step.
+#: Tokens that a common beginning has at least behind the one before it: a request of its own costs about a step.
 SHORTEST = 16
 
 
-class Trunk(NamedTuple):
+class CommonPrefix(NamedTuple):
     """A common beginning of prompts, read once.
 
     Attributes:
         prompt: one of the prompts that begin with it. length: its tokens.
-        parent: the trunk that it continues, -1 for none.
+        parent: the shared prefix that it continues, -1 for none.
     """
 
     prompt: int
@@ -202,9 +202,10 @@ class Trunk(NamedTuple):
 
 
 class PlannedReading(NamedTuple):
-    """What is read next: a trunk (its number), or a prompt (`trunk` is the one it begins with, -1 for none)."""
+    """What is read next: a shared prefix (its number), or a prompt (`prefix` is the one it begins with, -1 for
+    none)."""
 
-    trunk: int
+    prefix: int
     prompt: int | None = None
 
 
@@ -213,14 +214,15 @@ class BatchPlan:
     """What is read once, and in which order.
 
     Attributes:
-        trunks: parents before their children.
-        readings: trunks and prompts in their order: all behind a trunk follow it before another one begins.
+        prefixes: parents before their children.
+        readings: shared prefixes and prompts in their order: all behind a shared prefix follow it before another one
+            begins.
         tokens: of all prompts. least: of them, those that differ, which any order reads.
-        to_read: tokens that this plan reads. most_pinned: tokens of trunks that are held at a time, at most.
+        to_read: tokens that this plan reads. most_pinned: tokens of shared prefixes that are held at a time, at most.
         pinned_bytes: of their pages; None where the model is not known.
     """
 
-    trunks: tuple[Trunk, ...]
+    prefixes: tuple[CommonPrefix, ...]
     readings: tuple[PlannedReading, ...]
     tokens: int
     least: int
@@ -237,8 +239,8 @@ class BatchPlan:
         held = "" if self.pinned_bytes is None else f", {self.pinned_bytes:,} bytes"
         return (
             f"{len(self.order):,} prompts, {self.tokens:,} tokens: {self.least:,} differ, {self.to_read:,} are read "
-            f"({self.saved:.1%} spared); {len(self.trunks):,} common beginnings, of which at most {self.most_pinned:,} "
-            f"tokens{held} are held at a time"
+            f"({self.saved:.1%} spared); {len(self.prefixes):,} common beginnings, of which at most "
+            f"{self.most_pinned:,} tokens{held} are held at a time"
         )
 
     @property
@@ -256,14 +258,14 @@ def plan_batch(
 ) -> BatchPlan:
     """Plan the prompts of a batch.
 
-    Every prompt reads its last token itself, so trunks are beginnings of prompts without it. Trunks come depth first,
-    and siblings by expected answers over tokens to read, the largest first (section 4.3).
+    Every prompt reads its last token itself, so shared prefixes are beginnings of prompts without it. Shared prefixes
+    come depth first, and siblings by expected answers over tokens to read, the largest first (section 4.3).
 
     Args:
         prompts: token ids of each. answers: tokens expected in answer to each; None: as many for each.
-        levels: 1 for the rule of the paper, which lets no trunk continue another; 0 for no trunks; None: as many as
-            there are.
-        shortest: tokens of a trunk behind its parent, at least.
+        levels: 1 for the rule of the paper, which lets no shared prefix continue another; 0 for no shared prefixes;
+            None: as many as there are.
+        shortest: tokens of a shared prefix behind its parent, at least.
 
     Raises:
         OptionError: other levels, fewer than 1 token, or another number of answers than of prompts.
@@ -276,57 +278,58 @@ def plan_batch(
         raise OptionError(f"{len(answers)} answers for {len(prompts)} prompts: give one for each, or None")
     tree = RadixTree.of([prompt[:-1] for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    trunks: list[tuple[int, int, int]] = []
+    prefixes: list[tuple[int, int, int]] = []
     behind = [-1] * len(prompts)
     if levels != 0:
-        trunks, behind = _trunks(tree, shortest) if levels is None else one_level(tree, shortest)
-    found = [Trunk(*trunk) for trunk in trunks]
+        prefixes, behind = _prefixes(tree, shortest) if levels is None else one_level(tree, shortest)
+    found = [CommonPrefix(*prefix) for prefix in prefixes]
     weights = np.ones(len(prompts)) if answers is None else np.asarray(answers, dtype=np.float64)
     readings, most = _walk(found, behind, lengths, weights)
-    own = [trunk.length - _length(found, trunk.parent) for trunk in found]
-    rest = int(lengths.sum()) - sum(_length(found, trunk) for trunk in behind)
+    own = [prefix.length - _length(found, prefix.parent) for prefix in found]
+    rest = int(lengths.sum()) - sum(_length(found, prefix) for prefix in behind)
     # two prompts that are equal differ in nothing, and the last token of one may be in the middle of another
     least = RadixTree.of(prompts).distinct
     return BatchPlan(tuple(found), tuple(readings), int(lengths.sum()), least, sum(own) + rest, most)
 
 
-def _length(trunks: Sequence[Trunk], number: int) -> int:
-    return 0 if number < 0 else trunks[number].length
+def _length(prefixes: Sequence[CommonPrefix], number: int) -> int:
+    return 0 if number < 0 else prefixes[number].length
 
 
-def _trunks(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Nodes that are far enough behind the last trunk before them; and the trunk of each prompt."""
-    trunks: list[tuple[int, int, int]] = []
+def _prefixes(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Nodes that are far enough behind the last shared prefix before them; and the shared prefix of each prompt."""
+    prefixes: list[tuple[int, int, int]] = []
     of_node = np.full(len(tree.depth), -1, dtype=np.int64)
     depths, parents, begins = tree.depth.tolist(), tree.parent.tolist(), tree.begin.tolist()
     for node in range(1, len(depths)):
         above = int(of_node[parents[node]])
-        if depths[node] - (trunks[above][1] if above >= 0 else 0) < shortest:
+        if depths[node] - (prefixes[above][1] if above >= 0 else 0) < shortest:
             of_node[node] = above
         else:
-            of_node[node] = len(trunks)
-            trunks.append((int(tree.order[begins[node]]), depths[node], above))
-    return trunks, of_node[tree.node_of].tolist()
+            of_node[node] = len(prefixes)
+            prefixes.append((int(tree.order[begins[node]]), depths[node], above))
+    return prefixes, of_node[tree.node_of].tolist()
 
 
 def _walk(
-    trunks: Sequence[Trunk], behind: Sequence[int], lengths: np.ndarray, answers: np.ndarray
+    prefixes: Sequence[CommonPrefix], behind: Sequence[int], lengths: np.ndarray, answers: np.ndarray
 ) -> tuple[list[PlannedReading], int]:
-    """Depth first, and the most tokens of trunks that are held at a time: each until all behind it have begun."""
-    root, n = len(trunks), len(trunks)
+    """Depth first, and the most tokens of shared prefixes that are held at a time: each until all behind it have
+    begun."""
+    root, n = len(prefixes), len(prefixes)
     children: list[list[tuple[float, PlannedReading]]] = [[] for _ in range(n + 1)]
     to_read, expected = np.zeros(n + 1), np.zeros(n + 1)
-    for prompt, trunk in enumerate(behind):
-        rest = int(lengths[prompt]) - _length(trunks, trunk)
-        children[trunk].append((float(answers[prompt]) / max(rest, 1), PlannedReading(trunk, prompt)))
-        to_read[trunk] += rest
-        expected[trunk] += answers[prompt]
+    for prompt, prefix in enumerate(behind):
+        rest = int(lengths[prompt]) - _length(prefixes, prefix)
+        children[prefix].append((float(answers[prompt]) / max(rest, 1), PlannedReading(prefix, prompt)))
+        to_read[prefix] += rest
+        expected[prefix] += answers[prompt]
     for number in range(n - 1, -1, -1):  # children come after their parents
-        to_read[number] += trunks[number].length - _length(trunks, trunks[number].parent)
+        to_read[number] += prefixes[number].length - _length(prefixes, prefixes[number].parent)
         ratio = float(expected[number] / to_read[number])
-        children[trunks[number].parent].append((ratio, PlannedReading(number)))
-        to_read[trunks[number].parent] += to_read[number]
-        expected[trunks[number].parent] += expected[number]
+        children[prefixes[number].parent].append((ratio, PlannedReading(number)))
+        to_read[prefixes[number].parent] += to_read[number]
+        expected[prefixes[number].parent] += expected[number]
     readings: list[PlannedReading] = []
     held = most = 0
     open_: list[tuple[int, Iterator[tuple[float, PlannedReading]]]] = [(root, _largest_first(children[root]))]
@@ -335,16 +338,16 @@ def _walk(
         following = next(rest_of, None)
         if following is None:
             open_.pop()
-            held -= 0 if number == root else trunks[number].length - _length(trunks, trunks[number].parent)
+            held -= 0 if number == root else prefixes[number].length - _length(prefixes, prefixes[number].parent)
             continue
         reading = following[1]
         readings.append(reading)
         if reading.prompt is None:
-            held += trunks[reading.trunk].length - _length(trunks, trunks[reading.trunk].parent)
+            held += prefixes[reading.prefix].length - _length(prefixes, prefixes[reading.prefix].parent)
             most = max(most, held)
-            open_.append((reading.trunk, _largest_first(children[reading.trunk])))
+            open_.append((reading.prefix, _largest_first(children[reading.prefix])))
     return readings, most
 
 
 def _largest_first(found: list[tuple[float, PlannedReading]]) -> Iterator[tuple[float, PlannedReading]]:
-    return iter(sorted(found, key=lambda one: (-one[0], one[1].prompt is None, one[1].prompt or one[1].trunk)))
+    return iter(sorted(found, key=lambda one: (-one[0], one[1].prompt is None, one[1].prompt or one[1].prefix)))

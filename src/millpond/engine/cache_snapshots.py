@@ -22,16 +22,16 @@ from millpond.runner.packed_model import LayerShape
 _KEPT_REQUESTS = 8
 
 
-def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: KVStats) -> CacheSnapshot:
+def look(batch_cache: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: KVStats) -> CacheSnapshot:
     """What `layer` holds of one sequence whose text is `ids`, as far as the cache has seen it.
 
     Raises:
         OptionError: there is no such layer.
     """
-    if not 0 <= layer < len(stack.layers):
-        raise OptionError(f"layer {layer}: the model has layers 0 to {len(stack.layers) - 1}")
-    seen = int(stack.tracker.seen[sequence] + stack.tracker.closed[sequence])
-    layer_cache = stack.layers[layer]
+    if not 0 <= layer < len(batch_cache.layers):
+        raise OptionError(f"layer {layer}: the model has layers 0 to {len(batch_cache.layers) - 1}")
+    seen = int(batch_cache.tracker.seen[sequence] + batch_cache.tracker.closed[sequence])
+    layer_cache = batch_cache.layers[layer]
     table = layer_cache.table
     n_heads = 0 if table is None else table.n_kv_heads
     holders, sums = torch.zeros(seen), torch.zeros(seen)
@@ -45,7 +45,7 @@ def look(stack: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: K
     counts = holders.tolist()
     return CacheSnapshot(
         layer,
-        len(stack.layers),
+        len(batch_cache.layers),
         n_heads,
         tuple(ids[:seen]),
         tuple(count / max(n_heads, 1) for count in counts),
@@ -102,26 +102,26 @@ class SnapshotStore:
         self._shapes = layers
         self._layers: OrderedDict[str, tuple[str, list[CacheSnapshot]]] = OrderedDict()  # with the client
 
-    def now(self, live: RequestState, layer: int) -> CacheSnapshot | None:
+    def now(self, state: RequestState, layer: int) -> CacheSnapshot | None:
         """What a layer remembers of a request's first answer; None while it holds nothing in the pool.
 
         Raises:
             OptionError: there is no such layer.
         """
-        found = live.cache()
+        found = state.cache()
         if found is None:
             return None
-        (stack, sequence), first = found, live.answers[0]
-        kv = first.kv or figures_of(stack, live.group.recipe, self._shapes)[sequence]
-        return look(stack, sequence, layer, [*live.ids, *first.tokens], kv)
+        (batch_cache, sequence), first = found, state.completions[0]
+        kv = first.kv or figures_of(batch_cache, state.group.cache_factory, self._shapes)[sequence]
+        return look(batch_cache, sequence, layer, [*state.ids, *first.tokens], kv)
 
-    def note(self, live: RequestState) -> None:
+    def record(self, state: RequestState) -> None:
         """A request's first answer ends: store what its cache holds, if it is watched; the oldest is dropped."""
-        if not live.request.watch:
+        if not state.request.watch:
             return
-        found = [self.now(live, layer) for layer in range(len(self._shapes))]
+        found = [self.now(state, layer) for layer in range(len(self._shapes))]
         if layers := [memory for memory in found if memory is not None]:
-            self._layers[live.request.request_id] = live.request.client, layers
+            self._layers[state.request.request_id] = state.request.client, layers
         while len(self._layers) > _KEPT_REQUESTS:
             self._layers.popitem(last=False)
 

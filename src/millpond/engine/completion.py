@@ -84,7 +84,7 @@ class CompletionState:
         """Its next token is one that it has."""
         self._n_fed += 1
 
-    def take(self, sampled: Sampled) -> None:
+    def append(self, sampled: Sampled) -> None:
         """The next token."""
         token = sampled.token_id
         self.tokens.append(token)
@@ -129,7 +129,7 @@ class CompletionState:
             figures = replace(figures, shared_tokens=self.shared, **self.reuse._asdict())
         self.kv = figures
 
-    def show(self) -> Completion:
+    def to_output(self) -> Completion:
         """As far as it has come."""
         return Completion(
             self.index,

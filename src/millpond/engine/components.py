@@ -19,20 +19,21 @@ from millpond.engine.cache_snapshots import SnapshotStore
 from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.engine.chunks.reuse import ChunkLoadSource, ChunkReuse, model_mark
 from millpond.engine.config import EngineConfig
+from millpond.engine.decode_groups import DecodeGroups
 from millpond.engine.disk_conflicts import check_disk
 from millpond.engine.file_loads import FileLoads
-from millpond.engine.group_registry import GroupRegistry
 from millpond.engine.outputs import EngineStats
-from millpond.engine.prefix_sharing import PrefixSharing
+from millpond.engine.prefix_cache import PrefixCache
 from millpond.engine.prefix_store import open_prefix_store
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_table import RequestTable
 from millpond.engine.sampling.sampler import Sampler
-from millpond.engine.scheduler import Scheduler, State
+from millpond.engine.scheduler import Scheduler
+from millpond.engine.scheduler_request import RequestStatus
 from millpond.engine.sessions.reuse import SessionReuse, check_continues
 from millpond.engine.sessions.store import DEFAULT_DISK, SessionStore
 from millpond.engine.sessions.stored_turn import session_mark
-from millpond.engine.trunks import Trunks
+from millpond.engine.shared_prefixes import SharedPrefixes
 from millpond.hf.calibration.load import loaded
 from millpond.hf.document import fingerprint
 from millpond.hf.key_biases import loses_by_bias, warn_of_bias
@@ -80,12 +81,12 @@ class Components:
     scheduler: Scheduler
     sampler: Sampler
     requests: RequestTable
-    decode_groups: GroupRegistry
+    decode_groups: DecodeGroups
     default_cache: CacheOptions
     cache_factory: CacheFactory
-    prefix_cache: PrefixSharing
+    prefix_cache: PrefixCache
     prefix_store: BlockStore | None
-    shared_prefixes: Trunks
+    shared_prefixes: SharedPrefixes
     snapshots: SnapshotStore
     swap_files: SwapFiles | None
     disk_tier: DiskTier | None
@@ -105,9 +106,9 @@ class Components:
         figures = [completion.kv for completion in self.requests.unfinished if completion.kv is not None]
         state_bytes = self.decode_groups.state_bytes
         return EngineStats(
-            running=self.scheduler.count(State.READING, State.DECODING),
-            waiting=self.scheduler.count(State.WAITING),
-            swapped=self.scheduler.count(State.SWAPPED),
+            running=self.scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE),
+            waiting=self.scheduler.count(RequestStatus.WAITING),
+            swapped=self.scheduler.count(RequestStatus.PREEMPTED),
             kv_bytes=self.memory.live_bytes - state_bytes,
             kv_reserved=self.memory.nbytes,
             kv_limit=self.memory.limit_bytes,
@@ -166,10 +167,10 @@ def build(
     if prefix_store is not None:
         closing.callback(prefix_store.close)
     rule = rule_named(config.prefix_cache, config.pager)
-    prefix_cache = PrefixSharing(memory, packed.layers, rule, config.prompt_block or 1, prefix_store)
+    prefix_cache = PrefixCache(memory, packed.layers, rule, config.prompt_block or 1, prefix_store)
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier)
     default_cache = decode_groups.complete(CacheOptions())
-    cache_factory = decode_groups.group(default_cache).recipe
+    cache_factory = decode_groups.group(default_cache).cache_factory
     sessions = _sessions(config, packed, turn_mark, cache_factory, prefix_cache, closing)
     of_sessions = None if sessions is None else sessions.loads
     if default_cache.budget is None:
@@ -188,7 +189,7 @@ def build(
         cache_factory=cache_factory,
         prefix_cache=prefix_cache,
         prefix_store=prefix_store,
-        shared_prefixes=Trunks(memory, scheduler, requests, packed.layers),
+        shared_prefixes=SharedPrefixes(memory, scheduler, requests, packed.layers),
         snapshots=SnapshotStore(packed.layers),
         swap_files=swap_files,
         disk_tier=tier,
@@ -226,9 +227,9 @@ def _chunk_reuse(
 
 def _decode_groups(
     config: EngineConfig, model: PackedModel, memory: MemoryLimit, tokenizer: Any, tier: DiskTier | None
-) -> GroupRegistry:
+) -> DecodeGroups:
     choice = config.choice.on([(layer.key_dim, layer.value_dim) for layer in model.layers])
-    groups = GroupRegistry(
+    groups = DecodeGroups(
         model,
         CacheOptions(
             method=choice.method, options=config.options, budget=choice.budget, codec=choice.codec, max_kl=config.max_kl
@@ -253,7 +254,7 @@ def _sessions(
     model: PackedModel,
     mark: str | None,
     cache_factory: CacheFactory,
-    prefix_cache: PrefixSharing,
+    prefix_cache: PrefixCache,
     closing: ExitStack,
 ) -> SessionReuse | None:
     if mark is None or config.cache_dir is None:
@@ -261,6 +262,6 @@ def _sessions(
     check_continues(cache_factory, config.choice.method)
     store = SessionStore(config.cache_dir, config.cache_disk or DEFAULT_DISK)
     closing.callback(store.close)
-    sessions = SessionReuse(store, model, mark, prefix_cache.has, prefix_cache.known_tokens)
+    sessions = SessionReuse(store, model, mark, prefix_cache.make_room, prefix_cache.cached_tokens)
     closing.callback(sessions.loads.close)
     return sessions

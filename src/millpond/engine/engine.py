@@ -59,7 +59,7 @@ class Engine:
         **options: fields of `EngineConfig`, in place of those of `config`.
 
     Attributes:
-        cache: of requests that name none. recipe: how their caches are stored.
+        cache: of requests that name none. cache_factory: how their caches are stored.
         in_step: names of the requests in the pass that runs now; safe to read from any thread.
         on_step: called at the end of each step with what it did, and its seconds; None: nothing is.
         on_transfer: called when a request was exported or imported, with its name, the tokens of its prompt and the
@@ -84,7 +84,7 @@ class Engine:
         with ExitStack() as closing:
             self._parts = parts = build(model, tokenizer, self.config, closing, streamed=streamed, tier=tier)
             self._model, self._scheduler, self._sampler = parts.model, parts.scheduler, parts.sampler
-            self._requests, self.cache, self.recipe = parts.requests, parts.default_cache, parts.cache_factory
+            self._requests, self.cache, self.cache_factory = parts.requests, parts.default_cache, parts.cache_factory
             self._preemptor, self._validator = Preemptor(parts), RequestValidator(parts)
             self._prompt_start, self._executor = PromptStart(parts), StepExecutor(parts)
             self._transfer = RequestTransfer(parts, self._validator)
@@ -201,12 +201,12 @@ class Engine:
 
     def _enqueue(self, state: RequestState, grammar: Grammar | None, bans: Bans | None) -> None:
         request = state.request
-        for completion in state.answers:
+        for completion in state.completions:
             index = completion.index
             known = request.known[index] if request.known else ()
             self._sampler.start(completion.key, request.params, state.ids, index, grammar, bans, known=known)
         self._requests.add(state)
-        self._scheduler.add(state.job)
+        self._scheduler.add(state.scheduled)
         for loads in self._parts.file_loads:
             loads.add(state)
 
@@ -232,7 +232,7 @@ class Engine:
 
     def abort_all(self, error: Exception | None = None) -> list[RequestOutput]:
         """End all requests, cancelled or because of an error; returns what they came to."""
-        ended = dict.fromkeys([*self._changed_outside_step, *(state for state in self._requests if state.answers)])
+        ended = dict.fromkeys([*self._changed_outside_step, *(state for state in self._requests if state.completions)])
         self._changed_outside_step = []
         for state in list(self._requests):
             if error is None:
@@ -272,7 +272,7 @@ class Engine:
         """
         began = time.perf_counter()
         state = self._requests.get(request_id)
-        if state is None or state.job.trunk:
+        if state is None or state.scheduled.is_shared_prefix:
             raise OptionError(f"no request {request_id!r} is in flight; it has ended, or was never added")
         data = self._transfer.to_bytes(state)
         self._ends.release_exported(state)
@@ -280,7 +280,7 @@ class Engine:
             self._parts.trim()
         self._stats = self._parts.stats()
         if self.on_transfer is not None:
-            self.on_transfer("out", request_id, state.job.prompt, time.perf_counter() - began)
+            self.on_transfer("out", request_id, state.scheduled.num_prompt_tokens, time.perf_counter() - began)
         return data
 
     def checkpoint(self, request_id: str) -> bytes | None:
@@ -293,7 +293,12 @@ class Engine:
             OptionError: keys and values on a disk, or options of the method that name files.
         """
         state = self._requests.get(request_id)
-        if state is None or state.job.trunk or state.stack is not None or state.job.read < state.job.prompt:
+        if (
+            state is None
+            or state.scheduled.is_shared_prefix
+            or state.private_cache is not None
+            or state.scheduled.num_computed_tokens < state.scheduled.num_prompt_tokens
+        ):
             return None
         return self._transfer.to_bytes(state) if state.unfinished else None
 
@@ -319,7 +324,9 @@ class Engine:
         state = self._transfer.restore(snapshot if request is None else snapshot.continued_as(request))
         self._stats = self._parts.stats()
         if self.on_transfer is not None:
-            self.on_transfer("in", state.request.request_id, state.job.prompt, time.perf_counter() - began)
+            self.on_transfer(
+                "in", state.request.request_id, state.scheduled.num_prompt_tokens, time.perf_counter() - began
+            )
         return state.request.request_id
 
     # ------------------------------------------------------------------ what it holds
@@ -370,35 +377,39 @@ class Engine:
             Exception: a pass failed for several requests, and then for each of them alone; only `abort_all` may follow.
         """
         changed, self._changed_outside_step = self._changed_outside_step, []
-        for job in self._scheduler.expired(time.monotonic()):
-            changed.append(state := self._requests[job.key])
+        for scheduled in self._scheduler.expired(time.monotonic()):
+            changed.append(state := self._requests[scheduled.key])
             self._ends.end(state, "deadline")
         for loads in self._parts.file_loads:
             loads.advance()
         began = time.perf_counter()
         step = self._scheduler.plan()
         for state in self._requests:
-            state.regroup()
+            state.move_group()
         suspect = self._faults.isolate(step)
         self._preemptor.lost += self._prompt_start.attach_prefixes(step)
-        step.chunks = [(job, n) for job, n in step.chunks if not self._requests[job.key].failed]
+        step.prefills = [(scheduled, n) for scheduled, n in step.prefills if not self._requests[scheduled.key].failed]
         groups, reading = self._batches_of(step)
         try:
             self._preemptor.prepare(step)
             changed += self._ends.retire_all(self._preemptor.pop_lost())
             groups, reading = self._batches_of(step)
             is_free = self._faults.is_free(suspect, groups, dict(reading))
-            changed += [self._requests.owner(completion) for group in groups for completion in group.answers]
-            changed += [state for state, n in reading if state.answers and state.job.read + n == state.job.prompt]
+            changed += [self._requests.owner(completion) for group in groups for completion in group.completions]
+            changed += [
+                state
+                for state, n in reading
+                if state.completions and state.scheduled.num_computed_tokens + n == state.scheduled.num_prompt_tokens
+            ]
             if groups or reading:
                 self.in_step = names_of(groups, reading)
                 advanced = self._executor.run(groups, reading)
-                changed += [state for state in advanced if state.failed and state.answers]
+                changed += [state for state in advanced if state.failed and state.completions]
                 changed += [state for state, _ in reading if state.request.tell_read]
                 self._ends.collect_finished(advanced)
                 if is_free and suspect is not None:
                     self._faults.passed(suspect)
-                self._scheduler.took_seconds(step, time.perf_counter() - began)
+                self._scheduler.record_step_time(step, time.perf_counter() - began)
             elif not changed:
                 for loads in self._parts.file_loads:
                     loads.wait()
@@ -419,7 +430,7 @@ class Engine:
 
     def _batches_of(self, step: Step) -> tuple[list[DecodeGroup], list[tuple[RequestState, int]]]:
         """The batches that decode in a step, and the requests that are read, with how many of their tokens."""
-        reading = [(self._requests[job.key], n) for job, n in step.chunks if job.running]
+        reading = [(self._requests[scheduled.key], n) for scheduled, n in step.prefills if scheduled.is_running]
         return groups_of(step, self._requests), reading
 
     def _fail_step(
@@ -428,4 +439,4 @@ class Engine:
         """A pass failed; returns the requests that have ended because of it."""
         ended = self._faults.failed(groups, [state for state, _ in reading], error)
         failed = self._ends.retire_all([state for state in self._requests if state.failed])
-        return list(dict.fromkeys([*(state for state in ended if state.answers), *failed]))
+        return list(dict.fromkeys([*(state for state in ended if state.completions), *failed]))

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from millpond.engine.file_loader import FileLoader, Loaded, LoadOrder
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler import State
+from millpond.engine.scheduler_request import RequestStatus
 
 #: Seconds that a step waits for files where nothing else can run. Calls from other threads wait as long.
 _WAIT_S = 0.02
@@ -27,7 +27,7 @@ class LoadSource(Protocol[T]):
     limit: int
     ahead: int
 
-    def wants(self, live: RequestState) -> bool:
+    def wants(self, state: RequestState) -> bool:
         """Whether something may be loaded for a request."""
         ...
 
@@ -35,7 +35,7 @@ class LoadSource(Protocol[T]):
         """To be filled for a request."""
         ...
 
-    def order(self, live: RequestState) -> LoadOrder[T]:
+    def order(self, state: RequestState) -> LoadOrder[T]:
         """What is loaded for a request that is among the first."""
         ...
 
@@ -45,7 +45,7 @@ class LoadSource(Protocol[T]):
 
 
 class FileLoads(Generic[T]):
-    """Decides what is loaded, by numbers of the scheduler, and keeps a job from running until it is."""
+    """Decides what is loaded, by numbers of the scheduler, and keeps a request from running until it is."""
 
     def __init__(self, source: LoadSource[T]) -> None:
         self._source = source
@@ -58,36 +58,38 @@ class FileLoads(Generic[T]):
         """Bytes in flight."""
         return self._loader.n_bytes
 
-    def add(self, live: RequestState) -> None:
-        """A request joined the queue; its job waits until what it wants is loaded."""
-        if self._source.wants(live):
-            live.job.loading = True
-            self._waiting[live.request.request_id] = live
+    def add(self, state: RequestState) -> None:
+        """A request joined the queue; its request waits until what it wants is loaded."""
+        if self._source.wants(state):
+            state.scheduled.is_loading = True
+            self._waiting[state.request.request_id] = state
 
     def advance(self) -> None:
-        """Before a step: let jobs run whose files are loaded, and load those of the first in the queue."""
+        """Before a step: let requests run whose files are loaded, and load those of the first in the queue."""
         if not self._waiting:
             return
-        for name in heapq.nsmallest(self._source.ahead, self._waiting, key=lambda one: self._waiting[one].job.rank):
+        for name in heapq.nsmallest(
+            self._source.ahead, self._waiting, key=lambda one: self._waiting[one].scheduled.queue_key
+        ):
             if name not in self._chosen:
                 self._choose(self._waiting[name])
             elif self._loader.is_blocked(name):
-                self._make_way(self._waiting[name])
-        for name, live in self._chosen.items():
-            if live.job.loading and self._loader.is_loaded(name):
-                live.job.loading = False
+                self._unload_last(self._waiting[name])
+        for name, state in self._chosen.items():
+            if state.scheduled.is_loading and self._loader.is_loaded(name):
+                state.scheduled.is_loading = False
 
-    def begin(self, live: RequestState) -> T | None:
+    def begin(self, state: RequestState) -> T | None:
         """What was loaded for a request that begins; its bytes count until it is released. None: it never waited."""
-        name = live.request.request_id
+        name = state.request.request_id
         if self._waiting.pop(name, None) is None:
             return None
         del self._chosen[name]
         return self._loader.take(name)
 
-    def forget(self, live: RequestState) -> None:
+    def forget(self, state: RequestState) -> None:
         """A request ends, or needs no file; one that has begun is no error."""
-        name = live.request.request_id
+        name = state.request.request_id
         if self._waiting.pop(name, None) is not None:
             self._chosen.pop(name, None)
             self._loader.forget(name)
@@ -101,20 +103,22 @@ class FileLoads(Generic[T]):
         """Stop loading."""
         self._loader.close()
 
-    def _choose(self, live: RequestState) -> None:
-        name = live.request.request_id
-        self._chosen[name] = live
-        self._loader.add(name, self._source.order(live))
+    def _choose(self, state: RequestState) -> None:
+        name = state.request.request_id
+        self._chosen[name] = state
+        self._loader.add(name, self._source.order(state))
 
-    def _make_way(self, first: RequestState) -> None:
+    def _unload_last(self, first: RequestState) -> None:
         """Give back what was loaded for the last of those behind a request that finds no room for its own."""
         behind = [
-            live
-            for live in self._chosen.values()
-            if live.job.state is State.WAITING and live.job.rank > first.job.rank and not live.job.loading
+            state
+            for state in self._chosen.values()
+            if state.scheduled.status is RequestStatus.WAITING
+            and state.scheduled.queue_key > first.scheduled.queue_key
+            and not state.scheduled.is_loading
         ]
-        last = max(behind, key=lambda live: live.job.rank, default=None)
+        last = max(behind, key=lambda state: state.scheduled.queue_key, default=None)
         if last is not None:
-            last.job.loading = True
+            last.scheduled.is_loading = True
             del self._chosen[last.request.request_id]
             self._loader.forget(last.request.request_id)

@@ -16,42 +16,42 @@ from millpond.engine.request_state import RequestState
 from millpond.prompt_marks import Span
 
 
-def until_forgotten(live: RequestState, n: int) -> int:
+def until_forgotten(state: RequestState, n: int) -> int:
     """Of `n` tokens that are to be read of a prompt, those up to the end of the next span that leaves."""
-    read = live.job.read
-    return next((min(n, end - read) for _, end in live.marks.forget if end > read), n)
+    read = state.scheduled.num_computed_tokens
+    return next((min(n, end - read) for _, end in state.marks.forget if end > read), n)
 
 
-def drop_read(live: RequestState) -> None:
+def drop_read(state: RequestState) -> None:
     """Let a span leave that was just read to its end.
 
     Raises:
         PoolFullError: see `BatchCache.drop_spans`.
     """
-    ended = [span for span in live.marks.forget if span[1] == live.job.read]
-    if ended and live.stack is not None:
-        live.stack.drop_spans(0, ended)
-        note_dropped(live)
+    ended = [span for span in state.marks.forget if span[1] == state.scheduled.num_computed_tokens]
+    if ended and state.private_cache is not None:
+        state.private_cache.drop_spans(0, ended)
+        record_dropped(state)
 
 
-def drop_restored(stack: BatchCache, spans: Sequence[Span], forgotten: Sequence[Span], n_tokens: int) -> None:
+def drop_restored(batch_cache: BatchCache, spans: Sequence[Span], forgotten: Sequence[Span], n_tokens: int) -> None:
     """Let spans leave the cache of an earlier turn of `n_tokens`, which had `forgotten` some of them already.
 
     Raises:
         PoolFullError: see `BatchCache.drop_spans`.
     """
-    stack.tracker.marks.dropped.add(forgotten, 0)
+    batch_cache.tracker.marks.dropped.add(forgotten, 0)
     known = set(forgotten)
     more = [(begin, min(end, n_tokens)) for begin, end in spans if begin < n_tokens]
-    stack.drop_spans(0, [span for span in more if span not in known])
+    batch_cache.drop_spans(0, [span for span in more if span not in known])
 
 
-def note_dropped(live: RequestState) -> None:
+def record_dropped(state: RequestState) -> None:
     """Tell the answers of a request how many tokens of its prompt have left its cache so far."""
-    if live.marks.forget and live.stack is not None:
-        dropped = live.stack.tracker.marks.dropped.count(0)
-        for answer in live.answers:
-            answer.reuse = answer.reuse._replace(forgotten_tokens=dropped, exact=False)
+    if state.marks.forget and state.private_cache is not None:
+        dropped = state.private_cache.tracker.marks.dropped.count(0)
+        for completion in state.completions:
+            completion.reuse = completion.reuse._replace(forgotten_tokens=dropped, exact=False)
 
 
 def forgotten(
@@ -76,15 +76,20 @@ def forgotten(
     )
 
 
-def note_forgotten(live: RequestState) -> None:
+def record_forgotten(state: RequestState) -> None:
     """Tell the answers of a request that end, and whose caches have read the prompt, what these have forgotten."""
-    spans = live.marks.report
+    spans = state.marks.report
     if not spans:
         return
-    for answer in live.answers:
-        if answer.finished and answer.kv is not None and not answer.forgotten and (found := live.cache(answer.index)):
-            stack, sequence = found
-            answer.forgotten = forgotten(stack.layers, stack.tracker, sequence, spans)
+    for completion in state.completions:
+        if (
+            completion.finished
+            and completion.kv is not None
+            and not completion.forgotten
+            and (found := state.cache(completion.index))
+        ):
+            batch_cache, sequence = found
+            completion.forgotten = forgotten(batch_cache.layers, batch_cache.tracker, sequence, spans)
 
 
 def _holders(layers: Sequence[LayerCache], tracker: PositionTracker, sequence: int) -> tuple[Tensor, int]:

@@ -137,7 +137,7 @@ class LLM:
                 for request in asked:
                     self.engine.add(request)
             outputs = self._outputs()
-            yield from _shown(outputs, len(asked)) if progress else outputs
+            yield from _with_progress(outputs, len(asked)) if progress else outputs
         finally:
             for request in asked:
                 self.engine.cancel(request.request_id)
@@ -326,6 +326,6 @@ def load(
     return model, tokenizer
 
 
-def _shown(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:
+def _with_progress(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:
     """The outputs, and a bar that says how many there were."""
     yield from require("rich.progress", "cli", "progress=True").track(outputs, description="generating", total=total)

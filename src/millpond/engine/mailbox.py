@@ -91,8 +91,8 @@ def deliver(mail: Iterable[Mail]) -> list[Mail]:
         Those whose readers are gone, with their loops.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[Mail]] = {}
-    for box, output in mail:
-        by_loop.setdefault(box.loop, []).append((box, output))
+    for mailbox, output in mail:
+        by_loop.setdefault(mailbox.loop, []).append((mailbox, output))
     gone: list[Mail] = []
     for loop, found in by_loop.items():
         try:
@@ -103,5 +103,5 @@ def deliver(mail: Iterable[Mail]) -> list[Mail]:
 
 
 def _fill(mail: Sequence[Mail]) -> None:
-    for box, output in mail:
-        box.arrive(output)
+    for mailbox, output in mail:
+        mailbox.arrive(output)

@@ -9,10 +9,11 @@ from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
-from millpond.engine.memory_estimate import held_while_reading, one_at_a_time
+from millpond.engine.memory_estimate import peak_pages, prefill_entries
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_table import RequestTable
-from millpond.engine.scheduler import Job, State, Step
+from millpond.engine.scheduler import Step
+from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
 from millpond.errors import DataError
 
 
@@ -27,8 +28,8 @@ class Preemptor:
         self.lost: list[RequestState] = []
         self._counts = parts.counts
         self._scheduler, self._requests, self._layers = parts.scheduler, parts.requests, parts.model.layers
-        self._sharing, self._trunks = parts.prefix_cache, parts.shared_prefixes
-        self._files, self._tier = parts.swap_files, parts.disk_tier
+        self._prefix_cache, self._shared_prefixes = parts.prefix_cache, parts.shared_prefixes
+        self._swap_files, self._tier = parts.swap_files, parts.disk_tier
 
     def pop_lost(self) -> list[RequestState]:
         """The requests in `lost`, which is empty afterwards."""
@@ -38,132 +39,141 @@ class Preemptor:
     def prepare(self, step: Step) -> None:
         """Carry out and in as the step says, and carry out more until the rest of it has room.
 
-        Pages of prompts that are kept for others go before any request does, and so do trunks. A request that is alone
+        Pages of prompts that are kept for others go before any request does, and so do shared prefixes. A request that
+        is alone
         is never swapped out: if it does not fit, running it raises.
         """
-        for job in step.drop:
-            self._trunks.let_go(self._requests[job.key])
-        for job in step.out:
-            self._preempt(job)
-        for job in step.back:
-            self._resume(job)
+        for scheduled in step.release:
+            self._shared_prefixes.release(self._requests[scheduled.key])
+        for scheduled in step.preempt:
+            self._preempt(scheduled)
+        for scheduled in step.resume:
+            self._resume(scheduled)
         if self._tier is not None:
-            for job, _ in step.chunks:
-                if not job.read and self._requests[job.key].stack is None:
-                    self._reserve(job, self._tier)
-        while not self._has_all(step):
-            if self._trunks.let_one_go():
+            for scheduled, _ in step.prefills:
+                if not scheduled.num_computed_tokens and self._requests[scheduled.key].private_cache is None:
+                    self._reserve(scheduled, self._tier)
+        while not self._fits(step):
+            if self._shared_prefixes.release_newest():
                 continue
-            if self._scheduler.count(State.READING, State.DECODING) < 2:
+            if self._scheduler.count(RequestStatus.PREFILL, RequestStatus.DECODE) < 2:
                 return
-            victim = self._scheduler.victim()
+            victim = self._scheduler.preempt_newest()
             assert victim is not None, "a running request can be swapped out"
             self._preempt(victim)
 
-    def _preempt(self, job: Job) -> None:
-        live = self._requests[job.key]
-        if job.trunk:
-            return self._trunks.let_go(live)
-        self._trunks.leave(live, swapped=True)
-        if live.stack is None:
-            live.stack = (
-                live.group.recipe.stack(len(live.ids)) if job.read < job.prompt else live.group.part(live.unfinished)
+    def _preempt(self, scheduled: SchedulerRequest) -> None:
+        state = self._requests[scheduled.key]
+        if scheduled.is_shared_prefix:
+            return self._shared_prefixes.release(state)
+        self._shared_prefixes.detach(state, swapped=True)
+        if state.private_cache is None:
+            state.private_cache = (
+                state.group.cache_factory.make_cache(len(state.ids))
+                if scheduled.num_computed_tokens < scheduled.num_prompt_tokens
+                else state.group.part(state.unfinished)
             )
         try:
-            live.stack.swap_out(self._files)
+            state.private_cache.swap_out(self._swap_files)
         except Exception as error:
-            self._lose(live, error)
+            self._fail(state, error)
         self._counts["preemptions"] += 1
 
-    def _resume(self, job: Job) -> None:
-        live = self._requests[job.key]
-        assert live.stack is not None, "a resumed request was swapped out"
-        if not self._sharing.has(live.stack.pages_to_swap_in()):
-            self._scheduler.defer(job)
+    def _resume(self, scheduled: SchedulerRequest) -> None:
+        state = self._requests[scheduled.key]
+        assert state.private_cache is not None, "a resumed request was swapped out"
+        if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
+            self._scheduler.postpone_resume(scheduled)
             return
         try:
-            live.stack.swap_in()
+            state.private_cache.swap_in()
         except Exception as error:
-            self._scheduler.defer(job)
-            return self._lose(live, error)
-        if job.read == job.prompt:
-            live.group = live.group.with_room(len(live.unfinished))
-            live.group.join(live.stack, live.unfinished)
-            live.stack = None
+            self._scheduler.postpone_resume(scheduled)
+            return self._fail(state, error)
+        if scheduled.num_computed_tokens == scheduled.num_prompt_tokens:
+            state.group = state.group.with_room(len(state.unfinished))
+            state.group.join(state.private_cache, state.unfinished)
+            state.private_cache = None
 
-    def _reserve(self, job: Job, tier: DiskTier) -> None:
+    def _reserve(self, scheduled: SchedulerRequest, tier: DiskTier) -> None:
         """Room on the disk for a request that begins; where there is none it ends."""
-        live = self._requests[job.key]
+        state = self._requests[scheduled.key]
         try:
-            tier.reserve(live.request.request_id, job.need.disk)
+            tier.reserve(state.request.request_id, scheduled.memory_need.disk)
         except DataError as error:
-            self._scheduler.defer(job)
-            self._lose(live, error)
+            self._scheduler.postpone_resume(scheduled)
+            self._fail(state, error)
 
-    def _lose(self, live: RequestState, error: Exception) -> None:
+    def _fail(self, state: RequestState, error: Exception) -> None:
         """Its pages are free, and it cannot continue."""
-        if live.stack is not None:
-            live.stack.clear()
-        live.fail(error)
-        self.lost.append(live)
+        if state.private_cache is not None:
+            state.private_cache.clear()
+        state.fail(error)
+        self.lost.append(state)
 
-    def _has_all(self, step: Step) -> bool:
+    def _fits(self, step: Step) -> bool:
         """Whether what runs in the step has room, or will have without prompts that only others might want."""
-        if self._sharing.has(self._pages(step)):
+        if self._prefix_cache.make_room(self._pages(step)):
             return True
-        ending = list(dict.fromkeys([*self._ending(step), *self._with_sums(step)]))
-        for live in ending:  # unshared pages are freed before its plan writes; it is kept again by then
-            self._sharing.let_go(live)
-        return bool(ending) and self._sharing.has(self._pages(step))
+        ending = list(dict.fromkeys([*self._finishing_prompts(step), *self._holding_sums(step)]))
+        for state in ending:  # unshared pages are freed before its plan writes; it is kept again by then
+            self._prefix_cache.remove(state)
+        return bool(ending) and self._prefix_cache.make_room(self._pages(step))
 
-    def _ending(self, step: Step) -> list[RequestState]:
+    def _finishing_prompts(self, step: Step) -> list[RequestState]:
         """Requests whose prompts will have been read, or as much of them as the context holds, so that a plan follows,
         or a span that leaves: their pages are written again."""
         return [
-            live
-            for job, n in step.chunks
-            if job.running and not job.trunk and self._rewrites(live := self._requests[job.key], n)
+            state
+            for scheduled, n in step.prefills
+            if scheduled.is_running
+            and not scheduled.is_shared_prefix
+            and self._rewrites(state := self._requests[scheduled.key], n)
         ]
 
     @staticmethod
-    def _rewrites(live: RequestState, n: int) -> bool:
-        return live.rolls(n) or live.forgets(n) or live.job.read + n == live.job.prompt
+    def _rewrites(state: RequestState, n: int) -> bool:
+        return (
+            state.compacts_after(n)
+            or state.drops_span_after(n)
+            or state.scheduled.num_computed_tokens + n == state.scheduled.num_prompt_tokens
+        )
 
-    def _with_sums(self, step: Step) -> list[RequestState]:
+    def _holding_sums(self, step: Step) -> list[RequestState]:
         """Requests that read parts of their prompts with sums: they hold copies of blocks that the tree holds too."""
-        lives = [self._requests[job.key] for job, _ in step.chunks if job.running]
-        return [live for live in lives if live.group.recipe.policy.sums_prompt]
+        states = [self._requests[scheduled.key] for scheduled, _ in step.prefills if scheduled.is_running]
+        return [state for state in states if state.group.cache_factory.policy.sums_prompt]
 
     def _pages(self, step: Step) -> Pages:
         """Pages that the running part of the step may take."""
         need: Counter[Pool] = Counter()
         for group in groups_of(step, self._requests):
-            need.update(group.stack.pages_for_step())
-        for job, n in step.chunks:
-            if job.running:
-                live = self._requests[job.key]
-                need.update(self._pages_to_read(live, n))
-        for live in self._ending(step):
-            need.update(self._sharing.pages_to_settle(live))
-            if (slots := live.group.recipe.slots) is not None:
-                need[slots] += len(live.unfinished) - 1
+            need.update(group.batch_cache.pages_for_step())
+        for scheduled, n in step.prefills:
+            if scheduled.is_running:
+                state = self._requests[scheduled.key]
+                need.update(self._pages_to_read(state, n))
+        for state in self._finishing_prompts(step):
+            need.update(self._prefix_cache.plan_pages(state))
+            if (slots := state.group.cache_factory.slots) is not None:
+                need[slots] += len(state.unfinished) - 1
         return dict(need)
 
-    def _pages_to_read(self, live: RequestState, n: int) -> Pages:
-        if live.stack is not None and live.stack.n_seq:
-            return live.stack.pages_for(n)
-        recipe = live.group.recipe
+    def _pages_to_read(self, state: RequestState, n: int) -> Pages:
+        if state.private_cache is not None and state.private_cache.n_seq:
+            return state.private_cache.pages_for(n)
+        cache_factory = state.group.cache_factory
         pages: list[Pages] = []
         for index, layer in enumerate(self._layers):
-            pool = recipe.prompt_pool(layer)
-            held = min(n, held_while_reading(recipe, index, layer, len(live.ids)))
+            pool = cache_factory.prompt_pool(layer)
+            held = min(n, prefill_entries(cache_factory, index, layer, len(state.ids)))
             pages.append({pool: layer.n_kv_heads * -(-held // pool.slots)})
-        need = Counter(one_at_a_time(recipe, pages))
-        if (slots := live.group.recipe.slots) is not None:
+        need = Counter(peak_pages(cache_factory, pages))
+        if (slots := state.group.cache_factory.slots) is not None:
             need[slots] += 1
         return dict(need)
 
 
 def groups_of(step: Step, requests: RequestTable) -> list[DecodeGroup]:
     """The groups that decode in a step, each once."""
-    return list(dict.fromkeys(requests[job.key].group for job in step.decodes if job.running))
+    return list(dict.fromkeys(requests[scheduled.key].group for scheduled in step.decodes if scheduled.is_running))

@@ -17,7 +17,7 @@ from millpond.runner.packed_model import LayerShape
 
 
 def check_marks(
-    marks: PromptMarks, recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int, has_chunks: bool
+    marks: PromptMarks, cache_factory: CacheFactory, layers: Sequence[LayerShape], n_tokens: int, has_chunks: bool
 ) -> None:
     """Check what a request marks of its prompt of `n_tokens`.
 
@@ -30,13 +30,13 @@ def check_marks(
         BudgetError: what stays leaves less of the budget than the method protects.
     """
     marks.in_prompt(n_tokens)
-    refused = refusals(recipe, has_chunks)
+    refused = refusals(cache_factory, has_chunks)
     for kind, (what, way_out) in _REFUSED.items():
         if getattr(marks, kind) and (reason := refused[kind]) is not None:
             raise OptionError(f"{what}: {reason}{way_out}")
-    n_kept = tokens_in(marks.keep, recipe.policy.protect.sinks)
-    for index, layer in enumerate(layers if n_kept and not recipe.policy.keeps_all else ()):
-        recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads), n_kept)
+    n_kept = tokens_in(marks.keep, cache_factory.policy.protect.sinks)
+    for index, layer in enumerate(layers if n_kept and not cache_factory.policy.keeps_all else ()):
+        cache_factory.entries(index, n_tokens, PageTable(cache_factory.pool(layer), 1, layer.n_kv_heads), n_kept)
 
 
 #: What a message says of a kind of spans that cannot be, and what it adds to the reason.
@@ -47,28 +47,28 @@ _REFUSED = {
 }
 
 
-def refusals(recipe: CacheFactory, has_chunks: bool) -> dict[str, str | None]:
+def refusals(cache_factory: CacheFactory, has_chunks: bool) -> dict[str, str | None]:
     """Why a cache cannot treat spans of a prompt so, and what to do instead, by the fields of `PromptMarks`; None: it
     can. What is not here every cache can.
     """
-    codecs, rolling = recipe.pools.codecs, recipe.reach is not None
+    codecs, rolling = cache_factory.pools.codecs, cache_factory.reach is not None
     return {
-        "keep": kept_refusal(recipe.policy, codecs, rolling),
-        "shares": fair_refusal(recipe.policy, codecs, rolling),
-        "forget": _forget_refusal(recipe, has_chunks),
+        "keep": kept_refusal(cache_factory.policy, codecs, rolling),
+        "shares": fair_refusal(cache_factory.policy, codecs, rolling),
+        "forget": _forget_refusal(cache_factory, has_chunks),
     }
 
 
-def _forget_refusal(recipe: CacheFactory, has_chunks: bool) -> str | None:
-    if recipe.slots is not None:
+def _forget_refusal(cache_factory: CacheFactory, has_chunks: bool) -> str | None:
+    if cache_factory.slots is not None:
         return "this model's recurrent states hold the whole text, and a span cannot be taken out of them"
-    if recipe.reach is not None:
+    if cache_factory.reach is not None:
         return "overflow='rolling' moves positions; leave one of the two out"
     if has_chunks:
         return "a prompt with chunks is not read in its order; give its text without Chunk"
-    if (reason := forget_refusal(recipe.policy)) is not None:
+    if (reason := forget_refusal(cache_factory.policy)) is not None:
         return reason
-    if recipe.whole_prompt:
+    if cache_factory.whole_prompt:
         return "this method reads a prompt in one pass, in which later tokens see the span; use another method"
     return None
 
@@ -108,7 +108,7 @@ WAY_OUT = "or use on_pressure='evict'"
 
 
 def answer_without_loss(
-    recipe: CacheFactory,
+    cache_factory: CacheFactory,
     layers: Sequence[LayerShape],
     n_tokens: int,
     wanted: int | None,
@@ -133,18 +133,18 @@ def answer_without_loss(
             f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {wanted:,} new ones are {n_tokens + wanted:,}, "
             f"and the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
         )
-    policy = recipe.policy
+    policy = cache_factory.policy
     if policy.keeps_all:
         return most
-    if (reason := _unforeseen(recipe)) is not None:
+    if (reason := _unforeseen(cache_factory)) is not None:
         raise OptionError(f"on_pressure='refuse': {reason}; use another method, {WAY_OUT}")
-    held = _held(recipe, layers, n_tokens)
+    held = _held(cache_factory, layers, n_tokens)
     if held < n_tokens:
         lost = n_tokens - held
         raise WouldForgetError(
-            f"on_pressure='refuse': the prompt has {n_tokens:,} tokens and the budget {recipe.budget} holds {held:,} "
-            f"of them per KV head, so that {lost:,} ({lost / n_tokens:.1%}) would be evicted; shorten the prompt, "
-            f"raise the budget, {WAY_OUT}"
+            f"on_pressure='refuse': the prompt has {n_tokens:,} tokens and the budget {cache_factory.budget} holds "
+            f"{held:,} of them per KV head, so that {lost:,} ({lost / n_tokens:.1%}) would be evicted; shorten the "
+            f"prompt, raise the budget, {WAY_OUT}"
         )
     if not (policy.every_step or policy.makes_room):
         return most
@@ -154,25 +154,25 @@ def answer_without_loss(
     if wanted > free:
         lost = min(wanted - free, n_tokens)
         raise WouldForgetError(
-            f"on_pressure='refuse': the budget {recipe.budget} holds {held:,} entries per KV head, and {n_tokens:,} "
-            f"tokens of prompt with {wanted:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of the prompt; "
-            f"lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
+            f"on_pressure='refuse': the budget {cache_factory.budget} holds {held:,} entries per KV head, and "
+            f"{n_tokens:,} tokens of prompt with {wanted:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of "
+            f"the prompt; lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
         )
     return most
 
 
-def _unforeseen(recipe: CacheFactory) -> str | None:
+def _unforeseen(cache_factory: CacheFactory) -> str | None:
     """Why it is not known before a prompt is read how much of it stays; None where the budget says it."""
-    policy = recipe.policy
+    policy = cache_factory.policy
     if policy.heads_may_keep_all or policy.needs.head_rules is not None or isinstance(policy.heads, AboveThreshold):
-        return f"under {recipe.described} entries leave by rules of their own, whatever the budget holds"
+        return f"under {cache_factory.described} entries leave by rules of their own, whatever the budget holds"
     return None
 
 
-def _held(recipe: CacheFactory, layers: Sequence[LayerShape], n_tokens: int) -> int:
+def _held(cache_factory: CacheFactory, layers: Sequence[LayerShape], n_tokens: int) -> int:
     """The fewest entries per KV head that a layer may hold behind a text of `n_tokens`; of those with a window, all."""
     found = [
-        recipe.entries(index, n_tokens, PageTable(recipe.pool(layer), 1, layer.n_kv_heads))
+        cache_factory.entries(index, n_tokens, PageTable(cache_factory.pool(layer), 1, layer.n_kv_heads))
         for index, layer in enumerate(layers)
         if not layer.window
     ]

@@ -6,9 +6,10 @@ from typing import Protocol
 
 from millpond.engine.completion import ReuseCounts
 from millpond.engine.components import Components
-from millpond.engine.forget import note_dropped, until_forgotten
+from millpond.engine.forget import record_dropped, until_forgotten
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler import Job, State, Step
+from millpond.engine.scheduler import Step
+from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
 
 #: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
 MOST_WAITED = 8
@@ -43,21 +44,23 @@ class PromptStart:
         Returns:
             Requests that have ended, since this failed.
         """
-        begun = [state for state in self._requests.with_status(State.READING) if state.stack is not None]
-        chunks: list[tuple[Job, int]] = []
+        begun = [
+            state for state in self._requests.with_status(RequestStatus.PREFILL) if state.private_cache is not None
+        ]
+        chunks: list[tuple[SchedulerRequest, int]] = []
         failed = []
-        for job, n in step.chunks:
-            state = self._requests[job.key]
+        for scheduled, n in step.prefills:
+            state = self._requests[scheduled.key]
             with state.own_work():
-                if state.stack is None and state.trunk is None:
+                if state.private_cache is None and state.shared_prefix is None:
                     if self._waits_for_reader(state, begun):
                         continue
-                    self._prefix_cache.meet(state, self._requests)
+                    self._prefix_cache.add_common_breakpoints(state, self._requests)
                     begun.append(state)
-                chunks.append((job, until_forgotten(state, _within_reach(state, self._tokens_to_read(state, n)))))
+                chunks.append((scheduled, until_forgotten(state, _within_reach(state, self._tokens_to_read(state, n)))))
             if state.failed:
                 failed.append(state)
-        step.chunks = chunks
+        step.prefills = chunks
         return failed
 
     def _waits_for_reader(self, state: RequestState, reading: list[RequestState]) -> bool:
@@ -67,54 +70,54 @@ class PromptStart:
         """
         if state.waited >= MOST_WAITED:
             return False
-        reader = self._prefix_cache.reader(state, reading)
+        reader = self._prefix_cache.find_reader(state, reading)
         if reader is None:
             return False
-        if state.group.recipe.policy.sums_prompt and reader.job.read > state.reader_read:
-            state.waited, state.reader_read = 0, reader.job.read
+        if state.group.cache_factory.policy.sums_prompt and reader.scheduled.num_computed_tokens > state.reader_read:
+            state.waited, state.reader_read = 0, reader.scheduled.num_computed_tokens
         else:
             state.waited += 1
         return True
 
     def _tokens_to_read(self, state: RequestState, n: int) -> int:
         """Of the next `n` tokens of a prompt, those that one pass reads, once it has begun with what there is of it."""
-        job = state.job
-        begins = not job.read and state.stack is None
+        scheduled = state.scheduled
+        begins = not scheduled.num_computed_tokens and state.private_cache is None
         if begins and state.blend is None and state.spans:
             self._blend(state)
         if state.blend is not None:
-            return state.blend.reach(job.read, n)
+            return state.blend.reach(scheduled.num_computed_tokens, n)
         if begins:
             self._attach(state)
             if state.restored:
-                return min(n, job.prompt - job.read)
-        return min(n, self._prefix_cache.next_stop(state) - job.read)
+                return min(n, scheduled.num_prompt_tokens - scheduled.num_computed_tokens)
+        return min(n, self._prefix_cache.next_stop(state) - scheduled.num_computed_tokens)
 
     def _attach(self, state: RequestState) -> None:
         """Let a prompt begin with what the first source has that has anything of it."""
         n_tokens = next((n for source in self._sources if (n := source.attach(state))), 0)
         if self._sessions is not None:
             self._sessions.loads.forget(state)  # where a shared prefix came before the stored turn
-        self._scheduler.mark_read(state.job, n_tokens, served=False)
+        self._scheduler.add_computed_tokens(state.scheduled, n_tokens, served=False)
         if state.restored:
             self._counts["restored_tokens"] += n_tokens
-            for completion in state.answers:
+            for completion in state.completions:
                 completion.reuse = ReuseCounts(restored_tokens=n_tokens, exact=state.restored_exact)
-            note_dropped(state)
+            record_dropped(state)
             return
-        self._counts["shared_tokens"] += n_tokens if state.answers else 0
-        for completion in state.answers:
+        self._counts["shared_tokens"] += n_tokens if state.completions else 0
+        for completion in state.completions:
             completion.shared = n_tokens
 
     def _blend(self, state: RequestState) -> None:
         """Before a prompt with chunks begins: choose what is computed of it."""
         assert self._chunk_reuse is not None, "chunks without a store are refused"
-        request, window = state.request, state.group.recipe.policy.window
+        request, window = state.request, state.group.cache_factory.policy.window
         loaded = None if self._chunk_loads is None else self._chunk_loads.begin(state)
         state.blend = blend = self._chunk_reuse.begin(
-            state.numbers, state.spans, request.cache, window, request.cache_salt, loaded
+            state.ids_array, state.spans, request.cache, window, request.cache_salt, loaded
         )
-        for completion in state.answers:
+        for completion in state.completions:
             completion.reuse = ReuseCounts(
                 reused_tokens=blend.n_reused, recomputed_tokens=blend.n_recomputed, exact=blend.exact
             )
@@ -122,5 +125,5 @@ class PromptStart:
 
 def _within_reach(state: RequestState, n: int) -> int:
     """Of `n` tokens of a prompt that are to be read, those before the end of the context."""
-    reach = state.group.recipe.reach
+    reach = state.group.cache_factory.reach
     return n if reach is None else min(n, reach - state.place)

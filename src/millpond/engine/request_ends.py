@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from millpond.engine.components import Components
-from millpond.engine.forget import note_forgotten
+from millpond.engine.forget import record_forgotten
 from millpond.engine.outputs import FinishReason
 from millpond.engine.request_state import RequestState
 
@@ -17,80 +17,88 @@ class RequestEnds:
 
     def __init__(self, parts: Components) -> None:
         self._scheduler, self._sampler, self._requests = parts.scheduler, parts.sampler, parts.requests
-        self._trunks, self._loads, self._memories = parts.shared_prefixes, parts.file_loads, parts.snapshots
+        self._shared_prefixes, self._file_loads, self._snapshots = (
+            parts.shared_prefixes,
+            parts.file_loads,
+            parts.snapshots,
+        )
         self._sessions, self._tier, self._counts = parts.sessions, parts.disk_tier, parts.counts
 
-    def end(self, live: RequestState, reason: FinishReason) -> None:
-        """All answers of a request end as they are; a trunk is let go."""
-        if live.unfinished:
-            self._memories.note(live)
-        for answer in live.unfinished:
-            answer.end(reason)
-        note_forgotten(live)
-        self.retire(live)
+    def end(self, state: RequestState, reason: FinishReason) -> None:
+        """All answers of a request end as they are; a shared prefix is let go."""
+        if state.unfinished:
+            self._snapshots.record(state)
+        for completion in state.unfinished:
+            completion.end(reason)
+        record_forgotten(state)
+        self.retire(state)
 
-    def collect_finished(self, lives: Sequence[RequestState]) -> None:
+    def collect_finished(self, states: Sequence[RequestState]) -> None:
         """Forget what has ended of requests that have new tokens."""
-        for live in lives:
-            first = live.answers[0] if live.answers else None
-            with live.own_work():
-                if first is not None and ((first.finished and first in live.group.answers) or live.stack is not None):
-                    self._memories.note(live)
-                note_forgotten(live)
+        for state in states:
+            first = state.completions[0] if state.completions else None
+            with state.own_work():
+                if first is not None and (
+                    (first.finished and first in state.group.completions) or state.private_cache is not None
+                ):
+                    self._snapshots.record(state)
+                record_forgotten(state)
                 if self._sessions is not None:
-                    self._sessions.keep(live)
-        for group in dict.fromkeys(live.group for live in lives):
+                    self._sessions.keep(state)
+        for group in dict.fromkeys(state.group for state in states):
             group.leave()
-        self.retire_all(lives)
+        self.retire_all(states)
 
-    def retire_all(self, lives: Sequence[RequestState]) -> list[RequestState]:
+    def retire_all(self, states: Sequence[RequestState]) -> list[RequestState]:
         """See `retire`; returns those with answers, common prefixes of a batch left out."""
-        for live in lives:
-            self.retire(live)
-        return [live for live in lives if live.answers]
+        for state in states:
+            self.retire(state)
+        return [state for state in states if state.completions]
 
-    def retire(self, live: RequestState) -> None:
-        """Forget the answers that have ended; and the request with the last of them, or a trunk."""
-        if live.job.trunk:
-            return self._trunks.let_go(live)
-        going = live.unfinished
-        for answer in live.answers:
-            if answer.finished:
-                self._sampler.stop(answer.key)
-        if going:
-            if len(going) < live.job.width:
-                self._scheduler.set_width(live.job, len(going))
+    def retire(self, state: RequestState) -> None:
+        """Forget the answers that have ended; and the request with the last of them, or a shared prefix."""
+        if state.scheduled.is_shared_prefix:
+            return self._shared_prefixes.release(state)
+        unfinished = state.unfinished
+        for completion in state.completions:
+            if completion.finished:
+                self._sampler.stop(completion.key)
+        if unfinished:
+            if len(unfinished) < state.scheduled.num_answers:
+                self._scheduler.set_num_answers(state.scheduled, len(unfinished))
             return
-        if live.stack is not None:
-            live.stack.clear()
-            live.stack = None
-        live.group.leave()
-        self._trunks.leave(live)
-        self._release_loaded(live)
+        if state.private_cache is not None:
+            state.private_cache.clear()
+            state.private_cache = None
+        state.group.leave()
+        self._shared_prefixes.detach(state)
+        self._release_loaded(state)
         if self._tier is not None:
-            self._tier.release(live.request.request_id)
-        self._scheduler.remove(live.job)
-        self._requests.remove(live)
-        live.times = replace(live.times, finished=time.monotonic())
+            self._tier.release(state.request.request_id)
+        self._scheduler.remove(state.scheduled)
+        self._requests.remove(state)
+        state.times = replace(state.times, finished=time.monotonic())
         self._counts["finished"] += 1
-        self._counts["evicted_entries"] += sum(answer.kv.evicted for answer in live.answers if answer.kv is not None)
+        self._counts["evicted_entries"] += sum(
+            completion.kv.evicted for completion in state.completions if completion.kv is not None
+        )
 
-    def release_exported(self, live: RequestState) -> None:
+    def release_exported(self, state: RequestState) -> None:
         """Free what a request held that another engine continues; it has not ended."""
-        self._trunks.leave(live)
-        self._release_loaded(live)
-        if live.stack is not None:
-            live.stack.clear()
-        elif live.job.read == live.job.prompt:
-            live.group.part(live.unfinished).clear()
-        for answer in live.answers:
-            self._sampler.stop(answer.key)
-        self._scheduler.remove(live.job)
-        self._requests.remove(live)
+        self._shared_prefixes.detach(state)
+        self._release_loaded(state)
+        if state.private_cache is not None:
+            state.private_cache.clear()
+        elif state.scheduled.num_computed_tokens == state.scheduled.num_prompt_tokens:
+            state.group.part(state.unfinished).clear()
+        for completion in state.completions:
+            self._sampler.stop(completion.key)
+        self._scheduler.remove(state.scheduled)
+        self._requests.remove(state)
 
-    def _release_loaded(self, live: RequestState) -> None:
+    def _release_loaded(self, state: RequestState) -> None:
         """A request needs no more chunks of the store, nor a stored turn."""
-        for loads in self._loads:
-            loads.forget(live)
-        if live.blend is not None:
-            live.blend.release()
+        for loads in self._file_loads:
+            loads.forget(state)
+        if state.blend is not None:
+            state.blend.release()

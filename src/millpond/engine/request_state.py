@@ -1,4 +1,4 @@
-"""State of one in-flight request."""
+"""RequestStatus of one in-flight request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millpond.engine.completion import CompletionState
 from millpond.engine.decode_group import DecodeGroup
 from millpond.engine.outputs import RequestOutput, Times, TokenLogprob
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Job, MemoryNeed, State
+from millpond.engine.scheduler_request import MemoryNeed, RequestStatus, SchedulerRequest
 from millpond.errors import MillpondError
 from millpond.prompt_marks import PromptMarks
 
@@ -57,13 +57,14 @@ class RequestState:
     """A request, what the scheduler knows of it, its answers and, while it does not decode, its cache.
 
     Attributes:
-        ids: the prompt. group: with whom it decodes. stack: its own cache, None while it decodes or has not begun.
+        ids: the prompt. group: with whom it decodes. private_cache: its own cache, None while it decodes or has not
+            begun.
         spans: parts of a prompt that holds chunks. blend: what is computed of it, once it has begun; None: all.
         prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
         restored: tokens of its prompt that the cache of an earlier turn had read. restored_exact: as the whole prompt
             would give them.
-        trunk: whose tokens it begins with, while it needs its pages to stay. users: of a trunk, those of whom it is the
-            trunk. whole_need: what it holds at most without one.
+        shared_prefix: whose tokens it begins with, while it needs its pages to stay. users: of a shared prefix, those
+            of whom it is the shared prefix. whole_need: what it holds at most without one.
         waited: steps in which it waited for others to read what it begins with.
         access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
         stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
@@ -74,16 +75,16 @@ class RequestState:
 
     request: Request
     ids: tuple[int, ...]
-    job: Job
+    scheduled: SchedulerRequest
     group: DecodeGroup
-    answers: list[CompletionState]
+    completions: list[CompletionState]
     times: Times
-    stack: BatchCache | None = None
+    private_cache: BatchCache | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: MillpondError | None = None
     spans: list[PromptSpan] = field(default_factory=list)
     blend: PromptBlend | None = None
-    trunk: RequestState | None = field(default=None, repr=False)
+    shared_prefix: RequestState | None = field(default=None, repr=False)
     users: set[RequestState] = field(default_factory=set, repr=False)
     waited: int = 0
     access: int | None = None
@@ -94,11 +95,11 @@ class RequestState:
     failed_at: tuple[int, int] = (-1, 0)
     suspicion: Suspicion | None = None
     whole_need: MemoryNeed = field(init=False)
-    numbers: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
+    ids_array: np.ndarray = field(init=False)  #: (prompt,) int64, `ids` again
 
     def __post_init__(self) -> None:
-        self.numbers = np.array(self.ids, dtype=np.int64)
-        self.whole_need = self.job.need
+        self.ids_array = np.array(self.ids, dtype=np.int64)
+        self.whole_need = self.scheduled.memory_need
 
     @property
     def marks(self) -> PromptMarks:
@@ -108,7 +109,7 @@ class RequestState:
     @property
     def unfinished(self) -> list[CompletionState]:
         """Answers that are not finished."""
-        return [answer for answer in self.answers if not answer.finished]
+        return [completion for completion in self.completions if not completion.finished]
 
     @property
     def failed(self) -> bool:
@@ -117,13 +118,16 @@ class RequestState:
 
     def advanced(self) -> bool:
         """When a pass failed: whether it has come further than when the last one did, which is noted."""
-        before, self.failed_at = self.failed_at, (self.job.read, sum(len(answer.tokens) for answer in self.answers))
+        before, self.failed_at = (
+            self.failed_at,
+            (self.scheduled.num_computed_tokens, sum(len(completion.tokens) for completion in self.completions)),
+        )
         return before < self.failed_at
 
     @property
     def replaying(self) -> bool:
         """Whether its cache began again and has not come to where its answers are."""
-        return any(answer.replaying for answer in self.unfinished)
+        return any(completion.replaying for completion in self.unfinished)
 
     @property
     def tainted(self) -> bool:
@@ -138,38 +142,48 @@ class RequestState:
     @property
     def rolled(self) -> bool:
         """Whether gaps of its own cache have closed, so that positions there are not those of its text."""
-        return self.stack is not None and bool(self.stack.tracker.closed.any())
+        return self.private_cache is not None and bool(self.private_cache.tracker.closed.any())
 
     @property
     def place(self) -> int:
         """Position of the next token of its prompt, in its own cache."""
-        return self.job.read - (int(self.stack.tracker.closed[0]) if self.rolled and self.stack else 0)
+        return self.scheduled.num_computed_tokens - (
+            int(self.private_cache.tracker.closed[0]) if self.rolled and self.private_cache else 0
+        )
 
-    def rolls(self, n: int) -> bool:
+    def compacts_after(self, n: int) -> bool:
         """Whether gaps close when the next `n` tokens of its prompt were read, and more follow."""
-        reach = self.group.recipe.reach
-        return reach is not None and self.place + n == reach and self.job.read + n < self.job.prompt
+        reach = self.group.cache_factory.reach
+        return (
+            reach is not None
+            and self.place + n == reach
+            and self.scheduled.num_computed_tokens + n < self.scheduled.num_prompt_tokens
+        )
 
-    def forgets(self, n: int) -> bool:
+    def drops_span_after(self, n: int) -> bool:
         """Whether a span leaves when the next `n` tokens of its prompt were read."""
-        return any(end == self.job.read + n for _, end in self.marks.forget)
+        return any(end == self.scheduled.num_computed_tokens + n for _, end in self.marks.forget)
 
-    def regroup(self) -> None:
+    def move_group(self) -> None:
         """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""
-        if self.job.state is State.DECODING and self.stack is None and self.group.apart != self.job.apart:
-            going = self.unfinished
-            stack = self.group.part(going)
-            self.group = self.group.other.with_room(len(going))
-            self.group.join(stack, going)
+        if (
+            self.scheduled.status is RequestStatus.DECODE
+            and self.private_cache is None
+            and self.group.is_skippable != self.scheduled.is_skippable
+        ):
+            unfinished = self.unfinished
+            batch_cache = self.group.part(unfinished)
+            self.group = self.group.other.with_room(len(unfinished))
+            self.group.join(batch_cache, unfinished)
 
     def cache(self, index: int = 0) -> tuple[BatchCache, int] | None:
         """The caches that hold an answer, and which of their sequences it is; None while it holds none."""
-        if self.job.state is State.SWAPPED:
+        if self.scheduled.status is RequestStatus.PREEMPTED:
             return None
-        if self.stack is not None:
-            return (self.stack, 0) if self.stack.n_seq else None
-        answer, group = self.answers[index], self.group
-        return (group.stack, group.answers.index(answer)) if answer in group.answers else None
+        if self.private_cache is not None:
+            return (self.private_cache, 0) if self.private_cache.n_seq else None
+        completion, group = self.completions[index], self.group
+        return (group.batch_cache, group.completions.index(completion)) if completion in group.completions else None
 
     def fail(self, error: Exception) -> None:
         """All answers end because of an error; what an unknown one says may be about others, and stays its cause."""
@@ -184,8 +198,8 @@ class RequestState:
                     "where"
                 )
                 self.error.__cause__ = error
-        for answer in self.unfinished:
-            answer.end("error")
+        for completion in self.unfinished:
+            completion.end("error")
 
     def own_work(self) -> OwnWork:
         """While it is worked on alone: whatever goes wrong ends it, and nothing else."""
@@ -199,13 +213,16 @@ class RequestState:
             self.request.request_id,
             text if isinstance(text, str) else None,
             self.ids,
-            tuple(answer.show() for answer in self.answers),
+            tuple(completion.to_output() for completion in self.completions),
             self.times,
             None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             not self.unfinished,
             self.error,
-            self.job.read,
-            min(self.job.read, max((answer.cached for answer in self.answers), default=0)),
+            self.scheduled.num_computed_tokens,
+            min(
+                self.scheduled.num_computed_tokens,
+                max((completion.cached for completion in self.completions), default=0),
+            ),
         )
 
 
@@ -213,13 +230,13 @@ class RequestState:
 class OwnWork:
     """Context of what is done for one request: an exception ends it, and goes no further."""
 
-    live: RequestState
+    state: RequestState
 
     def __enter__(self) -> None:
         """Nothing is to be done."""
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
         if isinstance(error, Exception):
-            self.live.fail(error)
+            self.state.fail(error)
             return True
         return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from millpond.engine.completion import CompletionState
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler import State
+from millpond.engine.scheduler_request import RequestStatus
 from millpond.errors import OptionError
 
 
@@ -44,9 +44,9 @@ class RequestTable:
         """The request that an answer belongs to."""
         return self._states[completion.key[0]]
 
-    def with_status(self, status: State) -> list[RequestState]:
+    def with_status(self, status: RequestStatus) -> list[RequestState]:
         """The requests that the scheduler has in this status."""
-        return [state for state in self if state.job.state is status]
+        return [state for state in self if state.scheduled.status is status]
 
     @property
     def unfinished(self) -> list[CompletionState]:

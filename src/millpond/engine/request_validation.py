@@ -6,18 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import get_args
 
-from millpond.engine.age_spread import later_bytes
 from millpond.engine.chunks.prompt import Chunk, Prompt, PromptSpan, tokenized
 from millpond.engine.completion import CompletionState
 from millpond.engine.components import Components
 from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.diagonal_schedule import growth_bytes
 from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
-from millpond.engine.prefix_sharing import can_share
+from millpond.engine.prefix_cache import can_share
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
 from millpond.engine.request import MOST_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
-from millpond.engine.scheduler import Job
+from millpond.engine.scheduler_request import SchedulerRequest
 from millpond.errors import BudgetError, OptionError, unknown
 from millpond.policy.reuse import check_pick, check_recompute
 from millpond.runner.packed_model import check_tokens
@@ -29,7 +29,7 @@ class RequestValidator:
     def __init__(self, parts: Components) -> None:
         self._chunks, self._prefix_cache = parts.chunk_reuse, bool(parts.config.prefix_cache)
         self._on_pressure = parts.config.on_pressure
-        self._model, self._recipes, self._account = parts.model, parts.decode_groups, parts.memory
+        self._model, self._decode_groups, self._memory_limit = parts.model, parts.decode_groups, parts.memory
         self._scheduler, self._sampler, self._tokenizer = parts.scheduler, parts.sampler, parts.tokenizer
 
     def validate(self, request: Request, ids: tuple[int, ...] | None = None) -> RequestState:
@@ -54,27 +54,29 @@ class RequestValidator:
         salt = request.cache_salt
         if salt is not None and not 0 < len(salt) <= MOST_SALT:
             raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
-        group = self._recipes.group(request.cache)
-        group.recipe.check_prompt(len(ids))
+        group = self._decode_groups.group(request.cache)
+        group.cache_factory.check_prompt(len(ids))
         most = self._within_budget(request, group, len(ids), most)
-        check_marks(request.marks, group.recipe, self._model.layers, len(ids), bool(spans))
+        check_marks(request.marks, group.cache_factory, self._model.layers, len(ids), bool(spans))
         if spans and not self._uses_chunks(request, spans, group):
             spans = []
-        reach = group.recipe.reach
+        reach = group.cache_factory.reach
         if spans and reach is not None and len(ids) > reach:
             raise OptionError(
                 f"a prompt with chunks has {len(ids)} tokens, and the model's context holds {reach}: with "
                 "overflow='rolling' only prompts without chunks may be longer"
             )
-        need = estimate(group.recipe, self._model.layers, group.recipe.within_context(len(ids)), most, params.n)
-        limit = self._account.limit_bytes
-        if limit is not None and need.most(params.n) > limit:
+        need = estimate(
+            group.cache_factory, self._model.layers, group.cache_factory.within_context(len(ids)), most, params.n
+        )
+        limit = self._memory_limit.limit_bytes
+        if limit is not None and need.peak(params.n) > limit:
             raise BudgetError(
-                f"a prompt of {len(ids)} tokens and {params.n} x {most} new ones may need {need.most(params.n):,} "
-                f"bytes of cache ({need.reading:,} while the prompt is read), and all requests together have "
+                f"a prompt of {len(ids)} tokens and {params.n} x {most} new ones may need {need.peak(params.n):,} "
+                f"bytes of cache ({need.prefill:,} while the prompt is read), and all requests together have "
                 f"{limit:,}; shorten it, lower max_tokens or the budget, or raise kv_memory"
             )
-        job = Job(
+        scheduled = SchedulerRequest(
             request.request_id,
             len(ids),
             need,
@@ -82,11 +84,11 @@ class RequestValidator:
             request.client,
             request.priority,
             None if request.deadline is None else arrived + request.deadline,
-            group.recipe.whole_prompt,
-            new=most,
-            later=self._later(group, len(ids), most, params.n),
+            group.cache_factory.whole_prompt,
+            max_new_tokens=most,
+            growth=self._later(group, len(ids), most, params.n),
         )
-        answers = [
+        completions = [
             CompletionState((request.request_id, index), params, most, self._model.end_tokens, self._tokenizer)
             for index in range(params.n)
         ]
@@ -94,9 +96,9 @@ class RequestValidator:
         return RequestState(
             request,
             ids,
-            job,
+            scheduled,
             group,
-            answers,
+            completions,
             Times(arrived),
             prompt_logprobs=logprobs,
             spans=spans,
@@ -107,11 +109,11 @@ class RequestValidator:
         """What an answer does not hold yet after each part of it, where the scheduler counts with ages."""
         if not self._scheduler.spreads:
             return ()
-        layers, prompt = self._model.layers, group.recipe.within_context(n_tokens)
-        return later_bytes(lambda new: estimate(group.recipe, layers, prompt, new, n).each, most)
+        layers, prompt = self._model.layers, group.cache_factory.within_context(n_tokens)
+        return growth_bytes(lambda new: estimate(group.cache_factory, layers, prompt, new, n).each, most)
 
     def _within_budget(self, request: Request, group: DecodeGroup, n_tokens: int, most: int) -> int:
-        """New tokens of an answer where nothing of the prompt may be evicted; else `most`.
+        """New tokens of an answer where nothing of the prompt may be evicted; else `peak`.
 
         Raises:
             OptionError, BudgetError: see `answer_without_loss`; or there is no such value of on_pressure.
@@ -122,11 +124,14 @@ class RequestValidator:
         if chosen == "evict":
             return most
         asked, context = request.params.max_tokens, self._model.context_length
-        return answer_without_loss(group.recipe, self._model.layers, n_tokens, asked, most, context)
+        return answer_without_loss(group.cache_factory, self._model.layers, n_tokens, asked, most, context)
 
     def _stops(self, request: Request, n_tokens: int, chunks: bool, group: DecodeGroup) -> list[int]:
         """The ends of blocks at which sums over a prompt's queries are kept."""
-        if not group.recipe.policy.sums_prompt or self._no_use_of_breakpoints(request, chunks, group) is not None:
+        if (
+            not group.cache_factory.policy.sums_prompt
+            or self._no_use_of_breakpoints(request, chunks, group) is not None
+        ):
             return []
         return block_ends(request.marks.breakpoints, n_tokens, group.slots)
 
@@ -138,7 +143,7 @@ class RequestValidator:
         if not request.marks.breakpoints:
             return
         chunks = isinstance(request.prompt, Prompt) and any(isinstance(p, Chunk) for p in request.prompt.parts)
-        reason = self._no_use_of_breakpoints(request, chunks, self._recipes.group(request.cache))
+        reason = self._no_use_of_breakpoints(request, chunks, self._decode_groups.group(request.cache))
         if reason is not None:
             raise OptionError(f"breakpoints={request.marks.breakpoints}: {reason}; or leave breakpoints out")
 
@@ -150,9 +155,9 @@ class RequestValidator:
             return "a prompt with chunks is not shared: give its text in one piece"
         if request.params.prompt_logprobs is not None:
             return "a prompt whose log probabilities are wanted is not shared: leave out prompt_logprobs"
-        if not can_share(group.recipe):
+        if not can_share(group.cache_factory):
             return (
-                f"{group.recipe.described} shares no beginnings of prompts, see docs/explanation/engine.md: use "
+                f"{group.cache_factory.described} shares no beginnings of prompts, see docs/explanation/engine.md: use "
                 "another method or number format"
             )
         return None
@@ -168,9 +173,9 @@ class RequestValidator:
                 "the prompt holds chunks and the engine has no chunk store; give chunk_store=ChunkStore(folder) to "
                 "LLM, or the texts without Chunk"
             )
-        method = request.cache.method or str(self._recipes.defaults.method)
+        method = request.cache.method or str(self._decode_groups.defaults.method)
         return self._chunks.check(
-            group.recipe, method, spans, request.cache, request.params.prompt_logprobs is not None
+            group.cache_factory, method, spans, request.cache, request.params.prompt_logprobs is not None
         )
 
     def ids_of(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
@@ -213,7 +218,7 @@ class RequestValidator:
             if asked is None:
                 raise OptionError("the model sets no limit to a text: give max_tokens")
             return asked
-        if self._recipes.reach is not None:
+        if self._decode_groups.reach is not None:
             return context if asked is None else asked
         if prompt >= context:
             raise OptionError(

@@ -77,11 +77,11 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
         begin += len(tokens)
 
     for group in groups:
-        if group.recipe.reach is not None:
-            group.close_gaps(group.recipe.reach)
-        newest = np.array([completion.newest for completion in group.answers], dtype=np.int64)
-        group.stack.begin(torch.from_numpy(newest[:, None]).to(model.device))
-        put(group.stack, newest, group.stack.tracker.seen.astype(np.int64), range(len(newest)), None, True)
+        if group.cache_factory.reach is not None:
+            group.close_gaps(group.cache_factory.reach)
+        newest = np.array([completion.newest for completion in group.completions], dtype=np.int64)
+        group.batch_cache.begin(torch.from_numpy(newest[:, None]).to(model.device))
+        put(group.batch_cache, newest, group.batch_cache.tracker.seen.astype(np.int64), range(len(newest)), None, True)
     for segment in prompt_segments:
         cache, rows = segment.batch_cache, segment.computed
         cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
@@ -129,8 +129,8 @@ class StepExecutor:
         completions: list[CompletionState] = []
         rows: list[Tensor] = []
         for group, of_group in zip(groups, logits, strict=False):
-            stay = [index for index, completion in enumerate(group.answers) if not completion.finished]
-            completions += [group.answers[index] for index in stay]
+            stay = [index for index, completion in enumerate(group.completions) if not completion.finished]
+            completions += [group.completions[index] for index in stay]
             rows.append(of_group if len(stay) == len(of_group) else of_group[stay])
         read: list[RequestState] = []
         partly: list[RequestState] = []
@@ -153,7 +153,7 @@ class StepExecutor:
         self._prompt_end.finish_prompts(read)
         for state in partly:
             with state.own_work():
-                self._prefix_cache.keep_blocks(state)
+                self._prefix_cache.insert_blocks(state)
             ended += [state] if state.failed else []
         for group in dict.fromkeys([*groups, *(state.group for state in read)]):
             group.update_stats()
@@ -170,22 +170,22 @@ class StepExecutor:
         return None
 
     def _segment(self, state: RequestState, n: int) -> PromptSegment:
-        if state.stack is None:
-            state.stack = state.group.recipe.stack(len(state.ids))
-        if not state.stack.tracker.marks.hold(state.marks):
-            state.stack.mark(state.marks)
-        start = state.job.read
-        ends = start + n == len(state.ids) and not state.job.trunk
+        if state.private_cache is None:
+            state.private_cache = state.group.cache_factory.make_cache(len(state.ids))
+        if not state.private_cache.tracker.marks.hold(state.marks):
+            state.private_cache.mark(state.marks)
+        start = state.scheduled.num_computed_tokens
+        ends = start + n == len(state.ids) and not state.scheduled.is_shared_prefix
         span = None if state.blend is None else state.blend.span(start, start + n)
-        ids, every_row = state.numbers[start : start + n], state.prompt_logprobs is not None
-        return PromptSegment(state.stack, ids, start, ends, every_row, span)
+        ids, every_row = state.ids_array[start : start + n], state.prompt_logprobs is not None
+        return PromptSegment(state.private_cache, ids, start, ends, every_row, span)
 
     def _add_computed_tokens(self, state: RequestState, n: int, computed: int) -> None:
         """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
         if computed < n:
-            self._scheduler.mark_read(state.job, n - computed, served=False)
+            self._scheduler.add_computed_tokens(state.scheduled, n - computed, served=False)
             self._counts["reused_tokens"] += n - computed
-        self._scheduler.mark_read(state.job, computed)
+        self._scheduler.add_computed_tokens(state.scheduled, computed)
         self._counts["prompt_tokens"] += computed
 
     def _end_segment(self, state: RequestState, segment: PromptSegment, logits: Tensor) -> None:
@@ -194,7 +194,7 @@ class StepExecutor:
             self._score_prompt(state, segment, logits)
             if state.marks.forget:
                 drop_read(state)
-            if not segment.ends and state.rolls(0):
+            if not segment.ends and state.compacts_after(0):
                 self._prompt_end.compact_context(state)
             if segment.ends and state.blend is not None:
                 state.blend.finish()
@@ -212,12 +212,12 @@ class StepExecutor:
         """End the requests whose keys and values could not be read from the disk or written to it."""
         ended = []
         for state, _ in reading:
-            for error in [] if state.stack is None else state.stack.pop_failed().values():
+            for error in [] if state.private_cache is None else state.private_cache.pop_failed().values():
                 state.fail(error)
                 ended.append(state)
         for group in groups:
-            for sequence, error in group.stack.pop_failed().items():
-                state = self._requests.owner(group.answers[sequence])
+            for sequence, error in group.batch_cache.pop_failed().items():
+                state = self._requests.owner(group.completions[sequence])
                 state.fail(error)
                 ended.append(state)
         return ended
@@ -240,7 +240,7 @@ class StepExecutor:
                 continue
             with self._requests.owner(completion).own_work():
                 self._counts["generated_tokens"] += 1
-                completion.take(sampled)
+                completion.append(sampled)
                 if sampled.error is not None:
                     raise sampled.error
 
@@ -268,5 +268,5 @@ class StepExecutor:
 
 def names_of(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:
     """The requests of a pass by name, common prefixes of a batch left out."""
-    decoding = (completion.key[0] for group in groups for completion in group.answers)
-    return tuple(dict.fromkeys([*decoding, *(state.request.request_id for state, _ in reading if state.answers)]))
+    decoding = (completion.key[0] for group in groups for completion in group.completions)
+    return tuple(dict.fromkeys([*decoding, *(state.request.request_id for state, _ in reading if state.completions)]))

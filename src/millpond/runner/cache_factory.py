@@ -157,7 +157,7 @@ class CacheFactory(CacheLayout):
         attach_rotations(profile, self._template_caches)
         attach_output_projections(profile, self._template_caches)
 
-    def stack(self, prompt: int = 0) -> BatchCache:
+    def make_cache(self, prompt: int = 0) -> BatchCache:
         """Return an empty batch cache.
 
         Args:
@@ -176,9 +176,9 @@ class CacheFactory(CacheLayout):
             self._budgets.layer_caches = layer_caches
 
         states = None if self._model.states is None else CarriedStates(self._model.states, self.slots)
-        stack = BatchCache(layer_caches, tracker, before_plan, states, self.tier, self._rotations)
-        stack.reading = prompt > 0
-        return stack
+        batch_cache = BatchCache(layer_caches, tracker, before_plan, states, self.tier, self._rotations)
+        batch_cache.reading = prompt > 0
+        return batch_cache
 
     @property
     def state_bytes(self) -> int:

@@ -37,7 +37,8 @@ class Segment:
         end: Row after the last one.
         decoding: Whether each row is one sequence's; else all rows are one sequence's.
         states: States of its sequences, in a hybrid.
-        stack: Batch cache of the caches, where some of their pages come for the pass.
+        stack: Batch cache of the caches, where some
+            of their pages come for the pass.
         partial: Whether the rows are some of a run of tokens, whose others are in the cache.
     """
 
@@ -46,7 +47,7 @@ class Segment:
     end: int
     decoding: bool
     states: RecurrentStates | None = None
-    stack: BatchCache | None = None
+    batch_cache: BatchCache | None = None
     partial: PartialSpan | None = None
 
 
@@ -142,11 +143,11 @@ class SegmentedAttention:
     def _one(self, number: int, index: int, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
         """Return attention (n, Hq, value_dim) of the rows of one segment."""
         segment = self.segments[number]
-        layer_cache, stack = segment.layer_caches[index], segment.stack
+        layer_cache, batch_cache = segment.layer_caches[index], segment.batch_cache
         with (
             nullcontext()
-            if stack is None
-            else stack.in_memory(layer_cache, self._following(number, index), self._growth)
+            if batch_cache is None
+            else batch_cache.in_memory(layer_cache, self._following(number, index), self._growth)
         ):
             if segment.decoding:
                 return layer_cache.attend_newest(q, k, v, shape)
@@ -175,7 +176,7 @@ def _growth(segments: Sequence[Segment]) -> Pages:
     """Return the pages that new tokens may take in all layers."""
     need: Counter[Pool] = Counter()
     for segment in segments:
-        if segment.stack is None or segment.stack.tier is None:
+        if segment.batch_cache is None or segment.batch_cache.tier is None:
             continue
         for layer_cache in segment.layer_caches:
             if segment.decoding:

@@ -52,11 +52,11 @@ class ClientPacing:
 
     def enter(self, name: str) -> PacedRequest:
         """Add a request; `PacedRequest.leave` removes it when it is answered."""
-        return PacedRequest(self, name, self._clients.enter(name))
+        return PacedRequest(self, name, self._clients.add_request(name))
 
     def leave(self, client: ClientService) -> None:
         """Remove an answered request."""
-        self._clients.leave(client)
+        self._clients.remove_request(client)
 
     def charge(self, name: str, client: ClientService, seconds: float) -> None:
         """Charge a client with the CPU seconds of a request."""
@@ -91,7 +91,7 @@ class ClientPacing:
         self._timer = None
         self._waiting = [one for one in self._waiting if not one[1].done()]
         if self._waiting and time.monotonic() >= self._free_at:
-            first = min(self._waiting, key=lambda one: one[0].rank)
+            first = min(self._waiting, key=lambda one: one[0].queue_key)
             self._waiting.remove(first)
             first[1].set_result(None)
         if self._waiting:

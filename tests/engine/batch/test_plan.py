@@ -10,29 +10,29 @@ from millpond.errors import OptionError
 
 
 def checked(prompts: list[list[int]], plan: BatchPlan, shortest: int) -> None:
-    """Assert that every prompt comes once, behind a trunk that it begins with, and that the sums are right."""
+    """Assert that every prompt comes once, behind a prefix that it begins with, and that the sums are right."""
     assert sorted(plan.order) == list(range(len(prompts)))
     read, seen = 0, set()
-    for trunk, prompt in plan.readings:
+    for prefix, prompt in plan.readings:
         if prompt is None:
-            of = plan.trunks[trunk]
-            begin = 0 if of.parent < 0 else plan.trunks[of.parent].length
+            of = plan.prefixes[prefix]
+            begin = 0 if of.parent < 0 else plan.prefixes[of.parent].length
             assert of.length - begin >= shortest
             assert of.parent < 0 or of.parent in seen
             text = prompts[of.prompt][: of.length]
-            assert of.parent < 0 or prompts[plan.trunks[of.parent].prompt][:begin] == text[:begin]
-            seen.add(trunk)
+            assert of.parent < 0 or prompts[plan.prefixes[of.parent].prompt][:begin] == text[:begin]
+            seen.add(prefix)
             read += of.length - begin
         else:
             begin = 0
-            if trunk >= 0:
-                assert trunk in seen
-                of = plan.trunks[trunk]
+            if prefix >= 0:
+                assert prefix in seen
+                of = plan.prefixes[prefix]
                 begin = of.length
                 assert prompts[of.prompt][:begin] == prompts[prompt][:begin]
                 assert begin < len(prompts[prompt])
             read += len(prompts[prompt]) - begin
-    assert len(seen) == len(plan.trunks)
+    assert len(seen) == len(plan.prefixes)
     assert plan.to_read == read
     assert plan.tokens == sum(map(len, prompts))
     assert plan.least <= plan.to_read <= plan.tokens
@@ -71,8 +71,8 @@ def test_each_token_that_differs_is_read_once(seed: int) -> None:
     checked(prompts, one, 16)
     assert plan.to_read <= 1.01 * plan.least
     assert plan.to_read < one.to_read < 1.25 * plan.least
-    assert all(trunk.parent == -1 for trunk in one.trunks)
-    assert any(trunk.parent >= 0 for trunk in plan.trunks)
+    assert all(prefix.parent == -1 for prefix in one.prefixes)
+    assert any(prefix.parent >= 0 for prefix in plan.prefixes)
     assert plan_batch(prompts, levels=0).to_read == plan.tokens
 
 
@@ -83,10 +83,13 @@ def test_one_level_forks_where_it_spares() -> None:
     few = [head + short + [400 + n, 1] for n in range(2)]
     other = [[*head, 500, 1]]
     plan = plan_batch(many + few + other, levels=1)
-    assert sorted(trunk.length for trunk in plan.trunks) == [30, 70]
+    assert sorted(prefix.length for prefix in plan.prefixes) == [30, 70]
     assert plan.to_read == 70 + 4 * 2 + 30 + 2 * 22 + 2
     assert plan_batch(many + few + other).to_read == 30 + 40 + 4 * 2 + 20 + 2 * 2 + 2
-    assert sorted(trunk.length for trunk in plan_batch(many + few, levels=1).trunks) == [50, 70]  # one child is left
+    assert sorted(prefix.length for prefix in plan_batch(many + few, levels=1).prefixes) == [
+        50,
+        70,
+    ]  # one child is left
 
 
 def test_most_of_a_path_is_held_at_a_time() -> None:
@@ -105,7 +108,7 @@ def test_prompts_that_are_equal_or_prefixes_of_each_other_read_their_last_token(
     text = list(range(64))
     plan = plan_batch([text, text, text[:40], text[:40], [], [5]])
     checked([text, text, text[:40], text[:40], [], [5]], plan, 16)
-    assert sorted(trunk.length for trunk in plan.trunks) == [39, 63]
+    assert sorted(prefix.length for prefix in plan.prefixes) == [39, 63]
     assert plan.to_read == 63 + 4 + 1
 
 
@@ -130,20 +133,20 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, object], messa
         plan_batch([[1], [2]], **options)  # type: ignore[arg-type]
 
 
-def block(first: int, trunk: int, *ends: int) -> list[list[int]]:
-    """Two prompts that begin with `trunk` tokens of their own, and end with so many others."""
-    return [[first] * trunk + [1_000 + first + n] * end for n, end in enumerate(ends)]
+def block(first: int, prefix: int, *ends: int) -> list[list[int]]:
+    """Two prompts that begin with `prefix` tokens of their own, and end with so many others."""
+    return [[first] * prefix + [1_000 + first + n] * end for n, end in enumerate(ends)]
 
 
-def test_the_tokens_of_a_trunk_count_among_those_that_its_prompts_read() -> None:
+def test_the_tokens_of_a_prefix_count_among_those_that_its_prompts_read() -> None:
     """20 tokens of answers to 204 read come behind 18 to 24, though to 4 they would come first."""
     prompts = block(1, 200, 2, 2) + block(50, 20, 2, 2)
     assert plan_batch(prompts, [10, 10, 9, 9]).order == [2, 3, 0, 1]
     assert plan_batch(prompts, [10, 10, 0.5, 0.5]).order == [0, 1, 2, 3]
 
 
-def test_what_follows_a_trunk_on_all_levels_counts_for_it() -> None:
-    """Behind 20 tokens one more trunk of 300: with its tokens the first is behind the other, without before it."""
+def test_what_follows_a_prefix_on_all_levels_counts_for_it() -> None:
+    """Behind 20 tokens one more prefix of 300: with its tokens the first is behind the other, without before it."""
     head, other = [1] * 20, [9] * 20
     deep = [head + [2] * 300 + [n, n] for n in (3, 4)] + [[*head, 5, 5]]
     near = [[*other, n, n] for n in (6, 7)]

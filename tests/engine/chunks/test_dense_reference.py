@@ -40,12 +40,12 @@ class Blender:
         ]
         ids = np.array([token for part in parts for token in part])
         blend = self.reuse.begin(ids, spans, CacheOptions(**options), 1, None)
-        stack = self.engine._parts.decode_groups.group(CacheOptions()).recipe.stack(len(ids))
-        part = PromptSegment(stack, ids, 0, True, True, blend.span(0, len(ids)))
+        batch_cache = self.engine._parts.decode_groups.group(CacheOptions()).cache_factory.make_cache(len(ids))
+        part = PromptSegment(batch_cache, ids, 0, True, True, blend.span(0, len(ids)))
         with torch.no_grad():
             (logits,) = run(self.engine._model, [], [part])
         blend.finish()
-        stack.clear()
+        batch_cache.clear()
         return logits, torch.from_numpy(np.flatnonzero(blend.computed))
 
 

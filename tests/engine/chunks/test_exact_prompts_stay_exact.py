@@ -35,10 +35,10 @@ def test_the_integrity_check_finds_a_tainted_page_in_the_tree() -> None:
     add(of, Request(request_id="x", prompt=PROMPTS["ba"], params=greedy(8), cache=CacheOptions(recompute=0)))
     of.step()
     of.check_integrity()
-    live = of._requests["x"]
-    assert live.tainted
-    tables = [layer_cache.table for layer_cache in live.group.stack.layers]
-    of._parts.prefix_cache.tree.keep("wrong", live.numbers, tables)
+    state = of._requests["x"]
+    assert state.tainted
+    tables = [layer_cache.table for layer_cache in state.group.batch_cache.layers]
+    of._parts.prefix_cache.tree.keep("wrong", state.ids_array, tables)
     with pytest.raises(AssertionError, match="an approximate page in the prefix tree"):
         of.check_integrity()
     of._parts.prefix_cache.tree.clear()

@@ -86,7 +86,7 @@ def test_kv_is_what_requests_reserve(recall: ModelSize) -> None:
         layout = cache_layout(recall, method, {}, budget, codec)
         need = estimate(layout, recall.shapes, 256, 64, 1)
         found = kv_size(recall, 256, 64, method=method, budget=budget, codec=codec)
-        assert (found.reading, found.held) == (need.reading, need.each)
+        assert (found.reading, found.held) == (need.prefill, need.each)
     full, kept = cost_of(recall, method="full", budget=None).kv, cost_of(recall).kv
     assert full.held > 3 * kept.held
     per_token = sum(2 * s.n_kv_heads * s.key_dim * recall.dtype.itemsize for s in recall.shapes)
@@ -165,7 +165,7 @@ def test_few_layers_on_a_disk_take_their_windows_too(recall: ModelSize, method: 
         share = far / n
         for near, all_far, window, reserved in (
             (kv.held, kv.far_held, kv.window_held, need.each),
-            (kv.reading, kv.far_reading, kv.window_reading, need.reading),
+            (kv.reading, kv.far_reading, kv.window_reading, need.prefill),
         ):
             assert (1 - share) * near + share * (all_far - window) + window == pytest.approx(reserved, rel=0.01)
 
@@ -186,7 +186,7 @@ def test_all_sequences_of_a_plan_are_admitted_at_once(recall: ModelSize) -> None
         need = estimate(layout, deep.shapes, 1024, 64, 1, on_disk=frozenset(far))
         assert plan.prediction is not None
         room = plan.prediction.bytes["host"]["kv"] + plan.prediction.bytes["host"]["kv on its way"]
-        assert (sequences - 1) * need.each + need.most(1) <= room
+        assert (sequences - 1) * need.each + need.peak(1) <= room
 
 
 def test_a_device_holds_what_fits_it(recall: ModelSize) -> None:

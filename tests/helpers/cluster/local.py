@@ -74,7 +74,7 @@ class LocalWorker:
         engine, step = self.engine._llm._engine, self.engine._llm._engine.step
 
         def held_step() -> list[RequestOutput]:
-            held = self.hold and any(len(one.answers[0].tokens) >= self.hold for one in engine._requests)
+            held = self.hold and any(len(one.completions[0].tokens) >= self.hold for one in engine._requests)
             if (held or (self.paused and engine._requests)) and not self.go.wait(0.005):
                 return []  # so that calls of the engine go on
             return step()

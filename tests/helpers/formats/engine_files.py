@@ -21,7 +21,7 @@ from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sessions.stored_turn import StoredTurn, TurnPlace
 from millpond.engine.transfer.container import unpack
-from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, RequestSnapshot
+from millpond.engine.transfer.request_snapshot import Ages, CompletionSnapshot, RequestSnapshot
 from millpond.prompt_marks import PromptMarks
 from tests.helpers.formats.model import DATA, MODEL, VOCABULARY, of_heads, prompt
 
@@ -257,8 +257,10 @@ def full_snapshot() -> RequestSnapshot:
         tell_read=True,
     )
     answers = (
-        AnswerSnapshot(seed=12, tokens=(5, 9), known=(7,), logprobs=((5, -0.5, ((5, -0.5),)), (9, -1.5, ())), shared=4),
-        AnswerSnapshot(seed=13, tokens=(8,), logprobs=((8, -2.0, ()),), finish_reason="stop"),
+        CompletionSnapshot(
+            seed=12, tokens=(5, 9), known=(7,), logprobs=((5, -0.5, ((5, -0.5),)), (9, -1.5, ())), shared=4
+        ),
+        CompletionSnapshot(seed=13, tokens=(8,), logprobs=((8, -2.0, ()),), finish_reason="stop"),
     )
     return RequestSnapshot(
         request=request,

@@ -18,7 +18,7 @@ from millpond.engine.chunks.blend import ComputedChunk, PromptBlend, ReusedChunk
 from millpond.engine.chunks.loaded import ChunkSource, LoadedChunks, LoadingSource, StoreSource
 from millpond.engine.chunks.prompt import PromptSpan
 from millpond.engine.file_loader import LoadOrder
-from millpond.engine.prefix_sharing import can_share
+from millpond.engine.prefix_cache import can_share
 from millpond.engine.request import CacheOptions
 from millpond.engine.request_state import RequestState
 from millpond.errors import OptionError, UnsupportedModelError
@@ -56,11 +56,16 @@ class ChunkReuse:
         store.bind(StoredShape(mark, model.dtype, layers))
 
     def check(
-        self, recipe: CacheFactory, method: str, spans: Sequence[PromptSpan], options: CacheOptions, logprobs: bool
+        self,
+        cache_factory: CacheFactory,
+        method: str,
+        spans: Sequence[PromptSpan],
+        options: CacheOptions,
+        logprobs: bool,
     ) -> bool:
         """Whether a request takes chunks from the store or gives some to it; False: its prompt runs as any other.
 
-        method: of `recipe`. logprobs: those of the prompt are wanted.
+        method: of `cache_factory`. logprobs: those of the prompt are wanted.
 
         Raises:
             OptionError: a method that needs all queries of a prompt, and some would not be computed; or a chunk that
@@ -69,7 +74,7 @@ class ChunkReuse:
         for span in spans:
             if span.is_chunk:
                 self.store.check_size(span.end - span.begin)
-        apart = recipe.policy.scores_entries or recipe.policy.sums_prompt or not can_share(recipe)
+        apart = cache_factory.policy.scores_entries or cache_factory.policy.sums_prompt or not can_share(cache_factory)
         if options.recompute == 1:
             return not apart and not logprobs
         if apart:
@@ -290,23 +295,23 @@ class ChunkLoadSource:
     def __init__(self, reuse: ChunkReuse) -> None:
         self._reuse, self.limit = reuse, reuse.store.loading
 
-    def wants(self, live: RequestState) -> bool:
+    def wants(self, state: RequestState) -> bool:
         """A prompt with chunks."""
-        return bool(live.spans)
+        return bool(state.spans)
 
     def empty(self) -> LoadedChunks:
         """See `LoadSource`."""
         return LoadedChunks(self._reuse.store)
 
-    def order(self, live: RequestState) -> LoadOrder[LoadedChunks]:
+    def order(self, state: RequestState) -> LoadOrder[LoadedChunks]:
         """See `LoadSource`."""
-        request, store = live.request, self._reuse.store
+        request, store = state.request, self._reuse.store
 
         def size() -> int:
-            return sum(store.size_of(span.end - span.begin) for span in live.spans if span.is_chunk)
+            return sum(store.size_of(span.end - span.begin) for span in state.spans if span.is_chunk)
 
         def load(loaded: LoadedChunks, going: Callable[[], bool]) -> None:
-            self._reuse.load(live.numbers, live.spans, request.cache, request.cache_salt, loaded, going)
+            self._reuse.load(state.ids_array, state.spans, request.cache, request.cache_salt, loaded, going)
 
         return LoadOrder(size, load)
 

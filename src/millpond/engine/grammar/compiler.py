@@ -68,7 +68,7 @@ class Grammars:
         self._worker = worker
         self._lock = threading.Lock()
         self._info: Any = None
-        self._told = self._name = ""
+        self._tokenizer_json = self._name = ""
         self._lawful: dict[bytes | None, Tensor] = {}
         self._kept: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -100,8 +100,8 @@ class Grammars:
                 raise OptionError(reason)
             self._learn(xgrammar)
         try:
-            told = self._worker.compile(spec, self._name, self._told, ask)
-            compiled = xgrammar.CompiledGrammar.deserialize_json(told, self._info)
+            serialized = self._worker.compile(spec, self._name, self._tokenizer_json, ask)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(serialized, self._info)
         except OptionError as error:
             reason = f"{name} cannot be followed: {error}"
             self._remember_refusal(key, reason)
@@ -137,9 +137,9 @@ class Grammars:
         """The tokenizer's vocabulary for xgrammar."""
         if self._info is None:
             info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, stop_token_ids=sorted(self.ends))
-            self._told = info.serialize_json()
+            self._tokenizer_json = info.serialize_json()
             self._lawful = {also: _lawful(info.decoded_vocab, also) for also in (_JSON, _TEXT)}
-            self._name = hashlib.sha256(self._told.encode()).hexdigest()
+            self._name = hashlib.sha256(self._tokenizer_json.encode()).hexdigest()
             self._info = info
 
     def _keep(self, key: str, grammar: Grammar, size: int) -> None:

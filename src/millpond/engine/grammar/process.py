@@ -89,14 +89,14 @@ class GrammarProcess:
                     ask.begin(ours)
                     self._hand_over(theirs)
                 try:
-                    kind, told = self._exchange(ours, body, tokenizer)
+                    kind, reply = self._exchange(ours, body, tokenizer)
                 finally:
                     ask.end()
         except (OSError, EOFError) as error:
             raise MillpondError("the grammar was given up, or the process that compiles grammars ended") from error
         if kind != MADE:
-            raise OptionError(told.decode("utf-8", "replace"))
-        return told.decode()
+            raise OptionError(reply.decode("utf-8", "replace"))
+        return reply.decode()
 
     def close(self) -> None:
         """End the worker and all that it compiles; it starts again when it is needed."""

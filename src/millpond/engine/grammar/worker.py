@@ -129,8 +129,8 @@ def _confine(limits: CompileLimits) -> None:
     import resource  # which Windows has not, and nor has it fork
 
     os.nice(5)  # those whose answers are in flight go first
-    with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as told:
-        pages = told.read().split()
+    with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as statm:
+        pages = statm.read().split()
     if pages:
         size = int(pages[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + limits.memory_bytes,) * 2)
@@ -156,7 +156,7 @@ def _compile(wire: socket.socket, spec: dict[str, Any], tokenizer: Any, limits: 
         if xgrammar.GrammarMatcher(made).fill_next_token_bitmask(first, 0) and not first.any():
             _send(wire, REFUSED, b"no answer can follow it")
             return 0
-        told = made.serialize_json().encode()
+        serialized = made.serialize_json().encode()
     except MemoryError:
         return 1
     except Exception as error:  # xgrammar's own types are not public
@@ -164,10 +164,11 @@ def _compile(wire: socket.socket, spec: dict[str, Any], tokenizer: Any, limits: 
             return 1
         _send(wire, REFUSED, _reason(error).encode())
         return 0
-    if len(told) > limits.result_bytes:
-        _send(wire, REFUSED, f"its grammar takes {len(told):,} bytes, and may take {limits.result_bytes:,}".encode())
+    if len(serialized) > limits.result_bytes:
+        reason = f"its grammar takes {len(serialized):,} bytes, and may take {limits.result_bytes:,}"
+        _send(wire, REFUSED, reason.encode())
         return 0
-    _send(wire, MADE, told)
+    _send(wire, MADE, serialized)
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 
 from millpond.cache.tiered.disk_tier import N_SLOTS, SLOT_BYTES
 from millpond.cache.tiered.write_back import MAX_PATCHES
-from millpond.engine.age_spread import FILLINGS
+from millpond.engine.diagonal_schedule import FILLINGS
 from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize

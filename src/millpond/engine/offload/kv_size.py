@@ -16,7 +16,7 @@ from millpond.cache.pages.pool import DEFAULT_SLOTS
 from millpond.cache.pages.pool_set import PoolSet, pools_by_layer
 from millpond.codec import CodecSpec, LayerCodecs, codecs_of, resolve
 from millpond.engine.config import EngineConfig
-from millpond.engine.memory_estimate import entries_of, estimate, held_while_reading, keeps_pages, unquantized
+from millpond.engine.memory_estimate import decode_entries, estimate, keeps_pages, prefill_entries, unquantized
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
 from millpond.hf.compress import budget_of, policy_of
@@ -32,7 +32,7 @@ class KVSize:
 
     Attributes:
         prompt, new: tokens.
-        reading: bytes while the prompt is read. held: at most while it decodes. mean: on average over the answer.
+        prefill: bytes while the prompt is read. held: at most while it decodes. mean: on average over the answer.
         far_reading, far_held: bytes in memory of a sequence whose layers all lie on a disk (positions, scores, a page
             of each head, two layers at a time): while the prompt is read, and while it decodes.
         window_reading, window_held: parts of these that are there however few layers lie on a disk: two at a time.
@@ -116,19 +116,19 @@ def kv_size(
     return KVSize(
         prompt=prompt,
         new=new,
-        reading=need.reading,
+        reading=need.prefill,
         held=need.each,
         mean=estimate(layout, shapes, prompt, -(-new // 2), 1).each,
-        far_reading=far.reading,
+        far_reading=far.prefill,
         far_held=far.each,
-        window_reading=_window(need.reading, one_far.reading, far.reading, n),
+        window_reading=_window(need.prefill, one_far.prefill, far.prefill, n),
         window_held=_window(need.each, one_far.each, far.each, n),
         step_bytes=sum(_bytes(layout, shape, n) for shape, n in zip(shapes, kept, strict=True)),
         new_bytes=sum(_bytes(layout, shape, 1) for shape in shapes),
         prompt_bytes=sum(_prompt_bytes(layout, shape, prompt) for shape in shapes),
         kept_bytes=sum(_bytes(layout, shape, _held(layout, shape, prompt, new)[0]) for shape in shapes),
         settles=not keeps_pages(layout, shapes),
-        evicts=need.each < need.reading,
+        evicts=need.each < need.prefill,
         overwrites=layout.policy.decode_rule(0).evict is not Evict.NEVER,
         step_flops=sum(each * n for each, n in zip(flops, kept, strict=True)),
         prompt_flops=sum(each * _pairs(prompt, shape.window) for each, shape in zip(flops, shapes, strict=True)),
@@ -182,11 +182,11 @@ def cache_layout(
                 "or kivi2"
             )
         policy.check_codec(one)
-    account = MemoryLimit(None)
+    memory_limit = MemoryLimit(None)
     pools = pools_by_layer(
         stored,
         len(model.shapes),
-        lambda one: PoolSet(one or model.dtype, DEFAULT_SLOTS, account, masses=policy.mass_bias),
+        lambda one: PoolSet(one or model.dtype, DEFAULT_SLOTS, memory_limit, masses=policy.mass_bias),
     )
     return CacheLayout(policy, kept, pools, model.shapes, model.dtype, torch.device("cpu"))
 
@@ -194,13 +194,13 @@ def cache_layout(
 def _held(layout: CacheLayout, shape: LayerShape, prompt: int, new: int) -> tuple[int, int]:
     """Entries per KV head after the plan of the prompt, and at most while the answer is decoded."""
     table = PageTable(layout.pool(shape), 1, shape.n_kv_heads)
-    return entries_of(layout, shape.index, shape, table, prompt, new)
+    return decode_entries(layout, shape.index, shape, table, prompt, new)
 
 
 def _prompt_bytes(layout: CacheLayout, shape: LayerShape, prompt: int) -> float:
     """Bytes of keys and values of a layer while a prompt is read."""
     pool = layout.prompt_pool(shape)
-    entries = held_while_reading(layout, shape.index, shape, prompt)
+    entries = prefill_entries(layout, shape.index, shape, prompt)
     return shape.n_kv_heads * entries * pool.kv_bytes_per_page / pool.slots
 
 

@@ -64,17 +64,17 @@ class TurnLoadSource:
     ) -> None:
         self._store, self._scopes, self._least, self.limit = store, scopes, least, store.loading
 
-    def wants(self, live: RequestState) -> bool:
+    def wants(self, state: RequestState) -> bool:
         """A prompt that may continue a turn."""
-        return bool(self._scopes(live))
+        return bool(self._scopes(state))
 
     def empty(self) -> LoadedTurn:
         """See `LoadSource`."""
         return LoadedTurn()
 
-    def order(self, live: RequestState) -> LoadOrder[LoadedTurn]:
+    def order(self, state: RequestState) -> LoadOrder[LoadedTurn]:
         """See `LoadSource`."""
-        find = _TurnFinder(self._store, live, self._scopes(live), self._least(live))
+        find = _TurnFinder(self._store, state, self._scopes(state), self._least(state))
         return LoadOrder(find.size, find.load)
 
     def failed(self) -> None:
@@ -85,14 +85,14 @@ class TurnLoadSource:
 class _TurnFinder:
     """Finds the longest turn that one request continues; both methods run in threads of the loader."""
 
-    def __init__(self, store: SessionStore, live: RequestState, scopes: list[str], least: int) -> None:
-        self._store, self._live, self._scopes, self._least = store, live, scopes, least
+    def __init__(self, store: SessionStore, state: RequestState, scopes: list[str], least: int) -> None:
+        self._store, self._state, self._scopes, self._least = store, state, scopes, least
         self._places: list[TurnPlace] = []
         self._most = 0  # bytes of a file
 
     def size(self) -> int:
         """Most bytes of a turn that it may continue; 0: there is none."""
-        ids, salt = self._live.numbers, self._live.request.cache_salt
+        ids, salt = self._state.ids_array, self._state.request.cache_salt
         known = [place for scope in self._scopes for place in self._store.known(salt, scope, ids)]
         self._places = sorted(
             (place for place in known if place.length > self._least), key=lambda place: place.length, reverse=True
@@ -105,8 +105,8 @@ class _TurnFinder:
         for place in self._places:
             if not going():
                 return
-            turn = self._store.read(place, self._live.numbers[: place.length], self._most)
-            if turn is not None and covers(self._live.marks.forget, turn.forgotten):
+            turn = self._store.read(place, self._state.ids_array[: place.length], self._most)
+            if turn is not None and covers(self._state.marks.forget, turn.forgotten):
                 loaded.place, loaded.turn = place, turn
                 return
 
@@ -134,115 +134,118 @@ class SessionReuse:
         self._n_heads = ModelProfile.of(model.model).n_heads
         self.loads = FileLoads(TurnLoadSource(store, self._continues, known))
 
-    def attach(self, live: RequestState) -> int:
+    def attach(self, state: RequestState) -> int:
         """See `PromptSource`: a request that begins holds the cache of a stored turn that it continues.
 
         What cannot be continued, finds no room, or brings no more than the request gets otherwise, is a miss.
         """
-        least = self._known(live)
-        loaded = self.loads.begin(live)
+        least = self._known(state)
+        loaded = self.loads.begin(state)
         if loaded is None:
             return 0
-        restored = self._restore(live, loaded, least)
+        restored = self._restore(state, loaded, least)
         loaded.release()
         self.store.counts["hits" if restored else "misses"] += 1
         return restored
 
-    def _restore(self, live: RequestState, loaded: LoadedTurn, least: int) -> int:
+    def _restore(self, state: RequestState, loaded: LoadedTurn, least: int) -> int:
         place, turn = loaded.place, loaded.turn
         if place is None or turn is None or place.length <= least:
             return 0
         try:
-            self._fill(live, turn)
+            self._fill(state, turn)
         except PoolFullError:
             return 0
         except Exception:  # whatever a file makes of itself, its request reads the prompt
             self.store.refuse(place)
             return 0
-        live.restored = place.length
-        exact = turn.exact and not live.marks.forget
-        live.restored_exact = exact and keeps_exactly(live.group.recipe, self._model.layers)
+        state.restored = place.length
+        exact = turn.exact and not state.marks.forget
+        state.restored_exact = exact and keeps_exactly(state.group.cache_factory, self._model.layers)
         return place.length
 
-    def _continues(self, live: RequestState) -> list[str]:
+    def _continues(self, state: RequestState) -> list[str]:
         """The scopes of the turns that a request may continue; none: it reads its prompt.
 
         Turns that have forgotten spans lie apart: only a request that forgets these too may continue them.
         """
-        recipe = live.group.recipe
-        own = live.spans or live.marks.keep or live.marks.shares or live.prompt_logprobs is not None
-        if not live.answers or own or why_not(recipe) is not None:
+        cache_factory = state.group.cache_factory
+        own = state.spans or state.marks.keep or state.marks.shares or state.prompt_logprobs is not None
+        if not state.completions or own or why_not(cache_factory) is not None:
             return []
-        return [self._scope(recipe, forgets) for forgets in ([True, False] if live.marks.forget else [False])]
+        return [self._scope(cache_factory, forgets) for forgets in ([True, False] if state.marks.forget else [False])]
 
-    def _fill(self, live: RequestState, turn: StoredTurn) -> None:
+    def _fill(self, state: RequestState, turn: StoredTurn) -> None:
         """
         Raises:
             PoolFullError, DataError: see `fill_cache`; nothing is left behind.
         """
-        recipe, layers = live.group.recipe, self._model.layers
-        if not self._has(pages_of(recipe, layers, [turn.tensors], 1)):
+        cache_factory, layers = state.group.cache_factory, self._model.layers
+        if not self._has(pages_of(cache_factory, layers, [turn.tensors], 1)):
             raise PoolFullError("no room for a stored turn; its request reads its prompt")
-        stack = recipe.stack(len(live.ids))
+        batch_cache = cache_factory.make_cache(len(state.ids))
         try:
             ids = torch.from_numpy(turn.ids).to(self._model.device)
-            fill_cache(stack, recipe, layers, self._n_heads, turn.tensors, ids)
-            if live.marks.forget:
-                drop_restored(stack, live.marks.forget, turn.forgotten, len(turn.ids))
-            for layer_cache in stack.layers:
+            fill_cache(batch_cache, cache_factory, layers, self._n_heads, turn.tensors, ids)
+            if state.marks.forget:
+                drop_restored(batch_cache, state.marks.forget, turn.forgotten, len(turn.ids))
+            for layer_cache in batch_cache.layers:
                 layer_cache.reopen(self._model.dtype)
         except BaseException:
-            stack.clear()
+            batch_cache.clear()
             raise
-        live.stack = stack
+        state.private_cache = batch_cache
 
-    def keep(self, live: RequestState) -> None:
+    def keep(self, state: RequestState) -> None:
         """Store the caches behind the answers of a request that have just come to their ends."""
-        if why_not(live.group.recipe) is not None or live.marks.keep or live.marks.shares:
+        if why_not(state.group.cache_factory) is not None or state.marks.keep or state.marks.shares:
             return
-        for answer in live.answers:
-            if answer.finish_reason in ("stop", "length"):
-                self._keep(live, answer)
+        for completion in state.completions:
+            if completion.finish_reason in ("stop", "length"):
+                self._keep(state, completion)
 
-    def _keep(self, live: RequestState, answer: CompletionState) -> None:
-        found, recipe = live.cache(answer.index), live.group.recipe
-        if found is None or answer.kv is None or not self.store.has_room(answer.kv.kv_bytes):
+    def _keep(self, state: RequestState, completion: CompletionState) -> None:
+        found, cache_factory = state.cache(completion.index), state.group.cache_factory
+        if found is None or completion.kv is None or not self.store.has_room(completion.kv.kv_bytes):
             return
-        stack, place = found
-        ids = np.concatenate([live.numbers, np.array(answer.tokens[:-1], dtype=np.int64)])
-        if int(stack.tracker.seen[place]) != len(ids):
+        batch_cache, place = found
+        ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
+        if int(batch_cache.tracker.seen[place]) != len(ids):
             return
-        tensors = sequence_tensors(recipe, stack, place, later_prompts=True)
+        tensors = sequence_tensors(cache_factory, batch_cache, place, later_prompts=True)
         own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them
-        turn = StoredTurn(ids, own, live.exact, live.marks.forget)
-        self.store.put(live.request.cache_salt, self._scope(recipe, bool(live.marks.forget)), turn)
+        turn = StoredTurn(ids, own, state.exact, state.marks.forget)
+        self.store.put(state.request.cache_salt, self._scope(cache_factory, bool(state.marks.forget)), turn)
 
-    def _scope(self, recipe: CacheFactory, forgets: bool) -> str:
-        slots = recipe.pool(self._model.layers[0]).slots
-        return self.store.scope(self._mark, recipe.described, str(slots), *(["forgets"] if forgets else []))
+    def _scope(self, cache_factory: CacheFactory, forgets: bool) -> str:
+        slots = cache_factory.pool(self._model.layers[0]).slots
+        return self.store.scope(self._mark, cache_factory.described, str(slots), *(["forgets"] if forgets else []))
 
 
-def why_not(recipe: CacheFactory) -> str | None:
+def why_not(cache_factory: CacheFactory) -> str | None:
     """Why a cache cannot be stored and continued by a later turn; None: it can."""
-    if recipe.tier is not None:
+    if cache_factory.tier is not None:
         return "its keys and values lie on a disk already, in files of one process"
-    if recipe.whole_prompt:
+    if cache_factory.whole_prompt:
         return "it reads a prompt in one pass, and a later turn would not see what it looked up"
     return None
 
 
-def keeps_exactly(recipe: CacheFactory, layers: Sequence[LayerShape]) -> bool:
+def keeps_exactly(cache_factory: CacheFactory, layers: Sequence[LayerShape]) -> bool:
     """Whether a later turn sees all tokens before it as the model made them."""
-    plain = all(not recipe.packed_pools(layer) and recipe.pool(layer) is recipe.prompt_pool(layer) for layer in layers)
-    return recipe.policy.keeps_all and plain
+    plain = all(
+        not cache_factory.packed_pools(layer) and cache_factory.pool(layer) is cache_factory.prompt_pool(layer)
+        for layer in layers
+    )
+    return cache_factory.policy.keeps_all and plain
 
 
-def check_continues(recipe: CacheFactory, method: str) -> None:
+def check_continues(cache_factory: CacheFactory, method: str) -> None:
     """
     Raises:
         OptionError: caches of this method cannot be stored as sessions; the message says why.
     """
-    if (why := why_not(recipe)) is not None:
+    if (why := why_not(cache_factory)) is not None:
         raise OptionError(
             f"cache_dir= stores caches of finished turns, and one of method {method!r} cannot be continued: {why}; "
             "leave cache_dir out, or use a method such as 'h2o', 'snapkv' or 'full'"

@@ -107,87 +107,88 @@ def _broken(why: str) -> DataError:
     return DataError(f"the buffer of a request cannot be read: {why}; send the request once more")
 
 
-def cache_tensors(stack: BatchCache, *, later_prompts: bool = False) -> dict[str, Tensor]:
-    """All that is needed to continue the one sequence of a stack, whose prompt was planned; on the host.
+def cache_tensors(batch_cache: BatchCache, *, later_prompts: bool = False) -> dict[str, Tensor]:
+    """All that is needed to continue the one sequence of a batch cache, whose prompt was planned; on the host.
 
     later_prompts: see `to_tensors`.
     """
     found = {
         f"{layer_cache.index}.{name}": t
-        for layer_cache in stack.layers
+        for layer_cache in batch_cache.layers
         for name, t in _dense(to_tensors(layer_cache, later_prompts=later_prompts)).items()
     }
-    found["closed"] = torch.tensor(int(stack.tracker.closed[0]))
-    return found | (state_tensors(stack.states) if isinstance(stack.states, States) else {})
+    found["closed"] = torch.tensor(int(batch_cache.tracker.closed[0]))
+    return found | (state_tensors(batch_cache.states) if isinstance(batch_cache.states, States) else {})
 
 
 def sequence_tensors(
-    recipe: CacheFactory, stack: BatchCache, place: int, *, later_prompts: bool = False
+    cache_factory: CacheFactory, batch_cache: BatchCache, place: int, *, later_prompts: bool = False
 ) -> dict[str, Tensor]:
-    """`cache_tensors` of one sequence of a stack, which stays there."""
-    one = recipe.stack()
+    """`cache_tensors` of one sequence of a batch cache, which stays there."""
+    one = cache_factory.make_cache()
     try:
-        stack.copy_to([place], one)
+        batch_cache.copy_to([place], one)
         return cache_tensors(one, later_prompts=later_prompts)
     finally:
         one.clear()
 
 
 def pages_of(
-    recipe: CacheFactory, layers: Sequence[LayerShape], caches: Sequence[Mapping[str, Tensor]], n: int
+    cache_factory: CacheFactory, layers: Sequence[LayerShape], caches: Sequence[Mapping[str, Tensor]], n: int
 ) -> Pages:
     """Pages that stored sequences take, and slots of states for `n` answers; numbers are checked later."""
     need: Counter[Pool] = Counter()
     for cache in caches:
         for index, layer in enumerate(layers):
-            pool = recipe.pool(layer)
+            pool = cache_factory.pool(layer)
             lens = cache.get(f"{index}.lens", torch.zeros(1)).long().clamp(min=0)
             need[pool] += int((-(-lens // pool.slots)).sum())
-            for number, packed in enumerate(recipe.packed_pools(layer)):
+            for number, packed in enumerate(cache_factory.packed_pools(layer)):
                 owned = cache.get(f"{index}.{part_prefix(number)}owned", torch.zeros(1))
                 need[packed] += int(owned.long().clamp(min=0).sum())
-    if recipe.slots is not None:
-        need[cast(Pool, recipe.slots)] += n
+    if cache_factory.slots is not None:
+        need[cast(Pool, cache_factory.slots)] += n
     return dict(need)
 
 
 def fill_cache(
-    stack: BatchCache,
-    recipe: CacheFactory,
+    batch_cache: BatchCache,
+    cache_factory: CacheFactory,
     layers: list[LayerShape],
     n_heads: int,
     stored: Mapping[str, Tensor],
     ids: Tensor,
 ) -> None:
-    """Let an empty stack hold the sequence that `cache_tensors` was given, which has read the tokens `ids` (n,).
+    """Let an empty batch cache hold the sequence that `cache_tensors` was given, which has read the tokens `ids` (n,).
 
     Args:
-        recipe: of the stack. layers: what each stores. n_heads: query heads; 0 where the model names no number.
+        cache_factory: of the batch cache. layers: what each stores. n_heads: query heads; 0 where the model names no
+            number.
 
     Raises:
         DataError: tensors of other layers, or that do not fit together. PoolFullError: there is no room. In both
-            cases the caller clears the stack.
+            cases the caller clears the batch cache.
     """
-    closed = _closed(stored, recipe, len(ids))
+    closed = _closed(stored, cache_factory, len(ids))
     text, ids = ids, ids[closed:]
-    for layer_cache, layer in zip(stack.layers, layers, strict=True):
+    for layer_cache, layer in zip(batch_cache.layers, layers, strict=True):
         own = f"{layer_cache.index}."
         part = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own)}
-        dtype = recipe.pool(layer).arrays.dtype
+        dtype = cache_factory.pool(layer).arrays.dtype
         part = _padded(layer_cache.index, layer, dtype, n_heads, part)
         if closed and "origins" not in part:
             raise DataError(f"layer {layer_cache.index}: the request's cache lacks where its entries stood in the text")
         from_tensors(layer_cache, part, len(ids), ids.device)
-    states: Any = stack.states
+    states: Any = batch_cache.states
     if isinstance(states, States):
         restore_states(states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
-    stack.tracker.adopt(ids[None])
-    stack.tracker.closed[0] = len(text) - len(ids)
-    for layer_cache in stack.layers:
+    batch_cache.tracker.adopt(ids[None])
+    batch_cache.tracker.closed[0] = len(text) - len(ids)
+    for layer_cache in batch_cache.layers:
         layer_cache.columns = len(ids)
 
 
-def _closed(stored: Mapping[str, Tensor], recipe: CacheFactory, n_tokens: int) -> int:
+def _closed(stored: Mapping[str, Tensor], cache_factory: CacheFactory, n_tokens: int) -> int:
     """Positions that closed gaps took away of a text of `n_tokens`.
 
     Raises:
@@ -195,8 +196,8 @@ def _closed(stored: Mapping[str, Tensor], recipe: CacheFactory, n_tokens: int) -
     """
     given = stored.get("closed", torch.tensor(0))
     closed = int(given) if given.numel() == 1 and given.dtype == torch.int64 else -1
-    most = 0 if recipe.reach is None else n_tokens
-    if not 0 <= closed <= most or recipe.within_context(n_tokens - closed) < n_tokens - closed:
+    most = 0 if cache_factory.reach is None else n_tokens
+    if not 0 <= closed <= most or cache_factory.within_context(n_tokens - closed) < n_tokens - closed:
         raise DataError(f"the request's cache has lost {closed} positions of {n_tokens} tokens; send the request again")
     return closed
 

@@ -30,7 +30,7 @@ Logprob = tuple[int, float, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSnapshot:
+class CompletionSnapshot:
     """One answer so far.
 
     Attributes:
@@ -63,13 +63,13 @@ class RequestSnapshot:
         request: its prompt as token ids, and its deadline in seconds that are left. text: its prompt, if it was a text.
         answers: of which those that grow have a cache in `caches`, in order; or all of them one, which they share.
         ages: see `Ages`. prompt_logprobs: so far, None for the first token; None where not requested.
-        model: fingerprint of the model. recipe: how the cache is kept, in words.
+        model: fingerprint of the model. cache factory: how the cache is kept, in words.
         caches: tensors of each; none where the prompt was not read, which the next engine begins again.
     """
 
     request: Request
     text: str | None
-    answers: tuple[AnswerSnapshot, ...]
+    answers: tuple[CompletionSnapshot, ...]
     ages: Ages
     model: str
     recipe: str
@@ -155,7 +155,7 @@ class RequestSnapshot:
         )
         answers = [
             replace(
-                from_json(AnswerSnapshot, {**one, "tokens": _ids(tensors[f"answer.{index}.tokens"])}),
+                from_json(CompletionSnapshot, {**one, "tokens": _ids(tensors[f"answer.{index}.tokens"])}),
                 known=_ids(tensors[f"answer.{index}.known"]),
             )
             for index, one in enumerate(header["answers"])
@@ -187,7 +187,7 @@ def logprob_of(found: TokenLogprob) -> Logprob:
     return found.token_id, found.logprob, tuple((token, value) for token, value, _ in found.top)
 
 
-def _known_by_now(answer: AnswerSnapshot, known: tuple[int, ...]) -> AnswerSnapshot:
+def _known_by_now(answer: CompletionSnapshot, known: tuple[int, ...]) -> CompletionSnapshot:
     """An answer whose tokens are known as far as `known`, or further.
 
     Raises:

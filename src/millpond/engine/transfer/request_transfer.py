@@ -18,9 +18,9 @@ from millpond.engine.request import Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.request_validation import RequestValidator
 from millpond.engine.sampling.sampler import Sampled
-from millpond.engine.scheduler import State
+from millpond.engine.scheduler_request import RequestStatus
 from millpond.engine.transfer.container import fill_cache, pages_of, sequence_tensors
-from millpond.engine.transfer.request_snapshot import Ages, AnswerSnapshot, Logprob, RequestSnapshot, logprob_of
+from millpond.engine.transfer.request_snapshot import Ages, CompletionSnapshot, Logprob, RequestSnapshot, logprob_of
 from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFullError
 from millpond.hf.model_profile import ModelProfile
 from millpond.runner.cache_factory import CacheFactory
@@ -37,15 +37,15 @@ class RequestTransfer:
     """
 
     def __init__(self, parts: Components, validator: RequestValidator) -> None:
-        self._model, self._fingerprint, self._files = parts.model, parts.model_mark, parts.swap_files
-        self._scheduler, self._sampler, self._sharing = parts.scheduler, parts.sampler, parts.prefix_cache
-        self._requests, self._loads = parts.requests, parts.file_loads
+        self._model, self._fingerprint, self._swap_files = parts.model, parts.model_mark, parts.swap_files
+        self._scheduler, self._sampler, self._prefix_cache = parts.scheduler, parts.sampler, parts.prefix_cache
+        self._requests, self._file_loads = parts.requests, parts.file_loads
         self._validator, self._tokenizer = validator, parts.tokenizer
         self._n_heads = ModelProfile.of(parts.model.model).n_heads
 
     # ------------------------------------------------------------------ out
 
-    def to_bytes(self, live: RequestState) -> bytes:
+    def to_bytes(self, state: RequestState) -> bytes:
         """A snapshot of a request, which stays as it is.
 
         Raises:
@@ -53,66 +53,68 @@ class RequestTransfer:
             PoolFullError: it is swapped out, and there is no room to read its pages.
             DataError: the file with its pages is broken.
         """
-        recipe = live.group.recipe
-        if recipe.tier is not None:
+        cache_factory = state.group.cache_factory
+        if cache_factory.tier is not None:
             raise OptionError("keys and values on a disk do not move: use engines that keep them in memory")
-        if live.replaying:
+        if state.replaying:
             raise OptionError(
-                f"request {live.request.request_id!r} is read again, since a pass failed that it had a part of; call "
+                f"request {state.request.request_id!r} is read again, since a pass failed that it had a part of; call "
                 "again after some steps"
             )
-        if live.job.read < live.job.prompt:
-            return self._snapshot(live, []).to_bytes()
-        if live.stack is None:
-            places = [live.group.answers.index(answer) for answer in live.unfinished]
-            return self._snapshot(live, _caches(recipe, live.group.stack, places)).to_bytes()
-        if not self._sharing.has(live.stack.pages_to_swap_in()):
+        if state.scheduled.num_computed_tokens < state.scheduled.num_prompt_tokens:
+            return self._snapshot(state, []).to_bytes()
+        if state.private_cache is None:
+            places = [state.group.completions.index(completion) for completion in state.unfinished]
+            return self._snapshot(state, _caches(cache_factory, state.group.batch_cache, places)).to_bytes()
+        if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
             raise PoolFullError(
-                f"request {live.request.request_id!r} is swapped out, and the pool has no room to read its pages; call "
-                "again after some steps, or cancel another request"
+                f"request {state.request.request_id!r} is swapped out, and the pool has no room to read its pages; "
+                "call again after some steps, or cancel another request"
             )
-        live.stack.swap_in()
+        state.private_cache.swap_in()
         try:
-            return self._snapshot(live, _caches(recipe, live.stack, list(range(live.stack.n_seq)))).to_bytes()
+            return self._snapshot(
+                state, _caches(cache_factory, state.private_cache, list(range(state.private_cache.n_seq)))
+            ).to_bytes()
         except BaseException:
-            live.stack.swap_out(self._files)
+            state.private_cache.swap_out(self._swap_files)
             raise
 
-    def _snapshot(self, live: RequestState, caches: Sequence[Mapping[str, Tensor]]) -> RequestSnapshot:
-        now, request, times = time.monotonic(), live.request, live.times
+    def _snapshot(self, state: RequestState, caches: Sequence[Mapping[str, Tensor]]) -> RequestSnapshot:
+        now, request, times = time.monotonic(), state.request, state.times
         begun, prompt = bool(caches), request.prompt
         moving = replace(
             request,
-            prompt=live.ids,
+            prompt=state.ids,
             known=(),
             cache_salt=None if begun else request.cache_salt,
-            deadline=None if live.job.deadline is None else max(live.job.deadline - now, _NO_TIME),
+            deadline=None if state.scheduled.deadline is None else max(state.scheduled.deadline - now, _NO_TIME),
         )
         return RequestSnapshot(
             request=moving,
             text=prompt if isinstance(prompt, str) else None,
-            answers=tuple(self._answer(live, index) for index in range(len(live.answers))),
+            answers=tuple(self._answer(state, index) for index in range(len(state.completions))),
             ages=Ages(
                 arrived=now - times.arrived,
                 started=None if times.started is None else now - times.started,
                 first_token=None if times.first_token is None else now - times.first_token,
             ),
             model=self._fingerprint(),
-            recipe=live.group.recipe.described,
-            prompt_logprobs=_logprobs(live.prompt_logprobs) if begun else None,
+            recipe=state.group.cache_factory.described,
+            prompt_logprobs=_logprobs(state.prompt_logprobs) if begun else None,
             caches=caches,
         )
 
-    def _answer(self, live: RequestState, index: int) -> AnswerSnapshot:
-        answer = live.answers[index]
-        shown = answer.show()
-        return AnswerSnapshot(
-            seed=0 if answer.finished else self._sampler.seed_of(answer.key),
+    def _answer(self, state: RequestState, index: int) -> CompletionSnapshot:
+        completion = state.completions[index]
+        shown = completion.to_output()
+        return CompletionSnapshot(
+            seed=0 if completion.finished else self._sampler.seed_of(completion.key),
             tokens=shown.token_ids,
-            known=() if answer.finished else self._sampler.known_of(answer.key),
+            known=() if completion.finished else self._sampler.known_of(completion.key),
             logprobs=None if shown.logprobs is None else tuple(map(logprob_of, shown.logprobs)),
-            finish_reason=answer.finish_reason,
-            shared=answer.shared,
+            finish_reason=completion.finish_reason,
+            shared=completion.shared,
         )
 
     # ------------------------------------------------------------------ in
@@ -126,33 +128,34 @@ class RequestTransfer:
             OptionError, BudgetError, UnsupportedModelError: see `Engine.add`. Nothing is left behind in any case.
         """
         request = self._checked(snapshot)
-        live = self._validator.validate(request)
-        recipe = live.group.recipe
-        if snapshot.recipe != recipe.described:
+        state = self._validator.validate(request)
+        cache_factory = state.group.cache_factory
+        if snapshot.recipe != cache_factory.described:
             raise CacheMismatchError(
                 f"the request's cache is kept as {snapshot.recipe[:300]}, and here it would be kept as "
-                f"{recipe.described[:300]}: give both engines the same method, options, budget, codec and calibration"
+                f"{cache_factory.described[:300]}: give both engines the same method, options, budget, codec and "
+                "calibration"
             )
         if snapshot.text is not None:
-            live.request = replace(request, prompt=snapshot.text)
+            state.request = replace(request, prompt=snapshot.text)
         now, ages = time.monotonic(), snapshot.ages
         started, first = (None if age is None else now - age for age in (ages.started, ages.first_token))
-        live.times = Times(now - ages.arrived, started, first)
-        keys = [answer.key for answer in live.answers]
+        state.times = Times(now - ages.arrived, started, first)
+        keys = [completion.key for completion in state.completions]
         try:
-            self._start(live, snapshot)
+            self._start(state, snapshot)
             if snapshot.begun:
-                self._continue(live, snapshot)
+                self._continue(state, snapshot)
             else:
-                self._scheduler.add(live.job)
+                self._scheduler.add(state.scheduled)
         except BaseException:
             for key in keys:
                 self._sampler.stop(key)
             raise
-        self._requests.add(live)
-        for loads in self._loads if not live.job.read else ():
-            loads.add(live)
-        return live
+        self._requests.add(state)
+        for loads in self._file_loads if not state.scheduled.num_computed_tokens else ():
+            loads.add(state)
+        return state
 
     def _checked(self, snapshot: RequestSnapshot) -> Request:
         """The request as the engine takes it in."""
@@ -168,32 +171,32 @@ class RequestTransfer:
         known = tuple(answer.known for answer in answers)
         return replace(request, known=() if snapshot.begun or not any(known) else known)
 
-    def _start(self, live: RequestState, snapshot: RequestSnapshot) -> None:
+    def _start(self, state: RequestState, snapshot: RequestSnapshot) -> None:
         """Let the sampler and the answers know all tokens so far."""
-        params = live.request.params
+        params = state.request.params
         grammar, bans = self._sampler.grammars.of(params), self._sampler.bans_of(params)
-        for answer, stored in zip(live.answers, snapshot.answers, strict=True):
+        for completion, stored in zip(state.completions, snapshot.answers, strict=True):
             for token in (*stored.tokens, *stored.known):
                 if not 0 <= token < self._model.vocabulary:
                     raise DataError(f"token id {token} is not one of the model's {self._model.vocabulary}")
-            answer.shared = stored.shared
+            completion.shared = stored.shared
             found = stored.logprobs or ()
             if params.logprobs is not None and len(found) != len(stored.tokens):
                 raise DataError(f"{len(found)} log probabilities of {len(stored.tokens)} tokens; send it once more")
             for place, token in enumerate(stored.tokens):
-                if answer.finished:
-                    raise DataError(f"answer {answer.index} has tokens behind its end; send it once more")
-                answer.take(Sampled(token, *(found[place][1:] if found else ())))
-            if stored.finish_reason is None and answer.finished:
-                raise DataError(f"answer {answer.index} ends before its last token; send it once more")
-            if stored.finish_reason is not None and not answer.finished:
-                answer.end(stored.finish_reason)
-            if not answer.finished:
+                if completion.finished:
+                    raise DataError(f"answer {completion.index} has tokens behind its end; send it once more")
+                completion.append(Sampled(token, *(found[place][1:] if found else ())))
+            if stored.finish_reason is None and completion.finished:
+                raise DataError(f"answer {completion.index} ends before its last token; send it once more")
+            if stored.finish_reason is not None and not completion.finished:
+                completion.end(stored.finish_reason)
+            if not completion.finished:
                 self._sampler.start(
-                    answer.key,
+                    completion.key,
                     params,
-                    live.ids,
-                    answer.index,
+                    state.ids,
+                    completion.index,
                     grammar,
                     bans,
                     seed=stored.seed,
@@ -201,54 +204,70 @@ class RequestTransfer:
                     known=stored.known,
                 )
 
-    def _continue(self, live: RequestState, snapshot: RequestSnapshot) -> None:
+    def _continue(self, state: RequestState, snapshot: RequestSnapshot) -> None:
         """Decode behind the caches of a snapshot."""
-        going, caches, recipe, job = live.unfinished, snapshot.caches, live.group.recipe, live.job
-        alike = len(caches) == 1 < len(going)
-        if not going or (not alike and len(caches) != len(going)) or not all(answer.tokens for answer in going):
-            raise DataError(f"{len(caches)} caches of {len(going)} answers that continue; send the request once more")
-        if alike and any(len(answer.tokens) > 1 for answer in going):
-            raise DataError("answers of several tokens have one cache; send the request once more")
-        if snapshot.prompt_logprobs is not None and live.prompt_logprobs is not None:
-            live.prompt_logprobs = [one if one is None else self._logprob(one) for one in snapshot.prompt_logprobs]
-        job.read, job.width, job.state = job.prompt, len(going), State.DECODING
-        job.age = max((len(answer.tokens) for answer in going), default=0)
-        need = pages_of(recipe, self._model.layers, caches, len(going))
-        if not self._scheduler.may_join(job) or not self._sharing.has(need):
-            raise PoolFullError(
-                f"the requests in flight leave no room for {job.reserved:,} bytes of a request with {job.width} "
-                "answers; take it over after some of them have ended, or raise kv_memory or max_running"
+        unfinished, caches, cache_factory, scheduled = (
+            state.unfinished,
+            snapshot.caches,
+            state.group.cache_factory,
+            state.scheduled,
+        )
+        alike = len(caches) == 1 < len(unfinished)
+        if (
+            not unfinished
+            or (not alike and len(caches) != len(unfinished))
+            or not all(completion.tokens for completion in unfinished)
+        ):
+            raise DataError(
+                f"{len(caches)} caches of {len(unfinished)} answers that continue; send the request once more"
             )
-        stack = recipe.stack()
+        if alike and any(len(completion.tokens) > 1 for completion in unfinished):
+            raise DataError("answers of several tokens have one cache; send the request once more")
+        if snapshot.prompt_logprobs is not None and state.prompt_logprobs is not None:
+            state.prompt_logprobs = [one if one is None else self._logprob(one) for one in snapshot.prompt_logprobs]
+        scheduled.num_computed_tokens, scheduled.num_answers, scheduled.status = (
+            scheduled.num_prompt_tokens,
+            len(unfinished),
+            RequestStatus.DECODE,
+        )
+        scheduled.num_decoded_tokens = max((len(completion.tokens) for completion in unfinished), default=0)
+        need = pages_of(cache_factory, self._model.layers, caches, len(unfinished))
+        if not self._scheduler.can_admit_transferred(scheduled) or not self._prefix_cache.make_room(need):
+            raise PoolFullError(
+                f"the requests in flight leave no room for {scheduled.reserved_bytes:,} bytes of a request with "
+                f"{scheduled.num_answers} answers; take it over after some of them have ended, or raise "
+                "kv_memory or max_running"
+            )
+        batch_cache = cache_factory.make_cache()
         try:
-            for cache, answer in zip(caches, going, strict=False):
-                self._fill(stack, recipe, cache, (*live.ids, *answer.tokens[:-1]), live)
+            for cache, completion in zip(caches, unfinished, strict=False):
+                self._fill(batch_cache, cache_factory, cache, (*state.ids, *completion.tokens[:-1]), state)
             if alike:
-                stack.select([0] * len(going))
+                batch_cache.select([0] * len(unfinished))
         except BaseException:
-            stack.clear()
+            batch_cache.clear()
             raise
-        self._scheduler.add(job)
-        live.group = live.group.with_room(len(going))
-        live.group.join(stack, going)
-        live.group.update_stats()
+        self._scheduler.add(scheduled)
+        state.group = state.group.with_room(len(unfinished))
+        state.group.join(batch_cache, unfinished)
+        state.group.update_stats()
 
     def _fill(
         self,
-        stack: BatchCache,
-        recipe: CacheFactory,
+        batch_cache: BatchCache,
+        cache_factory: CacheFactory,
         cache: Mapping[str, Tensor],
         ids: Sequence[int],
-        live: RequestState,
+        state: RequestState,
     ) -> None:
-        """Add one sequence to a stack."""
-        one = recipe.stack()
-        one.mark(live.marks)
+        """Add one sequence to a batch cache."""
+        one = cache_factory.make_cache()
+        one.mark(state.marks)
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
-            fill_cache(one, recipe, self._model.layers, self._n_heads, cache, tokens)
-            one.tracker.marks.dropped.add(live.marks.forget, 0)
-            stack.join(one)
+            fill_cache(one, cache_factory, self._model.layers, self._n_heads, cache, tokens)
+            one.tracker.marks.dropped.add(state.marks.forget, 0)
+            batch_cache.join(one)
         except BaseException:
             one.clear()
             raise
@@ -257,16 +276,16 @@ class RequestTransfer:
         return with_texts(self._tokenizer, *found)
 
 
-def _caches(recipe: CacheFactory, stack: BatchCache, places: Sequence[int]) -> list[dict[str, Tensor]]:
-    """The tensors of some sequences of a stack, once where they have written nothing of their own yet."""
-    chosen = places[:1] if _alike(stack, places) else places
-    return [sequence_tensors(recipe, stack, place) for place in chosen]
+def _caches(cache_factory: CacheFactory, batch_cache: BatchCache, places: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The tensors of some sequences of a batch cache, once where they have written nothing of their own yet."""
+    chosen = places[:1] if _alike(batch_cache, places) else places
+    return [sequence_tensors(cache_factory, batch_cache, place) for place in chosen]
 
 
-def _alike(stack: BatchCache, places: Sequence[int]) -> bool:
+def _alike(batch_cache: BatchCache, places: Sequence[int]) -> bool:
     """Whether several sequences hold the same pages, and no others: they have not decoded yet."""
     chosen = list(places)
-    for layer_cache in stack.layers:
+    for layer_cache in batch_cache.layers:
         if layer_cache.table is None or len(chosen) < 2:
             return False
         for part in parts_of(layer_cache.table):

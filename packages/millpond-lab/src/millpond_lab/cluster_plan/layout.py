@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from millpond.budget import Budget
-from millpond.engine.scheduler import MemoryNeed
+from millpond.engine.scheduler_request import MemoryNeed
 from millpond.errors import OptionError
 from millpond_lab.cluster_plan.profile import StepTimes
 

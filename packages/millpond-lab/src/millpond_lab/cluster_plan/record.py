@@ -29,7 +29,7 @@ class RecordedMove:
     """A request that left an engine or came into it.
 
     Attributes:
-        request: its name. prompt: tokens of its prompt. began: on the clock of the machine, in seconds.
+        request: its name. num_prompt_tokens: tokens of its prompt. began: on the clock of the machine, in seconds.
         seconds: for which the engine took no step.
     """
 
@@ -62,18 +62,18 @@ def cache_of(engine: Engine) -> tuple[CacheSize, int]:
     Raises:
         OptionError: a budget in bytes.
     """
-    layers, recipe = engine.layers, engine.recipe
-    entry_bytes = float(sum(recipe.entry_bytes(layer) for layer in layers))
-    stored = sum(_stored_bytes(recipe, layer) for layer in layers)
-    policy = recipe.policy
+    layers, cache_factory = engine.layers, engine.cache_factory
+    entry_bytes = float(sum(cache_factory.entry_bytes(layer) for layer in layers))
+    stored = sum(_stored_bytes(cache_factory, layer) for layer in layers)
+    policy = cache_factory.policy
     grows = policy.keeps_all or (policy.grows_when_decoded and not policy.makes_room)
-    budget = None if policy.keeps_all else recipe.budget
+    budget = None if policy.keeps_all else cache_factory.budget
     return CacheSize(entry_bytes, stored, budget, grows), layers[0].key_dim
 
 
-def _stored_bytes(recipe: CacheLayout, layer: LayerShape) -> float:
+def _stored_bytes(layout: CacheLayout, layer: LayerShape) -> float:
     """Bytes of a kept token in one layer; codes as far as they take no more than numbers as they are."""
-    own, codec = recipe.entry_bytes(layer), recipe.codec(layer)
+    own, codec = layout.entry_bytes(layer), layout.codec(layer)
     if codec is None:
         return own
     numbers = layer.n_kv_heads * (layer.key_dim + layer.value_dim)
@@ -122,13 +122,13 @@ class StepRecorder:
 
     def _load(self, step: Step) -> StepLoad:
         tokens = squares = ended = entries = 0
-        for job, n in step.chunks:  # which have been read by now
+        for scheduled, n in step.prefills:  # which have been read by now
             tokens += n
-            squares += job.read**2 - (job.read - n) ** 2
-            ended += job.read == job.prompt
-        for job in step.decodes:
-            done = self._done[job.key] = self._done.get(job.key, 0) + 1
-            entries += self._cache.kept(job.prompt, done)
+            squares += scheduled.num_computed_tokens**2 - (scheduled.num_computed_tokens - n) ** 2
+            ended += scheduled.num_computed_tokens == scheduled.num_prompt_tokens
+        for scheduled in step.decodes:
+            done = self._done[scheduled.key] = self._done.get(scheduled.key, 0) + 1
+            entries += self._cache.kept(scheduled.num_prompt_tokens, done)
         return StepLoad(tokens, squares, ended, len(step.decodes), entries)
 
 

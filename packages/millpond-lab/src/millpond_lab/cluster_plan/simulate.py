@@ -12,7 +12,8 @@ import numpy as np
 
 from millpond.cluster.router import DECODING
 from millpond.engine.async_llm import CALLS_SHARE
-from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, Step
+from millpond.engine.scheduler import Scheduler, Step
+from millpond.engine.scheduler_request import MemoryNeed, SchedulerRequest
 from millpond.errors import OptionError
 from millpond_lab.cluster_plan.layout import CacheSize, ClusterLayout, Link, WorkerPlan
 from millpond_lab.cluster_plan.profile import StepLoad
@@ -23,7 +24,7 @@ class PlannedRequest:
     """One request.
 
     Attributes:
-        at: seconds from the first one. prompt, output: tokens, at least 1 each.
+        at: seconds from the first one. num_prompt_tokens, output: tokens, at least 1 each.
     """
 
     at: float
@@ -77,7 +78,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class MissLimit:
-    """When a simulation need not go on: more than `most` levels, in seconds, were missed."""
+    """When a simulation need not go on: more than `peak` levels, in seconds, were missed."""
 
     ttft: float
     tpot: float
@@ -85,7 +86,7 @@ class MissLimit:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _SimulatedRequest:
     """A request under way: tokens of its answer, when the first and the last came, and what was moved."""
 
     key: str
@@ -110,12 +111,12 @@ class _Worker:
 
     plan: WorkerPlan
     scheduler: Scheduler
-    flights: dict[str, _Flight] = field(default_factory=dict)
+    flights: dict[str, _SimulatedRequest] = field(default_factory=dict)
     busy: bool = False
     unread: int = 0
     held: int = 0
     incoming: int = 0
-    offers: deque[tuple[_Flight, _Worker]] = field(default_factory=deque)
+    offers: deque[tuple[_SimulatedRequest, _Worker]] = field(default_factory=deque)
     link_free: float = 0.0
     between: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
     acted: bool = False
@@ -160,7 +161,7 @@ class Simulation:
         Raises:
             OptionError: a request that no worker's memory can hold.
         """
-        flights = [_Flight(str(number), request) for number, request in enumerate(requests)]
+        flights = [_SimulatedRequest(str(number), request) for number, request in enumerate(requests)]
         self._stop, self._missed = stop, 0
         for flight in flights:
             self._check(flight.request)
@@ -182,16 +183,16 @@ class Simulation:
     def _check(self, request: PlannedRequest) -> None:
         for worker in self._workers:
             need, memory = self._need(worker, request), worker.plan.memory
-            if memory is not None and need.most(1) > memory:
+            if memory is not None and need.peak(1) > memory:
                 raise OptionError(
-                    f"a request of {request.prompt:,} + {request.output:,} tokens holds {need.most(1):,} bytes, a "
+                    f"a request of {request.prompt:,} + {request.output:,} tokens holds {need.peak(1):,} bytes, a "
                     f"worker that does {worker.plan.role} has {memory:,}; leave longer requests out or give more memory"
                 )
 
     def _need(self, worker: _Worker, request: PlannedRequest) -> MemoryNeed:
         need = self._cache.need(request.prompt, request.output)
         if worker.plan.role == "prefill":
-            return MemoryNeed(need.reading, 0, 0)
+            return MemoryNeed(need.prefill, 0, 0)
         return MemoryNeed(0, 0, need.each) if worker.plan.role == "decode" else need
 
     def _at(self, when: float, act: Callable[[], None], joins: bool = True) -> None:
@@ -203,11 +204,11 @@ class Simulation:
 
     # ------------------------------------------------------------------ steps
 
-    def _arrives(self, flight: _Flight) -> None:
+    def _arrives(self, flight: _SimulatedRequest) -> None:
         worker = min(self._readers, key=lambda one: one.load)
         worker.flights[flight.key] = flight
         worker.unread += flight.request.prompt
-        worker.scheduler.add(Job(flight.key, flight.request.prompt, self._need(worker, flight.request)))
+        worker.scheduler.add(SchedulerRequest(flight.key, flight.request.prompt, self._need(worker, flight.request)))
         self._wake(worker)
 
     def _wake(self, worker: _Worker) -> None:
@@ -250,12 +251,12 @@ class Simulation:
         Returns:
             When the step begins that is still to be taken, and its load.
         """
-        if step.chunks or len(worker.scheduler) != len(step.decodes):
+        if step.prefills or len(worker.scheduler) != len(step.decodes):
             return self._now, load
         while self._joins and self._joins[0] < self._now:
             heapq.heappop(self._joins)
         until = self._joins[0] if self._joins else float("inf")
-        flights = [worker.flights[job.key] for job in step.decodes]
+        flights = [worker.flights[scheduled.key] for scheduled in step.decodes]
         grows = len(flights) if self._cache.grows else 0
         seconds = worker.plan.times.seconds
         first = seconds(load)
@@ -266,39 +267,42 @@ class Simulation:
             if begins + took >= until:
                 break
             begins, steps = begins + took, steps + 1
-            worker.scheduler.took_seconds(step, took)
+            worker.scheduler.record_step_time(step, took)
         load = replace(load, entries=load.entries + steps * grows)
-        for flight, job in zip(flights, step.decodes, strict=True):
+        for flight, scheduled in zip(flights, step.decodes, strict=True):
             flight.done += steps
-            job.account.served += steps * job.width
+            scheduled.client.served += steps * scheduled.num_answers
         return begins, load
 
     def _load(self, worker: _Worker, step: Step) -> StepLoad:
-        flights = [worker.flights[job.key] for job in step.decodes]
+        flights = [worker.flights[scheduled.key] for scheduled in step.decodes]
         return StepLoad(
-            sum(n for _, n in step.chunks),
-            sum((job.read + n) ** 2 - job.read**2 for job, n in step.chunks),
-            sum(job.read + n == job.prompt for job, n in step.chunks),
+            sum(n for _, n in step.prefills),
+            sum(
+                (scheduled.num_computed_tokens + n) ** 2 - scheduled.num_computed_tokens**2
+                for scheduled, n in step.prefills
+            ),
+            sum(scheduled.num_computed_tokens + n == scheduled.num_prompt_tokens for scheduled, n in step.prefills),
             len(flights),
             sum(self._cache.kept(flight.request.prompt, flight.done) for flight in flights),
         )
 
     def _end(self, worker: _Worker, step: Step, took: float) -> None:
-        worker.scheduler.took_seconds(step, took)
+        worker.scheduler.record_step_time(step, took)
         worker.acted, worker.acts_until = False, self._now + CALLS_SHARE * took
-        for job, n in step.chunks:
-            worker.scheduler.mark_read(job, n)
-            if job.read == job.prompt:
-                worker.unread -= job.prompt
-                self._drew(worker, job)
-        for job in step.decodes:
-            self._drew(worker, job)
+        for scheduled, n in step.prefills:
+            worker.scheduler.add_computed_tokens(scheduled, n)
+            if scheduled.num_computed_tokens == scheduled.num_prompt_tokens:
+                worker.unread -= scheduled.num_prompt_tokens
+                self._drew(worker, scheduled)
+        for scheduled in step.decodes:
+            self._drew(worker, scheduled)
         self._fetch(worker)
         self._begin(worker)
 
-    def _drew(self, worker: _Worker, job: Job) -> None:
+    def _drew(self, worker: _Worker, scheduled: SchedulerRequest) -> None:
         """A token of an answer was drawn."""
-        flight = worker.flights[job.key]
+        flight = worker.flights[scheduled.key]
         flight.done += 1
         flight.last = self._now
         if flight.done == 1:
@@ -308,8 +312,8 @@ class Simulation:
         if ends and flight.done > 1:
             self._count_late((flight.last - flight.first) / (flight.done - 1), "tpot")
         if ends or worker.plan.role == "prefill":
-            worker.scheduler.remove(job)
-            del worker.flights[job.key]
+            worker.scheduler.remove(scheduled)
+            del worker.flights[scheduled.key]
         if not ends and worker.plan.role == "prefill":
             flight.moved = self._cache.moved(flight.request.prompt)
             worker.held += flight.moved
@@ -334,7 +338,7 @@ class Simulation:
         act()
         self._begin(worker)
 
-    def _offer(self, worker: _Worker, flight: _Flight) -> None:
+    def _offer(self, worker: _Worker, flight: _SimulatedRequest) -> None:
         decoder = min(self._decoders, key=lambda one: one.load)
         decoder.offers.append((flight, worker))
         self._fetch(decoder)
@@ -344,10 +348,10 @@ class Simulation:
         memory = worker.plan.memory
         while worker.offers:
             flight, reader = worker.offers[0]
-            need = self._need(worker, flight.request).most(1)
+            need = self._need(worker, flight.request).peak(1)
             if memory is not None:
                 waits = worker.incoming and worker.incoming + need > WAITING_SHARE * memory
-                if waits or worker.scheduler.reserved + worker.incoming + need > memory:
+                if waits or worker.scheduler.reserved_bytes + worker.incoming + need > memory:
                     return
             worker.offers.popleft()
             worker.incoming += need
@@ -355,15 +359,17 @@ class Simulation:
             when = reader.link_free + self._link.latency_s
             self._at(when, lambda a=flight, b=reader, c=need: self._moved(worker, a, b, c))  # type: ignore[misc]
 
-    def _moved(self, worker: _Worker, flight: _Flight, reader: _Worker, need: int) -> None:
+    def _moved(self, worker: _Worker, flight: _SimulatedRequest, reader: _Worker, need: int) -> None:
         reader.held -= flight.moved
         self._wake(reader)
         worker.flights[flight.key] = flight
         self._occupy(worker, worker.plan.moves.taking_in(flight.moved), lambda: self._taken_in(worker, flight, need))
 
-    def _taken_in(self, worker: _Worker, flight: _Flight, need: int) -> None:
+    def _taken_in(self, worker: _Worker, flight: _SimulatedRequest, need: int) -> None:
         worker.incoming -= need
         prompt = flight.request.prompt
-        worker.scheduler.add(Job(flight.key, prompt, self._need(worker, flight.request), read=prompt))
+        worker.scheduler.add(
+            SchedulerRequest(flight.key, prompt, self._need(worker, flight.request), num_computed_tokens=prompt)
+        )
         self._wake(worker)
         self._fetch(worker)

@@ -25,7 +25,7 @@ STAGE_S = 1e-3
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _SimulatedRequest:
     """A request under way; `done` tokens of its answer, and when the first one and the last one came."""
 
     request: PlannedRequest
@@ -46,8 +46,8 @@ class _Stage:
     stages: int
     rank: int
     busy: bool = False
-    prompts: deque[tuple[int, _Flight]] = field(default_factory=deque)  # with the number of their batch
-    answers: deque[_Flight] = field(default_factory=deque)
+    prompts: deque[tuple[int, _SimulatedRequest]] = field(default_factory=deque)  # with the number of their batch
+    answers: deque[_SimulatedRequest] = field(default_factory=deque)
 
 
 class Published:
@@ -67,7 +67,7 @@ class Published:
 
     def run(self, requests: Sequence[PlannedRequest]) -> list[tuple[float, float]]:
         """(seconds to the first token, seconds per token) of each request, in their order."""
-        flights = [_Flight(request) for request in requests]
+        flights = [_SimulatedRequest(request) for request in requests]
         for flight in flights:
             self._at(flight.request.at, self._arrives(flight))
         while self._events:
@@ -79,7 +79,7 @@ class Published:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, act))
 
-    def _arrives(self, flight: _Flight) -> Callable[[], None]:
+    def _arrives(self, flight: _SimulatedRequest) -> Callable[[], None]:
         def act() -> None:
             self._read[0].prompts.append((-1, flight))
             self._wake(self._read[0])
@@ -101,7 +101,7 @@ class Published:
             stage.busy = False
 
     def _read_batch(self, stage: _Stage) -> None:
-        batch: list[_Flight] = []
+        batch: list[_SimulatedRequest] = []
         room = PROMPT_TOKENS
         self._batches += stage.rank == 0
         name = self._batches if stage.rank == 0 else stage.prompts[0][0]
@@ -117,7 +117,7 @@ class Published:
         took = took / stage.stages + STAGE_S * stage.stages + self._overhead(stage, sum(lengths))
         self._at(self._now + took, lambda: self._end_read(stage, batch, name))
 
-    def _end_read(self, stage: _Stage, batch: list[_Flight], name: int) -> None:
+    def _end_read(self, stage: _Stage, batch: list[_SimulatedRequest], name: int) -> None:
         if stage.rank + 1 < stage.stages:
             following = self._read[stage.rank + 1]
             following.prompts.extend((name, flight) for flight in batch)
@@ -130,7 +130,7 @@ class Published:
         self._begin(stage)
 
     def _decode_batch(self, stage: _Stage) -> None:
-        batch: list[_Flight] = []
+        batch: list[_SimulatedRequest] = []
         room = DECODE_TOKENS
         while stage.answers and stage.answers[0].context + 1 <= room:
             flight = stage.answers.popleft()
@@ -140,7 +140,7 @@ class Published:
         took = stage.times.seconds(StepLoad(answers=len(batch), entries=contexts + len(batch))) / stage.stages
         self._at(self._now + took + self._overhead(stage, contexts), lambda: self._end_decode(stage, batch))
 
-    def _end_decode(self, stage: _Stage, batch: list[_Flight]) -> None:
+    def _end_decode(self, stage: _Stage, batch: list[_SimulatedRequest]) -> None:
         last = stage.rank + 1 == stage.stages
         if last:
             for flight in batch:

@@ -8,44 +8,45 @@ from typing import Any
 import pytest
 
 import millpond as mp
-from millpond.engine.age_spread import FILLINGS, PARTS, bytes_at, later_bytes, peak_bytes
 from millpond.engine.config import EngineConfig
+from millpond.engine.diagonal_schedule import FILLINGS, PARTS, bytes_at, growth_bytes, peak_bytes
 from millpond.engine.engine import Engine
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import Plan
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Job, MemoryNeed, Scheduler, State
+from millpond.engine.scheduler import Scheduler
+from millpond.engine.scheduler_request import MemoryNeed, RequestStatus, SchedulerRequest
 
 PROMPT, NEW = 64, 64
 #: Bytes of a cache of a prompt and an answer, one byte a token; a limit that holds 12 of them at their end.
 MOST, LIMIT = PROMPT + NEW, 12 * (PROMPT + NEW)
 
 
-def job(key: str, new: int = NEW, **rest: Any) -> Job:
-    later = later_bytes(lambda n: PROMPT + n, new)
-    return Job(key, PROMPT, MemoryNeed(PROMPT, 0, PROMPT + new), new=new, later=later, **rest)
+def request_of(key: str, new: int = NEW, **rest: Any) -> SchedulerRequest:
+    later = growth_bytes(lambda n: PROMPT + n, new)
+    return SchedulerRequest(key, PROMPT, MemoryNeed(PROMPT, 0, PROMPT + new), max_new_tokens=new, growth=later, **rest)
 
 
-def at_age(age: int, new: int = NEW) -> Job:
-    return job(str(age), new, read=PROMPT, age=age, state=State.DECODING)
+def at_age(age: int, new: int = NEW) -> SchedulerRequest:
+    return request_of(str(age), new, num_computed_tokens=PROMPT, num_decoded_tokens=age, status=RequestStatus.DECODE)
 
 
 def simulate(scheduler: Scheduler, n_jobs: int, new: Any = lambda n: NEW) -> tuple[int, int, int]:
-    """Runs jobs to their ends; returns steps, the most bytes held at a time, and the most jobs."""
+    """Runs requests to their ends; returns steps, the most bytes held at a time, and the most requests."""
     for n in range(n_jobs):
-        scheduler.add(job(str(n), new(n)))
+        scheduler.add(request_of(str(n), new(n)))
     steps = most_bytes = most_jobs = 0
     while len(scheduler):
         step = scheduler.plan()
         assert not step.empty, "something runs whenever something waits"
-        assert not step.out, "none makes way for another of its client"
+        assert not step.preempt, "none makes way for another of its client"
         running = [*scheduler._running()]
-        most_bytes = max(most_bytes, sum(PROMPT + one.age for one in running))
+        most_bytes = max(most_bytes, sum(PROMPT + one.num_decoded_tokens for one in running))
         most_jobs = max(most_jobs, len(running))
-        for one, n in step.chunks:
-            scheduler.mark_read(one, n)
+        for one, n in step.prefills:
+            scheduler.add_computed_tokens(one, n)
         for one in step.decodes:
-            if one.age == one.new:
+            if one.num_decoded_tokens == one.max_new_tokens:
                 scheduler.remove(one)
         steps += 1
     return steps, most_bytes, most_jobs
@@ -55,16 +56,21 @@ def test_what_is_still_to_come_is_never_more_than_it_is() -> None:
     one = at_age(0, 50)
     for age in range(51):
         assert PROMPT + age <= bytes_at(one, age) <= PROMPT + age + -(-50 // PARTS) + 1
-    assert bytes_at(one, 50) == one.reserved
+    assert bytes_at(one, 50) == one.reserved_bytes
 
 
 def test_the_peak_is_that_of_every_step_to_come() -> None:
-    jobs = [at_age(age, new) for age, new in ((0, 64), (10, 30), (29, 30), (63, 64), (5, 200))]
+    scheduled = [at_age(age, new) for age, new in ((0, 64), (10, 30), (29, 30), (63, 64), (5, 200))]
     every_step = max(
-        sum(bytes_at(one, one.age + step) for one in jobs if one.age + step <= one.new) for step in range(1, 201)
+        sum(
+            bytes_at(one, one.num_decoded_tokens + step)
+            for one in scheduled
+            if one.num_decoded_tokens + step <= one.max_new_tokens
+        )
+        for step in range(1, 201)
     )
-    assert peak_bytes(jobs) == every_step
-    assert peak_bytes([*jobs, job("unread")]) == every_step + MOST
+    assert peak_bytes(scheduled) == every_step
+    assert peak_bytes([*scheduled, request_of("unread")]) == every_step + MOST
     assert peak_bytes([]) == 0
 
 
@@ -81,7 +87,7 @@ def test_more_run_together_inside_the_same_memory() -> None:
     assert whole[2] == 12
     assert spread[2] == 15
     assert max(whole[1], spread[1]) <= LIMIT
-    assert spread[0] < 0.92 * whole[0], "240 jobs with 15 at a time in fewer steps, though it begins slowly"
+    assert spread[0] < 0.92 * whole[0], "240 requests with 15 at a time in fewer steps, though it begins slowly"
 
 
 @pytest.mark.parametrize("n_jobs", [1, 5, 40, 100])
@@ -94,15 +100,15 @@ def test_lengths_of_all_kinds_stay_inside_the_memory(n_jobs: int) -> None:
 def test_few_requests_begin_at_once() -> None:
     few = Scheduler(None, step_tokens=2048, most_running=8, spread=True)
     for n in range(8):
-        few.add(job(str(n)))
-    assert len(few.plan().chunks) == 8
+        few.add(request_of(str(n)))
+    assert len(few.plan().prefills) == 8
     many = Scheduler(None, step_tokens=2048, most_running=8, spread=True)
     for n in range(2 * 8 * FILLINGS):
-        many.add(job(str(n)))
+        many.add(request_of(str(n)))
     begun = []
     for step_number in range(4 * NEW // 8):
-        for one, n in many.plan().chunks:
-            many.mark_read(one, n)
+        for one, n in many.plan().prefills:
+            many.add_computed_tokens(one, n)
             begun.append(step_number)
     assert begun == [0, 8, 16, 24], "one in every eighth of an answer's length"
 

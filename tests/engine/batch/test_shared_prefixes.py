@@ -15,7 +15,7 @@ from millpond.engine.request import CacheOptions, Request
 from millpond.engine.sampling.params import SamplingParams
 from millpond.errors import MillpondError, NumericsError, OptionError
 from tests.engine.test_codecs import model as wide_model
-from tests.engine.test_prefix_sharing_full_pool import bytes_of, distinct, tree_of_prompts
+from tests.engine.test_prefix_cache_full_pool import bytes_of, distinct, tree_of_prompts
 from tests.helpers.engine.helpers import METHODS, budget_of, engine_for, finish, greedy
 from tests.helpers.hf.families import shared_model
 
@@ -47,7 +47,7 @@ def test_a_batch_changes_no_token_and_reads_each_once(method: str) -> None:
     here, stats = answers("batch", PROMPTS, greedy(5), **own)
     assert here == there
     assert stats.prompt_tokens == plan_batch(PROMPTS).to_read < 1.15 * distinct(PROMPTS)
-    assert stats.prompt_tokens + stats.shared_tokens > sum(map(len, PROMPTS))  # trunks are read besides
+    assert stats.prompt_tokens + stats.shared_tokens > sum(map(len, PROMPTS))  # prefixes are read besides
     assert stats.kv_bytes == 0
 
 
@@ -157,7 +157,7 @@ def test_every_request_is_answered_or_ends_and_no_page_is_held(
     if limit is not None:  # the least that the longest one needs alone, with what its method holds besides pages
         alone = Request(request_id="alone", prompt=max(prompts, key=len), params=greedy(4))
         probe = engine_for(method)
-        limit = max(limit, probe._validator.validate(alone).job.need.most(1))
+        limit = max(limit, probe._validator.validate(alone).scheduled.memory_need.peak(1))
         probe.close()
     engine = engine_for(
         method,
@@ -192,7 +192,7 @@ def test_every_request_is_answered_or_ends_and_no_page_is_held(
         engine.check_integrity()
         assert limit is None or engine.stats().kv_reserved <= limit
     assert done.keys() == {one.request_id for one in asked}
-    assert engine._scheduler.reserved == len(engine._scheduler) == 0
+    assert engine._scheduler.reserved_bytes == len(engine._scheduler) == 0
     engine._parts.prefix_cache.tree.clear()
     engine._parts.trim()
     assert engine._parts.memory.nbytes == 0
@@ -214,8 +214,8 @@ def _alone(method: str, prompts: tuple[tuple[int, ...], ...]) -> list[tuple[int,
     return [done[str(n)].completions[0].token_ids for n in range(len(prompts))]
 
 
-def test_a_trunk_that_blocks_is_let_go() -> None:
-    """Beside what another batch holds, nothing would fit: its trunk goes, and its prompts are read whole."""
+def test_a_prefix_that_blocks_is_let_go() -> None:
+    """Beside what another batch holds, nothing would fit: its prefix goes, and its prompts are read whole."""
     engine = engine_for("full", kv_memory=bytes_of(130, new=8), max_step_tokens=256)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=UserWarning)
@@ -223,15 +223,15 @@ def test_a_trunk_that_blocks_is_let_go() -> None:
         engine.add_batch([Request(request_id=f"a{n}", prompt=(*head, n + 2, 5), params=greedy(8)) for n in range(2)])
         for _ in range(2):
             engine.step()
-        trunk = next(live for live in engine._requests if live.job.trunk)
-        engine._parts.shared_prefixes.let_go(trunk)
+        shared_prefix = next(state for state in engine._requests if state.scheduled.is_shared_prefix)
+        engine._parts.shared_prefixes.release(shared_prefix)
         engine.check_integrity()
         done = finish(engine)
     assert [len(done[f"a{n}"].completions[0].token_ids) for n in range(2)] == [8, 8]
     engine.close()
 
 
-def test_the_pass_of_a_trunk_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pass_of_a_prefix_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(shared_model("llama"), method="full", page_slots=4, max_step_tokens=256)
     forward, calls = engine._model.forward, 0
 
@@ -247,6 +247,6 @@ def test_the_pass_of_a_trunk_that_fails_ends_no_request(monkeypatch: pytest.Monk
     done = finish(engine)
     assert [done[str(n)].error for n in range(3)] == [None] * 3
     lost, rest = 41, sum(len(_TREE[n]) for n in range(3)) - 3 * 41
-    assert engine.stats().prompt_tokens > 2 * lost + 22, "the first trunk was read again, by all that was behind it"
+    assert engine.stats().prompt_tokens > 2 * lost + 22, "the first prefix was read again, by all that was behind it"
     assert engine.stats().prompt_tokens < 3 * lost + rest
     engine.close()

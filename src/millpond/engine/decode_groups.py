@@ -33,11 +33,11 @@ IDLE = 64
 COMPLETED = 256
 
 
-class GroupRegistry:
+class DecodeGroups:
     """Makes groups when a request first asks for one, and keeps them.
 
     Args:
-        defaults: what holds where a request says nothing. account: what all pools share.
+        defaults: what holds where a request says nothing. memory_limit: what all pools share.
         calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
         fit: the table of requests with budget="auto"; None: that of the user's cache folder.
         named: whether a method, budget or format was given for the engine.
@@ -51,7 +51,7 @@ class GroupRegistry:
         self,
         model: PackedModel,
         defaults: CacheOptions,
-        account: MemoryLimit,
+        memory_limit: MemoryLimit,
         page_slots: int,
         tokenizer: Any,
         calibration: CalibrationSource = None,
@@ -64,14 +64,14 @@ class GroupRegistry:
         self.reach, self._named, self._floor = reach, named, floor
         self.defaults = defaults
         self._model = model
-        self._account = account
+        self._memory_limit = memory_limit
         self._page_slots = page_slots
         self._tokenizer = tokenizer
         self._calibration, self._tier = calibration, tier
         self._fit, self._fits = fit, dict[str, Fit]()
         self._groups: dict[tuple[Any, ...], DecodeGroup] = {}
         self._pools: dict[tuple[Any, ...], PoolSet] = {}
-        self._slots = None if model.states is None else StateSlots(model.states.nbytes, account)
+        self._slots = None if model.states is None else StateSlots(model.states.nbytes, memory_limit)
         self._completed: dict[tuple[Any, ...], CacheOptions] = {}
 
     @property
@@ -103,7 +103,7 @@ class GroupRegistry:
             key = _key(replace(chosen, codec=codec), files)
             if key not in self._groups:
                 self._forget_idle()
-                recipe = CacheFactory(
+                cache_factory = CacheFactory(
                     self._model,
                     self._pools_of,
                     method,
@@ -116,7 +116,7 @@ class GroupRegistry:
                     self._tier,
                     self.reach,
                 )
-                self._groups[key] = DecodeGroup(recipe, self._model.layers)
+                self._groups[key] = DecodeGroup(cache_factory, self._model.layers)
         return self._groups[key]
 
     def _files_of(self, asked: CacheOptions) -> Mapping[str, OptionFile] | None:
@@ -126,7 +126,7 @@ class GroupRegistry:
 
     def _forget_idle(self) -> None:
         """Drop idle groups, so that ever new settings do not pile up."""
-        idle = [key for key, group in self._groups.items() if not group.answers]
+        idle = [key for key, group in self._groups.items() if not group.completions]
         for key in idle[: max(0, len(idle) - IDLE)]:
             del self._groups[key]
 
@@ -185,12 +185,12 @@ class GroupRegistry:
         aged = isinstance(storage, Codec) and bool(storage.ages)  # requests may give their tiers any sizes
         key = ("by age" if aged else storage.name if isinstance(storage, Codec) else storage, masses)
         if aged and key in self._pools:
-            return PoolSet(storage, self._page_slots, self._account, masses=masses, shared=self._pools[key])
+            return PoolSet(storage, self._page_slots, self._memory_limit, masses=masses, shared=self._pools[key])
         if key not in self._pools:
             self._pools[key] = PoolSet(
                 storage,
                 self._page_slots,
-                self._account,
+                self._memory_limit,
                 masses=masses,
                 ropes=ropes_of(storage, ModelProfile.of(self._model.model)),
             )

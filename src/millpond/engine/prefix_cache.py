@@ -1,0 +1,329 @@
+"""Prefix sharing: the common beginning of prompts is read once."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from millpond.cache.batch_cache import BatchCache, Pages
+from millpond.cache.pages.memory_limit import MemoryLimit, SumMemory
+from millpond.cache.pages.ref_counted_pool import Pool
+from millpond.cache.paging.rule import PagingRule
+from millpond.cache.prefix_tree import PrefixNode, PrefixTree, tables_of
+from millpond.cache.state.prompt_sums import PromptSums, SumKind
+from millpond.cache.tiered.block_store import BlockStore
+from millpond.engine.memory_estimate import plan_pages
+from millpond.engine.outputs import PrefixStats
+from millpond.engine.prompt_marks import MOST_COMPARED, common_ends
+from millpond.engine.request_state import RequestState
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape
+
+#: Blocks that are evicted at most to keep the sums of one breakpoint: pages of other blocks may hold their memory back.
+MOST_EVICTED = 64
+
+
+class PrefixCache:
+    """Which prompts share pages, and when.
+
+    What is shared are the pages of a prompt before anything was planned; the plan of each request makes its own
+    copies. Methods whose plan can be made of entries and of the queries of the prompt's end share every block. Those
+    that sum over all queries share up to the breakpoints of prompts, where their sums are kept with the block.
+
+    Args:
+        layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
+        unit: prompts take over multiples of as many tokens; a multiple of the entries of a page, or 1.
+        store: of the blocks that leave the memory; None: they are forgotten.
+    """
+
+    def __init__(
+        self,
+        memory_limit: MemoryLimit,
+        layers: list[LayerShape],
+        rule: PagingRule | None,
+        unit: int = 1,
+        store: BlockStore | None = None,
+    ) -> None:
+        self.tree = PrefixTree(rule, None if rule is None else SumMemory(memory_limit), store)
+        self._store = store
+        self._rule = rule
+        self._hits = self._misses = 0
+        self._memory_limit = memory_limit
+        self._layers = layers
+        self._enabled = rule is not None
+        self._unit = unit
+        self._secret = secrets.token_bytes(32)
+
+    def attach(self, state: RequestState) -> int:
+        """See `PromptSource`: a request that begins holds the pages that are known of its prompt."""
+        if not self._shares(state):
+            return 0
+        self._load_from_disk(state)
+        path = self._match_prefix(state)
+        self._hits += len(path)
+        self._misses += len(state.ids) // state.group.slots - len(path)
+        if path:
+            state.private_cache = state.group.cache_factory.make_cache(len(state.ids))
+            sums = SumKind.of(state.group.cache_factory.policy)
+            state.private_cache.begin_with(
+                tables_of(path),
+                torch.from_numpy(state.ids_array).to(path[0].pools[0].arrays.device),
+                None if sums is None else path[-1].sums[sums].whole(),
+            )
+        return len(path) * state.group.slots
+
+    def cached_tokens(self, state: RequestState) -> int:
+        """Tokens at the beginning of a prompt whose pages are known."""
+        return len(self._match_prefix(state)) * state.group.slots if self._enabled else 0
+
+    def find_reader(self, state: RequestState, reading: Iterable[RequestState]) -> RequestState | None:
+        """The request for which is being read what comes behind what is known of a prompt that begins; None: none."""
+        if not self._shares(state):
+            return None
+        known, most = self._num_expected_blocks(state) * state.group.slots, self._max_shared_tokens(state)
+        return next((other for other in reading if self._will_help(state, other, known, most)), None)
+
+    def _will_help(self, state: RequestState, other: RequestState, known: int, most: int) -> bool:
+        """Whether the part that is read of another prompt brings more than `known` tokens, at most `most`, of one."""
+        slots = state.group.slots
+        if state.group.cache_factory.policy.sums_prompt:
+            ends = [
+                stop for stop in self._stops(other) if max(known, other.scheduled.num_computed_tokens) < stop <= most
+            ]
+        else:
+            end = known + self._tokens_of_unit(slots)
+            ends = [end] if end <= min(most, len(other.ids)) else []
+        return (
+            bool(ends)
+            and other.group.slots == slots
+            and bool((other.ids_array[: ends[0]] == state.ids_array[: ends[0]]).all())
+            and self._shares(other)
+            and self._same_key(state, other)
+        )
+
+    def add_common_breakpoints(self, state: RequestState, others: Iterable[RequestState]) -> None:
+        """Before a prompt begins: let it stop where others that have not begun would go on from it."""
+        if state.spans or not state.group.cache_factory.policy.sums_prompt or not self._shares(state):
+            return
+        waiting = (
+            other.ids_array[: max(self._max_shared_tokens(other), 0)]
+            for other in others
+            if other is not state
+            and other.private_cache is None
+            and not other.scheduled.num_computed_tokens
+            and other.shared_prefix is None
+            and not other.spans
+            and self._shares(other)
+            and self._same_key(state, other)
+        )
+        alike = list(islice(waiting, MOST_COMPARED))
+        if alike:
+            unit = self._tokens_of_unit(state.group.slots)
+            state.stops = sorted({*state.stops, *common_ends(state.ids_array, alike, unit)})
+
+    def next_stop(self, state: RequestState) -> int:
+        """Tokens of a prompt up to which a part of it may be read in one pass."""
+        return next((stop for stop in self._stops(state) if stop > state.scheduled.num_computed_tokens), len(state.ids))
+
+    def insert_blocks(self, state: RequestState) -> None:
+        """Keep the full blocks of a prompt that is still being read, so that others can begin with them."""
+        if state.private_cache is None or not self._shares(state):
+            return
+        if state.group.cache_factory.policy.sums_prompt:
+            if state.scheduled.num_computed_tokens in self._stops(state):
+                self._insert_sums(state, state.private_cache)
+        else:
+            self._insert_path(state, state.private_cache, state.scheduled.num_computed_tokens)
+
+    def _insert_path(self, state: RequestState, batch_cache: BatchCache, n_tokens: int) -> list[PrefixNode]:
+        tables = [layer_cache.table for layer_cache in batch_cache.layers if layer_cache.table is not None]
+        return self.tree.keep(self._cache_key(state), state.ids_array[:n_tokens], tables, self._access(state))
+
+    def _insert_sums(self, state: RequestState, batch_cache: BatchCache) -> None:
+        """Keep what was read of a prompt and its sums, if there is room or blocks can be evicted for them."""
+        kind, read = SumKind.of(state.group.cache_factory.policy), state.scheduled.num_computed_tokens
+        assert kind is not None, "a policy with sums"
+        path = self.tree.find(self._cache_key(state), state.ids_array[:read], state.group.slots)
+        if len(path) * state.group.slots == read and kind in path[-1].sums:
+            self._insert_path(state, batch_cache, read)
+            return
+        before = self._before(path, kind) if kind.queries else None
+        sums = PromptSums(read, batch_cache.sums(0 if before is None else before.length), before)
+        if not self._room_for(sums.nbytes):
+            return
+        path = self._insert_path(state, batch_cache, read)
+        if before is None or any(node.sums.get(kind) is before for node in path):  # it was not evicted for these
+            self.tree.keep_sums(path[-1], kind, sums)
+
+    @staticmethod
+    def _before(path: list[PrefixNode], kind: SumKind) -> PromptSums | None:
+        """The last sums on a path."""
+        return next((node.sums[kind] for node in reversed(path) if kind in node.sums), None)
+
+    def _room_for(self, n_bytes: int) -> bool:
+        """Whether sums fit, or do once about as many bytes of blocks were evicted."""
+        wanted: Pages = {self.tree.sum_memory: n_bytes}
+        until = self.tree.evicted + MOST_EVICTED
+        self.tree.evict(lambda: self._memory_limit.make_room(wanted) or self.tree.evicted >= until)
+        return self._memory_limit.can_take(wanted)
+
+    def insert(self, state: RequestState, later: Pages) -> None:
+        """Keep the pages of a prompt that was read, before its plan.
+
+        Blocks are evicted where its plan, or `later` ones of the same step, would find no room: those that the rule
+        chooses, then the last of its own.
+        """
+        batch_cache = state.private_cache
+        if batch_cache is None or not self._enabled:
+            return
+        path: list[PrefixNode] = []
+        if self._shares(state):
+            if state.group.cache_factory.policy.sums_prompt:  # it was kept at its breakpoints
+                path = self.tree.find(self._cache_key(state), state.ids_array, state.group.slots)
+            else:
+                path = self._insert_path(state, batch_cache, len(state.ids))
+
+        def need() -> Pages:
+            return sum_pages(self.plan_pages(state), later)
+
+        if not self.make_room(need()):
+            while self.tree.shorten(path) and not self._memory_limit.make_room(need()):
+                pass
+
+    def make_room(self, pages: Pages) -> bool:
+        """Whether there is room for these pages, or will be without blocks that no request holds."""
+        return self.tree.evict(lambda: self._memory_limit.make_room(pages))
+
+    def stats(self) -> PrefixStats | None:
+        """Blocks held, found and evicted; None where nothing is shared."""
+        if self._rule is None:
+            return None
+        tree = self.tree
+        figures = PrefixStats(
+            self._rule.name, len(tree), self._hits, self._misses, tree.evicted, tree.sum_memory.nbytes
+        )
+        if self._store is None:
+            return figures
+        return replace(
+            figures,
+            disk_blocks=tree.n_stored,
+            disk_bytes=self._store.bytes_used,
+            returned=tree.returned,
+            lost=tree.lost,
+        )
+
+    def remove(self, state: RequestState) -> None:
+        """No longer keep what a request has read, as far as nothing else that is kept follows it."""
+        if self._shares(state):
+            path = self.tree.find(self._cache_key(state), state.ids_array, state.group.slots)
+            while self.tree.shorten(path):
+                pass
+
+    def plan_pages(self, state: RequestState) -> Pages:
+        """Pages that the plan of a request's prompt takes in addition to those that it frees before."""
+        if self._memory_limit.limit_bytes is None:
+            return {}
+        return plan_pages(state.group.cache_factory, self._layers, len(state.ids), state.private_cache)
+
+    def _access(self, state: RequestState) -> int:
+        """The number of a prompt's one access to its blocks, in however many parts they are kept."""
+        if state.access is None:
+            state.access = self.tree.new_request()
+        return state.access
+
+    def _match_prefix(self, state: RequestState) -> list[PrefixNode]:
+        """The blocks that are known of a prompt, without the queries that its plan needs."""
+        most = self._max_shared_tokens(state)
+        if not self._shares(state) or most <= 0:
+            return []
+        path = self.tree.find(self._cache_key(state), state.ids_array[:most], state.group.slots)
+        kind = SumKind.of(state.group.cache_factory.policy)
+        if kind is None:
+            return path[: self._whole_units(state, len(path))]
+        return path[: next((n for n in range(len(path), 0, -1) if kind in path[n - 1].sums), 0)]
+
+    def _tokens_of_unit(self, slots: int) -> int:
+        """The least tokens that a prompt takes over: whole pages."""
+        return max(self._unit, slots)
+
+    def _stops(self, state: RequestState) -> list[int]:
+        """The breakpoints of a prompt at which it may be cut."""
+        return [stop for stop in state.stops if stop % self._unit == 0]
+
+    def _whole_units(self, state: RequestState, blocks: int) -> int:
+        return blocks - blocks % (self._tokens_of_unit(state.group.slots) // state.group.slots)
+
+    def _with_stored(self, state: RequestState) -> tuple[list[PrefixNode], list[PrefixNode]]:
+        """The blocks in memory with which a prompt begins, and those on the disk behind them; they lie there without
+        sums, so that those who need sums find nothing."""
+        most = self._max_shared_tokens(state)
+        if not self.tree.n_stored or most <= 0 or SumKind.of(state.group.cache_factory.policy) is not None:
+            return [], []
+        kind, numbers, slots = self._cache_key(state), state.ids_array[:most], state.group.slots
+        path = self.tree.find(kind, numbers, slots)
+        return path, self.tree.find_stored(kind, numbers, slots, path)
+
+    def _load_from_disk(self, state: RequestState) -> None:
+        """Put blocks of the disk into memory with which a prompt goes on."""
+        path, stored = self._with_stored(state)
+        if stored:
+            self.tree.load(path, stored, self.make_room, self._access(state))
+
+    def _num_expected_blocks(self, state: RequestState) -> int:
+        """Blocks that a prompt will begin with: known ones, with those that come back from the disk."""
+        path, stored = self._with_stored(state)
+        return self._whole_units(state, len(path) + len(stored)) if stored else len(self._match_prefix(state))
+
+    def _max_shared_tokens(self, state: RequestState) -> int:
+        """Tokens that a prompt may take over: at least its last one is read for it."""
+        return state.group.cache_factory.within_context(len(state.ids)) - max(
+            1, state.group.cache_factory.policy.window
+        )
+
+    def _shares(self, state: RequestState) -> bool:
+        exact = state.prompt_logprobs is None and not state.tainted and not state.rolled
+        return self._enabled and exact and can_share(state.group.cache_factory)
+
+    def _same_key(self, state: RequestState, other: RequestState) -> bool:
+        """Whether what was read of one prompt can be taken over for another."""
+        sums = (SumKind.of(one.group.cache_factory.policy) for one in (state, other))
+        return next(sums) == next(sums) and self._cache_key(state) == self._cache_key(other)
+
+    def _cache_key(self, state: RequestState) -> Hashable:
+        """Equal where pages hold the same before a plan, but for sums, and requests have the same salt."""
+        cache_factory, salt = state.group.cache_factory, state.request.cache_salt
+        hashed = None
+        if salt is not None:
+            hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=16).digest()
+        policy = cache_factory.policy
+        scorer = policy.entry_scores
+        scores = policy.sums_prompt, None if scorer is None else scorer.digest
+        return cache_factory.pools.format, policy.mass_bias, scores, hashed
+
+
+def can_share(cache_factory: CacheFactory) -> bool:
+    """Whether a plan needs nothing of a prompt's beginning but its keys and values, and sums over its queries."""
+    policy = cache_factory.policy
+    moves = policy.prefill != "once" or policy.positions != "absolute"
+    observes = any(codec.balanced or codec.prune > 0 for codec in cache_factory.pools.codecs)
+    if (
+        cache_factory.slots is not None or policy.gates is not None
+    ):  # the states at the end of what is shared are not kept
+        return False
+    if policy.sums_prompt and policy.scores_entries:  # both are kept in one place
+        return False
+    return not (moves or observes or cache_factory.whole_prompt)
+
+
+def sum_pages(*parts: Pages) -> Pages:
+    """All these pages."""
+    need: Counter[Pool] = Counter()
+    for pages in parts:
+        need.update(pages)
+    return dict(need)

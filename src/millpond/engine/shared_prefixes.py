@@ -1,0 +1,219 @@
+"""Shared prefixes of a planned batch: common beginnings of prompts, read as requests of their own and pinned.
+
+A shared prefix is a cache whose prompt was not planned. A request behind it begins with a copy of that state: its pages
+are shared until one of the two writes, and what a method sums over queries (column sums, moments, the queries
+themselves) goes on from there. So a beginning may end inside a page, which is then copied, and is exact for methods
+that sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from millpond.cache.pages.memory_limit import MemoryLimit
+from millpond.engine.batch_plan import BatchPlan, plan_batch
+from millpond.engine.decode_group import DecodeGroup
+from millpond.engine.memory_estimate import estimate_after_prefix, estimate_prefix, keeps_pages, shares_pages
+from millpond.engine.outputs import Times
+from millpond.engine.request import Request
+from millpond.engine.request_state import RequestState
+from millpond.engine.request_table import RequestTable
+from millpond.engine.scheduler import Scheduler
+from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
+from millpond.runner.cache_factory import CacheFactory
+from millpond.runner.packed_model import LayerShape
+
+
+class SharedPrefixes:
+    """Adds shared prefixes, lets requests begin with them, and lets them go when nothing needs them any more.
+
+    Args:
+        requests: the engine's, shared prefixes among them. layers: what each layer of the model stores.
+    """
+
+    def __init__(
+        self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable, layers: list[LayerShape]
+    ) -> None:
+        self._memory_limit, self._scheduler, self._requests, self._layers = memory_limit, scheduler, requests, layers
+        self._names = count()
+
+    def plan(self, states: Sequence[RequestState], levels: int | None) -> BatchPlan:
+        """The plan of requests of one kind; see `plan_batch`."""
+        cache_factory = states[0].group.cache_factory if states else None
+        if cache_factory is None or not can_begin(cache_factory):
+            levels = 0
+        answers = [float(sum(completion.most for completion in state.completions)) for state in states]
+        plan = plan_batch([state.ids_array for state in states], answers, levels=levels)
+        if cache_factory is None:
+            return plan
+        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, self._layers, plan.most_pinned, 0).prefill)
+
+    def add_planned(
+        self, states: Sequence[RequestState], levels: int | None, take_in: Callable[[RequestState], None]
+    ) -> None:
+        """Shared prefixes and requests join the queue in the order of their plan.
+
+        Args:
+            levels: see `plan_batch`. take_in: adds a request.
+        """
+        kinds: dict[Hashable, list[RequestState]] = {}
+        for state in states:
+            kinds.setdefault((state.group, state.request.cache_salt), []).append(state)
+        for alike in kinds.values():
+            plan = self.plan(alike, levels)
+            added: dict[int, RequestState | None] = {-1: None}
+            for reading in plan.readings:
+                if reading.prompt is None:
+                    of = plan.prefixes[reading.prefix]
+                    above = added[of.parent]
+                    found = self._add(alike[of.prompt].ids_array[: of.length], alike[of.prompt].group, above)
+                    added[reading.prefix] = found or above
+                else:
+                    self._assign(alike[reading.prompt], added[reading.prefix])
+                    take_in(alike[reading.prompt])
+            self._end_unused([shared_prefix for shared_prefix in added.values() if shared_prefix is not None])
+
+    def _add(self, ids: np.ndarray, group: DecodeGroup, parent: RequestState | None) -> RequestState | None:
+        """A shared prefix joins the queue; None: prompts of this method begin with none, or it does not fit.
+
+        Args:
+            ids: (n,) its tokens. group: of the requests behind it. parent: the shared prefix that it continues.
+        """
+        if group.cache_factory.within_context(len(ids)) != len(ids) or len(ids) == group.cache_factory.reach:
+            return None  # gaps close before its end
+        alone = estimate_prefix(group.cache_factory, self._layers, len(ids), 0)
+        if not can_begin(group.cache_factory) or not self._fits_after(None, alone.prefill):
+            return None
+        name = next(name for number in self._names if (name := f"shared prefix {number}") not in self._requests)
+        tokens = tuple(ids.tolist())
+        scheduled = SchedulerRequest(name, len(tokens), alone, num_answers=0, is_shared_prefix=True)
+        shared_prefix = RequestState(Request(request_id=name, prompt=tokens), tokens, scheduled, group, [], Times(0.0))
+        if parent is not None:
+            behind = estimate_prefix(group.cache_factory, self._layers, len(tokens), len(parent.ids))
+            if self._fits_after(parent, behind.prefill):
+                self._attach(shared_prefix, parent)
+                scheduled.memory_need = behind
+        self._requests.add(shared_prefix)
+        self._scheduler.add(scheduled)
+        return shared_prefix
+
+    def _assign(self, state: RequestState, shared_prefix: RequestState | None) -> None:
+        """Let a request begin with a shared prefix, or with the nearest before it with which it fits; or with none.
+
+        A request whose prompt's log probabilities are wanted reads all of it, as does one of which spans
+        leave; one with chunks takes them from a store.
+        """
+        if state.prompt_logprobs is not None or state.spans or state.marks.forget:
+            return
+        while shared_prefix is not None:
+            need = estimate_after_prefix(
+                state.group.cache_factory,
+                self._layers,
+                state.whole_need,
+                len(state.ids),
+                state.scheduled.num_answers,
+                len(shared_prefix.ids),
+            )
+            if self._fits_after(shared_prefix, need.peak(state.scheduled.num_answers)):
+                self._attach(state, shared_prefix)
+                state.scheduled.memory_need = need
+                return
+            shared_prefix = shared_prefix.shared_prefix
+
+    def attach(self, state: RequestState) -> int:
+        """See `PromptSource`: a request that begins, or a shared prefix, holds what its shared prefix holds."""
+        shared_prefix = state.shared_prefix
+        if shared_prefix is None or shared_prefix.private_cache is None:
+            return 0
+        state.private_cache = state.group.cache_factory.make_cache(len(state.ids))
+        shared_prefix.private_cache.copy_to([0], state.private_cache)
+        if not shares_pages(state.group.cache_factory):
+            self.detach(state)
+        return len(shared_prefix.ids)
+
+    def on_prompt_planned(self, state: RequestState) -> None:
+        """The prompt of a request was planned: unless its pages stay, those of its shared prefix are not needed any
+        more."""
+        if state.shared_prefix is not None and not keeps_pages(state.group.cache_factory, self._layers):
+            self.detach(state)
+
+    def detach(self, state: RequestState, *, swapped: bool = False) -> None:
+        """A request needs its shared prefix no more; one that nothing needs is let go.
+
+        swapped: it had to leave the pool, and comes back with pages of its own.
+        """
+        shared_prefix = state.shared_prefix
+        if swapped and shared_prefix is not None:
+            state.scheduled.memory_need = state.whole_need
+        while shared_prefix is not None:
+            state.shared_prefix = state.scheduled.prefix = None
+            shared_prefix.users.discard(state)
+            if shared_prefix.users:
+                return
+            self._end(shared_prefix)
+            state, shared_prefix = shared_prefix, shared_prefix.shared_prefix
+
+    def release(self, shared_prefix: RequestState) -> None:
+        """Give up a shared prefix: what has not begun with it runs as if there were none. One that is gone is no
+        error."""
+        if self._requests.get(shared_prefix.request.request_id) is not shared_prefix:
+            return
+        for state in list(shared_prefix.users):
+            state.shared_prefix = state.scheduled.prefix = None
+            if state.private_cache is None:
+                state.scheduled.memory_need = state.whole_need
+        shared_prefix.users.clear()
+        self._end(shared_prefix)
+        self.detach(shared_prefix)
+
+    def release_newest(self) -> bool:
+        """Give up the newest shared prefix whose pages no other holds; False: there is none."""
+        held = self._requests.with_status(RequestStatus.PINNED)
+        idle = [
+            shared_prefix for shared_prefix in held if all(user.private_cache is None for user in shared_prefix.users)
+        ]
+        if not idle:
+            return False
+        self.release(max(idle, key=lambda shared_prefix: shared_prefix.scheduled.arrival))
+        return True
+
+    def _end_unused(self, added: list[RequestState]) -> None:
+        """Release those among new shared prefixes that nothing begins with."""
+        for shared_prefix in reversed(added):  # children come after their parents
+            if not shared_prefix.users:
+                self.release(shared_prefix)
+
+    def _attach(self, state: RequestState, shared_prefix: RequestState) -> None:
+        state.shared_prefix, state.scheduled.prefix = shared_prefix, shared_prefix.scheduled
+        shared_prefix.users.add(state)
+
+    def _fits_after(self, shared_prefix: RequestState | None, n_bytes: int) -> bool:
+        """Whether `n_bytes` fit together with a shared prefix and all those that it continues."""
+        limit = self._memory_limit.limit_bytes
+        while shared_prefix is not None:
+            n_bytes += shared_prefix.scheduled.memory_need.prefill
+            shared_prefix = shared_prefix.shared_prefix
+        return limit is None or n_bytes <= limit
+
+    def _end(self, shared_prefix: RequestState) -> None:
+        shared_prefix.scheduled.status = RequestStatus.RELEASED
+        if shared_prefix.private_cache is not None:
+            shared_prefix.private_cache.clear()
+            shared_prefix.private_cache = None
+        self._scheduler.remove(shared_prefix.scheduled)
+        self._requests.remove(shared_prefix)
+
+
+def can_begin(cache_factory: CacheFactory) -> bool:
+    """Whether a prompt can begin with a copy of the state behind its beginning.
+
+    It cannot where entries leave before the prompt was read, where keys turn with evictions, where a prompt must be
+    read in one pass, where KV lies on a disk, and in hybrids with recurrent states.
+    """
+    policy = cache_factory.policy
+    read_whole = policy.prefill == "once" and policy.positions == "absolute" and not cache_factory.whole_prompt
+    return read_whole and cache_factory.slots is None and cache_factory.tier is None
