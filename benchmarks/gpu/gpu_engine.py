@@ -165,7 +165,7 @@ def measured_steady(bench: Bench, given: dict[str, Any], context: int, limit: in
     with bench.engine(given, 1) as engine:
         need = estimate(engine.cache_factory, engine.layers, context, new, 1)
     most = 8 if bench.machine.tiny else 1024
-    n = min(most, 1 + (limit - max(need.reading, need.each)) // need.each)
+    n = min(most, 1 + (limit - max(need.prefill, need.each)) // need.each)
     with bench.engine(given, n) as engine:
         held = decode_alike(bench, engine, Shape(n, context), new)
         times = [timed(bench.machine, engine.step) for _ in range(new - 1)][WARM:]
