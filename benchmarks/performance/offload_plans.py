@@ -29,7 +29,7 @@ from millpond.budget import parse_bytes
 from millpond.engine.config import EngineConfig
 from millpond.engine.engine import Engine
 from millpond.engine.offload.cost import CostModel
-from millpond.engine.offload.kv_size import codec_of_plan, kv_size
+from millpond.engine.offload.kv_size import kv_size, planned
 from millpond.engine.offload.model_size import model_size
 from millpond.engine.offload.open import open_in_memory
 from millpond.engine.offload.plan import ENGINE, Plan
@@ -83,16 +83,7 @@ class Model:
     def cost(self, case: Case) -> CostModel:
         config = EngineConfig(**case.config)
         size = model_size(self.folder, config.weights)
-        kv = kv_size(
-            size,
-            case.prompt,
-            case.new,
-            method=config.method,
-            options=config.options,
-            budget=config.budget,
-            codec=codec_of_plan(config),
-            memory=parse_bytes(case.memory),
-        )
+        kv = kv_size(size, case.prompt, case.new, **planned(config), memory=parse_bytes(case.memory))
         return CostModel(size, kv, self.machine)
 
     def some_plan(self, case: Case, draw: random.Random) -> Plan | None:
