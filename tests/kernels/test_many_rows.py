@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from millpond.kernels import linear as many_rows
+from millpond.kernels import linear as products
 from millpond.kernels.linear import FEW_ROWS, linear, multiply_rows
 from millpond.kernels.quantized_weight import QuantizedWeight
 
@@ -16,7 +16,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def widens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_rows, "_on_cpu", lambda dtype: dtype is torch.float32)
+    monkeypatch.setattr(products, "_on_cpu", lambda dtype: dtype is torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -26,7 +26,7 @@ def widens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_widened_products_are_rounded_once(
     dtype: torch.dtype, bias: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(many_rows, "BLOCK", block)
+    monkeypatch.setattr(products, "BLOCK", block)
     x, weight = draw(2, 20, 64, dtype=dtype), draw(30, 64, dtype=dtype, seed=1)
     b = draw(30, dtype=dtype, seed=2) if bias else None
     exact = functional.linear(x.double(), weight.double(), None if b is None else b.double())
@@ -53,7 +53,7 @@ def test_linear_widens_what_no_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 33])
 def test_16_bit_products_see_few_numbers_of_rows(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_rows, "_on_cpu", lambda dtype: True)
+    monkeypatch.setattr(products, "_on_cpu", lambda dtype: True)
     seen = []
     own = functional.linear
 
@@ -61,7 +61,7 @@ def test_16_bit_products_see_few_numbers_of_rows(n: int, monkeypatch: pytest.Mon
         seen.append(len(x))
         return own(x, weight, bias)
 
-    monkeypatch.setattr(many_rows.functional, "linear", watched)
+    monkeypatch.setattr(products.functional, "linear", watched)
     x, weight = draw(n, 64, dtype=torch.bfloat16), draw(30, 64, dtype=torch.bfloat16, seed=1)
     found = multiply_rows(x, weight)
     assert seen == [-(-n // 8) * 8]

@@ -16,7 +16,7 @@ from millpond.kernels import native, ops
 from millpond.kernels.args import MergeArgs
 from millpond.kernels.decode_rules import DecodeRule, Evict
 from millpond.kernels.merge import reference
-from millpond.kernels.merge import rules as links
+from millpond.kernels.merge import rules as merge_rules
 from millpond.kernels.merge.rules import MergeRule, Over, Weigh
 from millpond.kernels.native import library
 from tests.helpers.examples import examples
@@ -208,17 +208,17 @@ def test_likeness_and_means(
     targets = torch.rand(heads, n, generator=make) < share
     sources = ~targets & (torch.rand(heads, n, generator=make) < 0.8)
     found = native.nearest(keys, values if both else None, sources, targets, floor)
-    alike = links.in_both(keys, values) if both else links.cosines(keys)
-    into, best = links.nearest_in_torch(alike, sources, targets, floor)
+    alike = merge_rules.in_both(keys, values) if both else merge_rules.cosines(keys)
+    into, best = merge_rules.nearest_in_torch(alike, sources, targets, floor)
     near = (torch.maximum(found[1], best) - floor).abs() < 2e-6  # rounding may put it on either side of the floor
     found = torch.where(near, into, found[0]), torch.where(near, best, found[1])
     assert torch.allclose(found[1], best, atol=2e-6)
     column = torch.arange(n).expand_as(into)
     chosen = torch.stack([alike(column, column).gather(2, i[..., None])[..., 0] for i in (found[0], into)])
     assert torch.allclose(chosen[0], chosen[1], atol=2e-6)  # the same, or one that is as alike
-    taken = links.Links(into, torch.isfinite(best))
+    taken = merge_rules.Links(into, torch.isfinite(best))
     weight, own = torch.rand(heads, n, generator=make), torch.rand(heads, n, generator=make) + 0.1
-    means = links.mean_in_torch(values, weight, own, taken)
+    means = merge_rules.mean_in_torch(values, weight, own, taken)
     assert torch.allclose(native.mean_rows(values, weight, own, *taken), means, atol=1e-5)
 
 
@@ -233,7 +233,7 @@ def test_a_target_that_is_not_above_the_floor_is_none() -> None:
     values = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]])
     sources = torch.tensor([[True, False, False, False]])
     for floor, into, alike in ((0.6, 2, 0.995), (0.999, 0, -math.inf)):
-        for find in (native.nearest, links.nearest):
+        for find in (native.nearest, merge_rules.nearest):
             found = find(keys, values, sources, ~sources, floor)
             assert found[0].tolist() == [[into, 1, 2, 3]]
             assert found[1][0, 0].item() == pytest.approx(alike, abs=1e-3)

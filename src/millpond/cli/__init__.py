@@ -1,8 +1,4 @@
-"""The command line: thin, with its options taken from the registry. Needs the extra `cli`.
-
-Imports: bench, budget, cache, cluster, codec, cpu_limit, engine, errors, evals, hf, inspector, install_command,
-markdown, methods, models, option_files, optional, policy, presets, registry, server, train.
-"""
+"""The command line: thin, with its options taken from the registry. Needs the extra `cli`."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""Many engines as one, in processes of their own that Ray starts: replicas, or pools for prompts and for decoding.
-
-Imports: budget, cache, codec, engine, errors, models, option_files, optional, runner, setting.
-"""
+"""Many engines as one, in processes of their own that Ray starts: replicas, or pools for prompts and for decoding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Number formats of stored entries, by name.
-
-Imports: errors, kernels.
-"""
+"""Number formats of stored entries, by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The inspector: one HTML page that shows a trace; its static files are in this folder.
-
-Imports: errors, hf, models.
-"""
+"""The inspector: one HTML page that shows a trace; its static files are in this folder."""
 
 from __future__ import annotations
 

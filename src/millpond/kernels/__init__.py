@@ -1,4 +1,1 @@
-"""The op set: `ops` dispatches, `reference` defines every op in plain torch, `native` is C++ and `gpu` is Triton.
-
-Imports: cpu_limit, errors, install_command.
-"""
+"""The op set: `ops` dispatches, `reference` defines every op in plain torch, `native` is C++ and `gpu` is Triton."""

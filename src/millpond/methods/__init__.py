@@ -1,7 +1,4 @@
-"""One file per method: a composition of shared parts with the paper's defaults. A new file registers itself.
-
-Imports: errors, option_files, option_ranges, policy, registry.
-"""
+"""One file per method: a composition of shared parts with the paper's defaults. A new file registers itself."""
 
 from millpond.policy.policy import Policy
 from millpond.registry import Registry

@@ -1,4 +1,1 @@
-"""Model families and model loading. Importing this package loads nothing.
-
-Imports: codec, errors, install_command, kernels, optional, tiers.
-"""
+"""Model families and model loading. Importing this package loads nothing."""

@@ -1,4 +1,1 @@
-"""Memory and disk as tiers: ledger, aligned slots, direct files, and a loader that fills slots in the background.
-
-Imports: errors, kernels.
-"""
+"""Memory and disk as tiers: ledger, aligned slots, direct files, and a loader that fills slots in the background."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from millpond.engine.offload import measure as calls
 from millpond.engine.offload import measure as measuring
 from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants, path_of, read, write
@@ -159,9 +158,9 @@ def test_a_burst_is_read_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_calls_of_a_small_model_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_LAYERS", (1, 3))
-    monkeypatch.setattr(calls, "_PROMPTS", 2)
-    found, more = calls.call_times()
+    monkeypatch.setattr(measuring, "_LAYERS", (1, 3))
+    monkeypatch.setattr(measuring, "_PROMPTS", 2)
+    found, more = measuring.call_times()
     assert 0 < found.piece_s < 1
     assert 0 <= found.layer_s < 1
     assert 0 < more.piece_s + more.layer_s + more.prompt_s < 1

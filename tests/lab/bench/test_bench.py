@@ -101,9 +101,8 @@ def test_the_quick_preset_is_small() -> None:
 
 def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from millpond_lab.bench.generate import run as generate
-    from millpond_lab.bench.generate import run as plan
 
-    monkeypatch.setattr(plan, "QUICK", TINY)
+    monkeypatch.setattr(generate, "QUICK", TINY)
     monkeypatch.setattr(generate, "default_candidates", lambda budget: [ours("h2o", budget), stock("dynamic")])
     result = CliRunner().invoke(app, ["bench", "generate", "--quick", "--repeats", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

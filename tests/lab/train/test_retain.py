@@ -270,11 +270,11 @@ def by_letter(text: str) -> list[int]:
 
 
 def test_rows_of_recall_come_from_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millpond_lab.pond import facts as pond_text
+    from millpond_lab.pond import facts
     from millpond_lab.train.recall import rows
 
     names: list[tuple[object, ...]] = []
-    stream = pond_text.stream
+    stream = facts.stream
 
     def noted(*name: object) -> Any:
         names.append(name)

@@ -26,8 +26,8 @@ from millpond_lab.evals.data.generated_task import (
     stream,
 )
 from millpond_lab.evals.data.haystack import Haystack, Source, depths
-from millpond_lab.evals.data.synthetic_english import keys, words
 from millpond_lab.evals.data.synthetic_english import keys as draw_keys
+from millpond_lab.evals.data.synthetic_english import words
 from millpond_lab.evals.metrics import found
 from millpond_lab.evals.sample import Question, Sample
 from millpond_lab.evals.task import Task, task
@@ -200,7 +200,7 @@ def needle(
 
     def write(rng: random.Random, index: int) -> Draft:
         depth, length = grid.place(index)
-        (key,), value, hay = keys(rng, 1), number(rng), Haystack(source.sentences(rng))
+        (key,), value, hay = draw_keys(rng, 1), number(rng), Haystack(source.sentences(rng))
         hidden = [(depth, f"The number to remember is that of the {key}: {value}.")]
         text = f"\n\nWhich number belongs to the {key}? The number of the {key} is"
         facts = {"depth": round(depth, 3)}
@@ -315,7 +315,7 @@ def _recall(name: str, length: int, pairs: int, times: int, questions: int, essa
     intro = _RECALL_INTRO + ("A key may be given a new code word; only the latest one counts.\n\n" if times > 1 else "")
 
     def write(rng: random.Random, index: int) -> Draft:
-        names, values = keys(rng, pairs), words(rng, pairs * times)
+        names, values = draw_keys(rng, pairs), words(rng, pairs * times)
         given = [(names[i % pairs], value) for i, value in enumerate(values)]
         rng.shuffle(given)
         where = depths(rng, len(given))
