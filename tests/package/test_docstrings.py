@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import griffe
 import pytest
-
-griffe = pytest.importorskip("griffe", reason="griffe comes with the tools for the site (make docs)")
 
 SOURCES = Path(__file__).parents[2] / "src" / "millpond"
 #: Packages whose docstrings keep the rules; the list grows until it is all of `src/millpond`.
