@@ -157,13 +157,13 @@ def test_the_system_prompt_is_sent_first_kept_and_never_evicted(page: Window, se
     page.ask("w5")
     assert page.messages() == [("system", "w8 <b>w9</b>"), ("user", "w5")]
     assert page.run("sent[0].messages[0].millpond") == {"keep": True}
-    assert server.llm.asked[-1].keep, "the engine is told"
+    assert server.llm.asked[-1].marks.keep, "the engine is told"
     assert page.texts("#log .system") == ["w8 <b>w9</b>"]
     page.run("document.getElementById('fresh').click()")
     page.run("document.getElementById('keep').click()")
     page.ask("w5")
     assert page.messages()[0] == ("system", "w8 <b>w9</b>")
-    assert not server.llm.asked[-1].keep
+    assert not server.llm.asked[-1].marks.keep
     page.visit(f"{server.url}/")
     assert page.run("document.getElementById('system').value") == "w8 <b>w9</b>", "in this browser"
     page.run("document.getElementById('system').value = ''")
