@@ -6,6 +6,7 @@ import torch
 
 from millpond.cache.pages.pool import PagePool
 from millpond.errors import OptionError, PoolFullError
+from millpond.kernels.pages import PageArrays
 
 
 def make_pool(**kwargs: object) -> PagePool:
@@ -132,3 +133,19 @@ def test_misuse_is_caught() -> None:
         pool.release(ids)
     with pytest.raises(AssertionError, match="free page"):
         pool.retain(np.array([0], dtype=np.int32))
+
+
+def test_addresses_are_written_once_however_many_arenas_come_or_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, writes = make_pool(), []
+    write = type(pool.arrays)._write_bases
+
+    def counted(arrays: PageArrays) -> None:
+        writes.append(arrays.n_arenas)
+        write(arrays)
+
+    monkeypatch.setattr(type(pool.arrays), "_write_bases", counted)
+    ids = pool.allocate(20 * pool.arrays.pages_per_arena)
+    assert writes == [20]
+    pool.release(ids)
+    pool.trim()
+    assert writes == [20, 0]

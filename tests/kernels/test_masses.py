@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -76,7 +77,7 @@ def test_write_and_read(impl: ModuleType) -> None:
     expected[0, :9] = log_masses[0][index[0].long()]
     expected[1, 1] = log_masses[1, 4]  # slot 0 was written without one
     assert torch.equal(found, expected)
-    pages.copy_pages(torch.tensor([2]), torch.tensor([1]))
+    pages.copy_pages(np.array([2], dtype=np.int32), np.array([1], dtype=np.int32))
     assert torch.equal(pages.log_masses[0][1], expected[0, :8])
 
 

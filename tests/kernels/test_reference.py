@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from millpond.kernels import ops, reference
 from millpond.kernels.args import PageRegions
 from millpond.kernels.decode_rules import DecodeRule, Evict, Reduce, Signal, Spacing
 from millpond.kernels.eager.softmax import lse_merge
+from millpond.kernels.pages import PageArrays
 from tests.helpers.kernels.args import prefill_args, window_args, write_args
 from tests.helpers.kernels.make import Call, Case
 
@@ -203,11 +205,25 @@ def test_write_then_read_places_chosen_rows() -> None:
 
 def test_copy_pages() -> None:
     call = Case([8, 8], 2, 1, pages_per_arena=2).build()
-    source, target = call.table[0, :1].long(), call.table[1, :1].long()
+    source, target = call.table[0, :1].numpy(), call.table[1, :1].numpy()
     call.pages.copy_pages(source, target)
     keys, values, positions, scores = call.contents()
     for x in (keys, values, positions, scores):
         assert torch.equal(x[0], x[1])
+
+
+def test_copied_pages_are_read_before_one_is_written() -> None:
+    """Pages of many arenas, in any order, some of which are copied over."""
+    pages = PageArrays(2, 4, 3, 3, torch.float32, torch.device("cpu"))
+    for _ in range(5):
+        pages.add_arena()
+        pages.keys[-1].normal_()
+    before = torch.cat(pages.keys)
+    source, target = np.array([7, 0, 3, 1], dtype=np.int32), np.array([0, 5, 7, 2], dtype=np.int32)
+    pages.copy_pages(source, target)
+    expected = before.clone()
+    expected[target] = before[source]
+    assert torch.equal(torch.cat(pages.keys), expected)
 
 
 def test_prefill_by_hand() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -43,6 +46,7 @@ class Arenas(ABC):
     scores: list[Tensor]
     log_masses: list[Tensor]
     bases: Tensor
+    _is_changing: bool = False
     _derived: dict[Hashable, Any] | None = None
 
     @property
@@ -109,9 +113,23 @@ class Arenas(ABC):
             arenas[number][:n_kept] = before[:n_kept]
         self.refresh()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Write the addresses once at the end, however many arenas are added, resized or dropped inside."""
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+            self.refresh()
+
     def refresh(self) -> None:
         """Write the addresses of the arenas again."""
         self._derived = None
+        if not self._is_changing:
+            self._write_bases()
+
+    def _write_bases(self) -> None:
         contents = [*self.contents, [], []][:2]
         columns = [*contents, self.positions, self.scores, self.log_masses]
         rows = [[t.data_ptr() for t in arenas] or [0] * self.n_arenas for arenas in columns]
@@ -124,19 +142,28 @@ class Arenas(ABC):
             self.bases = torch.zeros(len(rows), capacity, dtype=torch.int64, device=self.device)
         self.bases[:, : self.n_arenas].copy_(bases)
 
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole pages, source[i] to target[i] (both (n,) int64 page ids), for copy-on-write."""
-        for arenas in self.arrays:
-            rows = arenas[0].new_empty(len(source), *arenas[0].shape[1:])
-            for into, origin in self._places(source):
-                rows[origin] = arenas[into][source[origin] % self.pages_per_arena]
-            for into, origin in self._places(target):
-                arenas[into][target[origin] % self.pages_per_arena] = rows[origin]
+    def copy_pages(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
+        """Copy whole pages, source[i] to target[i] (page ids (n,)), for copy-on-write.
 
-    def _places(self, ids: Tensor) -> list[tuple[int, Tensor]]:
-        """Yield, for each arena, which of the pages `ids` are in it."""
-        arena = ids // self.pages_per_arena
-        return [(i, arena == i) for i in range(self.n_arenas)]
+        All are read before one is written. Arenas without such a page cost nothing, and nothing waits for the device.
+        """
+        reads, writes = self._by_arena(source), self._by_arena(target)
+        for arenas in self.arrays:
+            copied = arenas[0].new_empty(len(source), *arenas[0].shape[1:])
+            for arena, rows, which in reads:
+                copied.index_copy_(0, which, arenas[arena][rows])
+            for arena, rows, which in writes:
+                arenas[arena].index_copy_(0, rows, copied[which])
+
+    def _by_arena(self, ids: npt.NDArray[np.int32]) -> list[tuple[int, Tensor, Tensor]]:
+        """Return each arena that holds some of the pages `ids`, their rows in it, and which of `ids` these are."""
+        order = np.argsort(ids, kind="stable")
+        arenas, begins = np.unique(ids[order] // self.pages_per_arena, return_index=True)
+        rows, which = (
+            torch.from_numpy(x.astype(np.int64)).to(self.device) for x in (ids % self.pages_per_arena, order)
+        )
+        pieces = which.tensor_split(begins[1:].tolist())
+        return [(int(arena), rows[piece], piece) for arena, piece in zip(arenas, pieces, strict=True)]
 
 
 @dataclass(slots=True)

@@ -117,11 +117,6 @@ class RefCountedPool(Generic[A]):
         self.n_releases = 0  # calls of `release` so far
         self.holders: weakref.WeakSet[PageHolder] = weakref.WeakSet()
 
-    def _copy(self, source: PageIds, target: PageIds) -> None:
-        """Copy whole pages, source[i] to target[i]."""
-        there = self.arrays.device
-        self.arrays.copy_pages(*(torch.from_numpy(ids).to(there).long() for ids in (source, target)))
-
     @property
     def slots(self) -> int:
         return self.arrays.slots
@@ -236,7 +231,7 @@ class RefCountedPool(Generic[A]):
         if not shared.any():
             return ids
         copies = self.allocate(int(shared.sum()))
-        self._copy(ids[shared], copies)
+        self.arrays.copy_pages(ids[shared], copies)
         self.release(ids[shared])
         private = ids.copy()
         private[shared] = copies
@@ -247,11 +242,15 @@ class RefCountedPool(Generic[A]):
         before, spare = self.nbytes, self.n_free - keep
         holders = self.by_arena()
         sizes = (holders >= 0).sum(1)
-        for number in np.flatnonzero((sizes > 0) & (sizes <= spare) & ~(holders > 0).any(1))[::-1].tolist():
-            n = int(sizes[number])
-            if n <= spare and (number or self.n_pages == n):
-                self.resize(number, 0)
-                spare -= n
+        unused = np.flatnonzero((sizes > 0) & (sizes <= spare) & ~(holders > 0).any(1))[::-1].tolist()
+        if not unused:
+            return 0
+        with self.arrays.changing():
+            for number in unused:
+                n = int(sizes[number])
+                if n <= spare and (number or self.n_pages == n):
+                    self.resize(number, 0)
+                    spare -= n
         return before - self.nbytes
 
     # ------------------------------------------------------------------ arenas
@@ -274,7 +273,7 @@ class RefCountedPool(Generic[A]):
 
     def move(self, source: PageIds, target: PageIds) -> None:
         """Let free pages `target` (n,) be the live pages `source` (n,), which are free then; holders follow later."""
-        self._copy(source, target)
+        self.arrays.copy_pages(source, target)
         self._refs[target], self._lives[target] = self._refs[source], self._lives[source]
         self._refs[source] = 0
 
@@ -323,21 +322,22 @@ class RefCountedPool(Generic[A]):
     def _extend_by(self, n: int) -> None:
         """Have `n` more pages, which are free."""
         step = self.arrays.pages_per_arena
-        arena, gap = self._gap()
-        if gap:
-            self.resize(arena, step - gap + min(n, gap))
-            n -= min(n, gap)
-        empty = [number for number in range(self.arrays.n_arenas) if not self.size_of(number)]
-        while n > 0:
-            own = min(n, step)
-            if empty:
-                self.resize(empty.pop(0), own)
-            else:
-                self.arrays.add_arena(own)
-                self._add_ids(step)
-                self._refs[len(self._refs) - step + own :] = _ABSENT
-                self._n_absent += step - own
-            n -= own
+        with self.arrays.changing():
+            arena, gap = self._gap()
+            if gap:
+                self.resize(arena, step - gap + min(n, gap))
+                n -= min(n, gap)
+            empty = [number for number in range(self.arrays.n_arenas) if not self.size_of(number)]
+            while n > 0:
+                own = min(n, step)
+                if empty:
+                    self.resize(empty.pop(0), own)
+                else:
+                    self.arrays.add_arena(own)
+                    self._add_ids(step)
+                    self._refs[len(self._refs) - step + own :] = _ABSENT
+                    self._n_absent += step - own
+                n -= own
 
     def _add_ids(self, n: int) -> None:
         """Count the holders of `n` more pages, which are free."""
