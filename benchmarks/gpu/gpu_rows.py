@@ -128,19 +128,23 @@ class CellRunner:
     Args:
         rows: where their rows go, and whose cells are not run again.
         tell: called with a line of text for each cell.
+        texts: a cell is run if its section and name hold one of them.
 
     Attributes:
         failed: cells that raised something, or whose row says that it is not ok. left_out: those without time.
     """
 
-    def __init__(self, rows: RowFile, clock: RunClock, tell: Callable[[str], None] = print) -> None:
-        self._rows, self._clock, self._tell = rows, clock, tell
+    def __init__(
+        self, rows: RowFile, clock: RunClock, tell: Callable[[str], None] = print, texts: Sequence[str] = ("",)
+    ) -> None:
+        self._rows, self._clock, self._tell, self._texts = rows, clock, tell, texts
         self.failed: list[str] = []
         self.left_out: list[str] = []
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run the cells that have no row yet, section by section; an error is a row, and the next cell runs."""
-        for section, group in itertools.groupby(cells, key=lambda cell: cell.section):
+        chosen = [cell for cell in cells if any(text in f"{cell.section} {cell.name}" for text in self._texts)]
+        for section, group in itertools.groupby(chosen, key=lambda cell: cell.section):
             same = list(group)
             missing = [cell for cell in same if not self._rows.has(cell)]
             guess = sum(cell.seconds for cell in missing)

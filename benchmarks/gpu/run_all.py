@@ -4,7 +4,8 @@
 
 A row is written to DIR/gpu-rows.jsonl after each cell: card, versions, seconds, the figure and its bound. A run goes on
 from the rows that are there; errors and mismatches are run again, others are not. A cell that raises an error is a row
-with its message. No cell begins for which the time does not suffice, and none outlasts it.
+with its message. No cell begins for which the time does not suffice, and none outlasts it. --match takes only the
+cells whose section and name hold one of some comma-separated texts.
 
 Sections, in this order (--only takes a comma-separated choice):
     rates     bandwidth of a copy, a product in bf16, an upload
@@ -57,7 +58,10 @@ def compare_tokens(options: argparse.Namespace, machine: Machine, clock: RunCloc
         return runner.run(token_cells(machine))
     minutes = min(clock.left(), TOKENS_S) / 60
     command = [sys.executable, __file__, "--only", "tokens", "--out", str(options.out), "--minutes", f"{minutes:.2f}"]
-    parts = [subprocess.Popen([*command, "--part", f"{n}/{PARTS}"]) for n in range(PARTS)]
+    if options.match:
+        command += ["--match", options.match]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # all with all threads stand in each other's way
+    parts = [subprocess.Popen([*command, "--part", f"{n}/{PARTS}"], env=one_thread) for n in range(PARTS)]
     for n, part in enumerate(parts):
         try:
             ended = part.wait(timeout=max(1.0, minutes * 60 + 30))
@@ -103,13 +107,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {FILE}")
     parser.add_argument("--minutes", type=float, default=9.0, help="how long the run may take")
     parser.add_argument("--only", help="comma-separated sections; all by default")
+    parser.add_argument("--match", help="comma-separated texts; cells whose section and name hold one of them")
     parser.add_argument("--part", help="K/N: of the comparisons of tokens every N-th from the K-th on")
     parser.add_argument("--dry-run", action="store_true", help="all in small on the CPU")
     options = parser.parse_args()
     clock = RunClock(60 * options.minutes)
     machine = Machine(interpret=options.dry_run, tiny=options.dry_run)
     rows = RowFile(options.out / FILE, machine.describe())
-    runner = CellRunner(rows, clock, lambda line: print(line, flush=True))
+    texts = options.match.split(",") if options.match else [""]
+    runner = CellRunner(rows, clock, lambda line: print(line, flush=True), texts)
     runs = sections(options, machine, clock, runner)
     chosen = options.only.split(",") if options.only else list(runs)
     unknown = [name for name in chosen if name not in runs]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -109,10 +111,20 @@ def test_memory_is_told_while_it_is_written_and_afterwards(server: Live) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_pages(server: Live, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_pages(server: Live, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": [text(50, 1), text(50, 2)], "max_tokens": 400, "ignore_eos": True, "stream": stream}
     before = server.llm.stats().generated_tokens
-    with server.client() as client:
+    client_left, step = threading.Event(), server.llm._engine.step
+
+    def stepped() -> Any:
+        """A step; behind the first tokens it waits, so that no answer is done before its client leaves."""
+        if server.llm.stats().generated_tokens > before + 20:
+            client_left.wait(10)
+        return step()
+
+    monkeypatch.setattr(server.llm._engine, "step", stepped)
+    with server.client() as client, ExitStack() as leaving:
+        leaving.callback(client_left.set)
         if stream:
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 next(answer.iter_lines())

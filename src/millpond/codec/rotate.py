@@ -56,13 +56,19 @@ def rotate(x: Tensor) -> Tensor:
     thing.
     """
     if x.device.type in ACCELERATORS:
-        product: Tensor = (x.float() @ hadamard(x.shape[-1]).to(x.device)).to(x.dtype)
+        product: Tensor = (x.float() @ _hadamard_on(x.shape[-1], x.device)).to(x.dtype)
         return product
     if x.dtype in (torch.bfloat16, torch.float16):
         block = block_size(x.shape[-1])
         exact: Tensor = ((x.double() @ _signs(x.shape[-1]).to(x.device)) * block**-0.5).to(x.dtype)
         return exact
     return _transformed(x)
+
+
+@cache
+def _hadamard_on(dim: int, device: torch.device) -> Tensor:
+    """Return `hadamard(dim)` in the memory of a device, where it stays."""
+    return hadamard(dim).to(device)
 
 
 @cache

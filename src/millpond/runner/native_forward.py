@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millpond.codec.basis import Basis
 from millpond.errors import UnsupportedModelError
 from millpond.kernels import ops
 from millpond.kernels.args import AttentionShape, DecodeArgs, PrefillArgs, StepRegions
@@ -65,23 +66,26 @@ class DecodeGraph:
         self._graphs: OrderedDict[int, _Graph] = OrderedDict()
         self.recorded = self.replayed = 0
 
-    def step(self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> tuple[Tensor, Tensor]:
+    def step(
+        self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions], bases: Sequence[Basis | None]
+    ) -> tuple[Tensor, Tensor]:
         """Return logits (S, vocabulary) and log-sum-exp (layers, S, n_heads) of the newest tokens.
 
         Args:
             ids: Ids of the tokens, (S,).
             positions: Positions of the tokens, (S,).
             regions: Entries that each layer attends to; written, as by `ops.decode`.
+            bases: Basis of the entries of each layer.
         """
-        key = key_of(regions)
+        key = _key_of(regions, bases)
         alike = key is not None and self._seen is not None and same_key(key, self._seen)
         self._seen = key
         graph = None if key is None else self._graph_of(key, regions)
         if graph is None and alike:
             assert key is not None, "alike"
-            graph = self._make(key, ids, positions, regions)
+            graph = self._make(key, ids, positions, regions, bases)
         if graph is None:
-            return self._compute(ids, positions, regions)
+            return self._compute(ids, positions, regions, bases)
         graph.inputs.take(regions)
         graph.ids.copy_(ids)
         graph.positions.copy_(positions)
@@ -102,30 +106,53 @@ class DecodeGraph:
         del self._graphs[number]
         return None
 
-    def _make(self, key: tuple[Any, ...], ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> _Graph:
+    def _make(
+        self,
+        key: tuple[Any, ...],
+        ids: Tensor,
+        positions: Tensor,
+        regions: Sequence[StepRegions],
+        bases: Sequence[Basis | None],
+    ) -> _Graph:
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         inputs, own_ids, own_positions = StepInputs(regions), ids.clone(), positions.clone()
         outputs: list[tuple[Tensor, Tensor]] = []
 
         def work() -> None:
-            outputs[:] = [self._compute(own_ids, own_positions, inputs.regions)]
+            outputs[:] = [self._compute(own_ids, own_positions, inputs.regions, bases)]
 
         graph = _Graph(key, inputs, own_ids, own_positions, self._record(work, ids.device), outputs)
         self.recorded += 1
         self._graphs[self.recorded] = graph
         return graph
 
-    def _compute(self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions]) -> tuple[Tensor, Tensor]:
+    def _compute(
+        self, ids: Tensor, positions: Tensor, regions: Sequence[StepRegions], bases: Sequence[Basis | None]
+    ) -> tuple[Tensor, Tensor]:
         sums: list[Tensor] = []
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            basis = bases[index]
+            if basis is not None:
+                q, k, v = (t[:, :, 0] for t in basis.stored(q[:, :, None], k[:, :, None], v[:, :, None]))
             decoded = ops.decode(DecodeArgs(q, k, v, regions[index]))
             sums.append(decoded.lse)
-            return decoded.out.reshape(len(q), -1)
+            out = decoded.out if basis is None else basis.values(decoded.out)
+            return out.reshape(len(q), -1)
 
         logits = self._forward(ids, positions, attend, torch.arange(len(ids), device=ids.device))
         return logits, torch.stack(sums)
+
+
+def _key_of(regions: Sequence[StepRegions], bases: Sequence[Basis | None]) -> tuple[Any, ...] | None:
+    """Return what `key_of` does, and the bases."""
+    key = key_of(regions)
+    if key is None:
+        return None
+    numbers, *fixed = key
+    turned = [basis is not None and basis.hadamard for basis in bases]
+    return [*numbers, *turned], *fixed, *(None if basis is None else basis.scales for basis in bases)
 
 
 #: Where the tokens of the trial stand in their text.
@@ -232,14 +259,14 @@ class NativeForward:
     def _forward(self, ids: Tensor, positions: Tensor, split: SegmentedAttention, rows: Tensor) -> Tensor:
         layers = self._decoder.in_one_call(len(ids)) if len(rows) == len(ids) else None
         fused = layers is not None or (self._graph is not None and len(rows) == len(ids))
-        steps = split.steps(self._shapes) if fused else None
+        steps = split.steps(self._shapes, changes_basis=layers is None) if fused else None
         if steps is None:
             return self._decoder.forward(ids, positions, self._by_rows(split.rows), rows)
         if layers is not None:
             logits, lse = self._decoder.step(ids, positions, layers, steps.regions())
         else:
             assert self._graph is not None, "one of the two"
-            logits, lse = self._graph.step(ids, positions, steps.regions())
+            logits, lse = self._graph.step(ids, positions, steps.regions(), steps.bases())
         steps.end(lse)
         return logits
 

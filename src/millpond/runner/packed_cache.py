@@ -18,6 +18,7 @@ from millpond.cache.layer.layer_cache import LayerCache
 from millpond.cache.layer.prompt_pass import PartialSpan
 from millpond.cache.pages.ref_counted_pool import Pool
 from millpond.cache.state.recurrent_states import RecurrentStates
+from millpond.codec.basis import Basis
 from millpond.errors import CacheMismatchError, UnsupportedModelError
 from millpond.hf.attention import tag
 from millpond.hf.layer import EmptyLayer, PassLayer
@@ -61,6 +62,10 @@ class FusedSteps(NamedTuple):
         """Return the entries that each layer attends to."""
         return [step.regions() for step in self.newest]
 
+    def bases(self) -> list[Basis | None]:
+        """Return the basis in which each layer stores its numbers; None: as the model makes them."""
+        return [step.table.basis for step in self.newest]
+
     def end(self, lse: Tensor) -> None:
         """Take note of what happened; `lse`: (layers, S, Hq)."""
         together = lse.device.type != "cpu"
@@ -98,13 +103,21 @@ class SegmentedAttention:
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
         return self.rows(index, q, k, v, shape)[None].transpose(1, 2)
 
-    def steps(self, shapes: Sequence[AttentionShape]) -> FusedSteps | None:
-        """Prepare all layers for one decoding step; None unless one segment's layers are fusable."""
+    def steps(self, shapes: Sequence[AttentionShape], changes_basis: bool) -> FusedSteps | None:
+        """Prepare all layers for one decoding step; None unless one segment's layers are fusable.
+
+        Args:
+            shapes: Shape of each layer's attention.
+            changes_basis: Whether the caller minds `FusedSteps.bases`.
+        """
         segment = self.segments[0]
         n, layer_caches = segment.end - segment.begin, segment.layer_caches
         if len(self.segments) > 1 or not segment.decoding:
             return None
-        if not all(layer_cache.is_fusable(n, shape) for layer_cache, shape in zip(layer_caches, shapes, strict=True)):
+        if not all(
+            layer_cache.is_fusable(n, shape, changes_basis)
+            for layer_cache, shape in zip(layer_caches, shapes, strict=True)
+        ):
             return None
         return FusedSteps(
             layer_caches,

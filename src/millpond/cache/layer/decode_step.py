@@ -238,9 +238,9 @@ class DecodeStep:
         return need | quantize.pages_due(table)
 
     def plain(self, table: PageTable, shape: AttentionShape) -> bool:
-        """Whether there is only `ops.decode` between `begin` and `end`."""
+        """Whether there is only `ops.decode` between `begin` and `end`, in the basis of the table."""
         besides = (self._sequence_state.rolling, self._sequence_state.selective)
-        if type(self._attention) is not PagedAttention or self._policy.plans_each_step or table.basis is not None:
+        if type(self._attention) is not PagedAttention or self._policy.plans_each_step:
             return False
         if table.aged is not None:
             return False

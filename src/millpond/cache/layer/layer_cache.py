@@ -214,10 +214,18 @@ class LayerCache(LayerStorage):
         self.columns += 1
         return out
 
-    def is_fusable(self, n_seq: int, shape: AttentionShape) -> bool:
-        """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else."""
+    def is_fusable(self, n_seq: int, shape: AttentionShape, changes_basis: bool = False) -> bool:
+        """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else.
+
+        Args:
+            n_seq: Sequences of the step.
+            shape: Shape of the layer's attention.
+            changes_basis: Whether the caller hands the numbers over in `basis` and takes the output back from it.
+        """
         table = self._table
         if table is None or not self._opened or self.pending or self.shared is not None or table.is_offloaded:
+            return False
+        if table.basis is not None and not changes_basis:
             return False
         if self.policy.scores_entries and self.scores_answers:
             return False

@@ -94,6 +94,14 @@ def test_cells_that_take_longer_than_thought_correct_the_others(tmp_path: Path) 
     assert ran.left_out == ["step b"]
 
 
+def test_only_cells_that_hold_a_text_are_run(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    machine = gpu_rows.RowFile(path, MACHINE)
+    few = gpu_rows.CellRunner(machine, gpu_rows.RunClock(60.0), print, ["h2o", "full, 16"])
+    few.run([cell(name, lambda: {}) for name in ("h2o, 1", "full, 1", "full, 16", "int4, 16")])
+    assert [row["cell"] for row in gpu_rows.read_rows(path)] == ["h2o, 1", "full, 16"]
+
+
 def test_a_cell_ends_with_the_time_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     begin = time.monotonic()
