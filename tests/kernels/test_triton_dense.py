@@ -17,6 +17,8 @@ from millpond.kernels import decoder_ops
 from millpond.kernels.decoder_ops import DecoderOps, GatedActivation, Norm, Projection, choose
 from millpond.kernels.gpu.common import INTERPRET
 from millpond.kernels.gpu.dense import FusedDense
+from millpond.runner.packed_model import PackedModel
+from tests.models import test_lean
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, warns of infinities
 
@@ -159,3 +161,24 @@ def test_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_ops.importlib.util, "find_spec", lambda name: None)
     assert type(choose(rows[torch.float32])) is DecoderOps
     assert not isinstance(choose(torch.zeros(2, 4)), FusedDense)  # on a CPU
+
+
+#: Kinds of layers, but those whose kernels are another's.
+KINDS = sorted(set(test_lean.KINDS) - {"mistral", "qwen3", "llama, tied", "llama, one head each"})
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("llama", torch.bfloat16)])
+def test_a_whole_pass(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of layer: the logits are torch's, and the trial of an engine does not refuse the kernels."""
+    model = test_lean.model_of(kind).to(DEVICE, dtype)
+    ids, rows, found = torch.arange(1, 8, device=DEVICE), torch.tensor([0, 3, 6], device=DEVICE), []
+    for kernels in ("gpu", "reference"):
+        monkeypatch.setenv("MILLPOND_KERNELS", kernels)
+        found.append(test_lean.lean_logits(model, ids, rows))
+    most = 1e-5 if dtype is torch.float32 else 0.03
+    assert (found[0] - found[1]).abs().max() <= most * found[1].abs().max()
+    monkeypatch.setenv("MILLPOND_KERNELS", "gpu")
+    packed = PackedModel(model, runner="lean")
+    assert packed._lean is not None
+    assert isinstance(packed._lean._decoder.ops(3), FusedDense)
+    packed.close()
