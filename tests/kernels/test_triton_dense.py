@@ -53,6 +53,12 @@ def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=step, atol=step)
 
 
+def rounded_alike(got: Tensor, want: Tensor) -> None:
+    """Numbers of 16 bits were rounded where torch rounds: a sum in another order changes few of them."""
+    if want.dtype is not torch.float32:
+        assert int((got == want).sum()) > 0.98 * got.numel()
+
+
 @SEVERAL
 @pytest.mark.parametrize("shape", [(1, 960), (17, 64), (3, 9, 48), (2, 1, 128)])
 @pytest.mark.parametrize("kind", ["rms", "layer", "layer and bias"])
@@ -65,6 +71,7 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> None:
     found = FUSED.norm(x, norm)
     assert found.is_contiguous()
     near(found, TORCH.norm(x, norm))
+    rounded_alike(found, TORCH.norm(x, norm))
 
 
 def test_norm_of_weights_in_another_dtype_and_of_no_rows() -> None:
@@ -126,6 +133,8 @@ def test_gate(dtype: torch.dtype, act: GatedActivation, n: int, width: int, kind
     found, want = FUSED.gated(parts, act), TORCH.gated(parts, act)
     assert found.is_contiguous()
     near(found, want)
+    if act in (GatedActivation.SILU, GatedActivation.RELU):  # torch's erf and tanh on a CPU are others
+        rounded_alike(found, want)
 
 
 def test_added_takes_the_memory_of_the_residual() -> None:

@@ -245,7 +245,6 @@ def decode(args: DecodeArgs) -> DecodeOutput:
                     *part.where,
                     part.lens,
                     part.others,
-                    packed.dead if packed else lens,
                     caps,
                     recent,
                     q_pos,
