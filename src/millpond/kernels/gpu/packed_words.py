@@ -1,0 +1,340 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Attention over quantized pages that reads each word of codes once and scales queries and weights, not elements.
+
+A product with codes is exact but for its float32 sum, so scales and zeros come outside it: those of a slot multiply its
+logit and its weight, those of a channel multiply the query. Where the channels of a slot fall into several groups, the
+rows of the weights are repeated for each, and a row counts in the channels of its group only; a product takes 16 rows
+in any case.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from millpond.kernels.gpu.common import INF, INTERPRET, KEYS, LOG2_E, LOG_MASSES, POSITIONS, block_of, logit2, tile_rows
+from millpond.kernels.packed.layout import LANES as TILE_LANES
+from millpond.kernels.packed.layout import Format, PackedLayout, Side
+from millpond.kernels.packed.regions import PackedRegions
+
+FP8 = tl.constexpr(int(Format.FP8))
+LANES = tl.constexpr(TILE_LANES)
+#: Formats whose words hold whole codes that are numbers.
+FORMATS = (Format.INT2, Format.INT4, Format.INT8, Format.FP8)
+#: Most rows of weights, query heads of a group x groups of channels.
+MOST_ROWS = 64
+
+
+class Tuning(NamedTuple):
+    """Sizes that change speed and not meaning."""
+
+    block: int = 64  #: most slots per step, a power of two of at least 32; a page and a group may hold fewer
+    warps: int = 4
+    stages: int = 3
+
+
+TUNING = Tuning()
+
+
+def words_serve(packed: PackedRegions, group: int, dot: tl.dtype) -> bool:
+    """Return whether `attend_words` computes attention over these regions, for `group` query heads per KV head."""
+    layout = packed.pages.layout
+    sides = layout.key, layout.value
+    whole = all(side.format in FORMATS and not side.n_extra and not side.fixed for side in sides)
+    rows = _power(group) * _power(_groups(layout.value, layout.value_dim))
+    return whole and packed.rope is None and rows <= MOST_ROWS and (dot == tl.bfloat16 or INTERPRET)
+
+
+def word_shapes(layout: PackedLayout, group: int, split: int) -> dict[str, Any]:
+    """Return the constants that only `attend_words` has."""
+    spans = layout.key.group if layout.key.by_channel and layout.key.format.grouped else layout.slots
+    value_groups = _groups(layout.value, layout.value_dim)
+    return {
+        "GROUP_SPAN": _power(group),
+        "ROWS_BLOCK": block_of(_power(group) * _power(value_groups)),
+        "BLOCK": min(TUNING.block, layout.slots, spans & -spans, split),
+    }
+
+
+def word_launch() -> dict[str, int]:
+    """Return how `attend_words` is compiled."""
+    return {"num_warps": TUNING.warps, "num_stages": TUNING.stages}
+
+
+def _groups(side: Side, dim: int) -> int:
+    return dim // side.group if side.group and side.format.grouped and not side.by_channel else 1
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit
+def code_of(words, AT: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
+    """Return what codes number AT of words stand for, unscaled and exact: integers stand around 0."""
+    code = words >> (BITS * (AT // 2) + 16 * (AT % 2))
+    if FORMAT == FP8:
+        # the fields of e4m3 in those of bfloat16, whose exponents are 120 more; NaN, which is never stored, gives 480
+        near = (((code & 127) << 4) | ((code & 128) << 8)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return (near.to(tl.float32) * 1.329227995784916e36).to(DOT)
+    elif BITS == 8:
+        return ((code & 255).to(tl.float32) - 128.0).to(DOT)
+    else:
+        # the last bits of a bfloat16 in 128 .. 255
+        more = ((code & ((1 << BITS) - 1)) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return more.to(DOT) - (128.0 + (1 << (BITS - 1)))
+
+
+@triton.jit
+def spread(words, FIRST: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
+    """Return codes FIRST, FIRST + STEP, .. of words in new last axes of 2."""
+    if STEP * BITS == 32:
+        return code_of(words, FIRST, FORMAT, BITS, DOT)
+    else:
+        even = spread(words, FIRST, 2 * STEP, FORMAT, BITS, DOT)
+        odd = spread(words, FIRST + STEP, 2 * STEP, FORMAT, BITS, DOT)
+        return tl.join(even, odd)
+
+
+@triton.jit
+def codes_of(
+    page,
+    at: tl.constexpr,
+    words: tl.constexpr,
+    depth,
+    across,
+    MASKED: tl.constexpr,
+    ok,
+    FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
+    DOT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """Return `code_of` all codes of a tile, (DEPTH, ACROSS).
+
+    Words depth (DEPTH * BITS // 32,) of lanes across (ACROSS,), of `words` each.
+    """
+    pointer = (page + at).to(tl.pointer_type(tl.int32))
+    pointer += ((across // LANES * words)[None, :] + depth[:, None]) * LANES + (across % LANES)[None, :]
+    if MASKED:
+        loaded = tl.load(pointer, mask=ok, other=0)
+    else:
+        loaded = tl.load(pointer)
+    codes = spread(loaded, 0, 1, FORMAT, BITS, DOT)
+    if BITS == 8:
+        codes = tl.permute(codes, (0, 2, 3, 1))
+    elif BITS == 4:
+        codes = tl.permute(codes, (0, 2, 3, 4, 1))
+    else:
+        codes = tl.permute(codes, (0, 2, 3, 4, 5, 1))
+    return tl.reshape(codes, (DEPTH, ACROSS))
+
+
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window"])
+def attend_words(
+    q,
+    q_s,
+    q_h,
+    bases,
+    n_arenas,
+    table,
+    table_stride,
+    lens,
+    q_pos,
+    part_out,
+    part_max,
+    part_sum,
+    logits,
+    n_splits,
+    first_split,
+    channels,
+    balance,
+    scale,
+    softcap,
+    window,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    K_ZEROS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_BY_CHANNEL: tl.constexpr,
+    K_MEANS: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    V_ZEROS: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    LOG_SLOTS: tl.constexpr,
+    LOG_PAGES: tl.constexpr,
+    DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
+    HAS_BALANCE: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_MASSES: tl.constexpr,
+    KEEP_LOGITS: tl.constexpr,
+):
+    """Compute what `attend_packed` does, for codes that are numbers.
+
+    BLOCK slots are in one page, and in one group where keys are grouped by channel. Row `part * GROUP_SPAN + g` of the
+    queries is query head g, for group `part` of the value channels.
+    """
+    SLOTS: tl.constexpr = 1 << LOG_SLOTS
+    K_PER: tl.constexpr = 32 // K_BITS
+    V_PER: tl.constexpr = 32 // V_BITS
+    K_HALF: tl.constexpr = 1 << (K_BITS - 1)  # what `code_of` takes from an integer, and zeros get back
+    V_HALF: tl.constexpr = 1 << (V_BITS - 1)
+    r = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    begin = split * SPLIT
+    s = r // HEADS
+    here = tl.load(q_pos + s)
+    n = tl.load(lens + r)
+    if here < 0 or begin >= n:
+        return
+    end = tl.minimum(n, begin + SPLIT)
+    row = tl.arange(0, ROWS_BLOCK)
+    g = row % GROUP_SPAN
+    part = row // GROUP_SPAN
+    row_ok = (g < GROUP) & (part * V_GROUP < VALUE_DIM)
+    d = tl.arange(0, KEY_BLOCK)
+    e = tl.arange(0, VALUE_BLOCK)
+    head = (r % HEADS) * GROUP + g
+    q_channel = d
+    if HAS_CHANNELS:
+        q_channel = tl.load(channels + r * KEY_DIM + d, mask=d < KEY_DIM, other=0)
+    q_mask = row_ok[:, None] & (d < KEY_DIM)[None, :]
+    q_tile = tl.load(q + s * q_s + head[:, None] * q_h + q_channel[None, :], mask=q_mask, other=0.0)  # (M, K)
+    if HAS_BALANCE:
+        factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
+        q_tile = q_tile.to(tl.float32) * factor[None, :]
+    q_tile = q_tile.to(DOT)
+    q_wide = q_tile.to(tl.float32)
+    top = tl.full([ROWS_BLOCK], -INF, tl.float32)
+    total = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # added up over slots at the end, as `beside` is
+    beside = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # what zeros add to all channels of a row
+    acc = tl.zeros([ROWS_BLOCK, VALUE_BLOCK], tl.float32)
+    table_row = table + r * table_stride
+    logit_rows = logits + (r * GROUP + g) * (n_splits * SPLIT) + first_split * SPLIT
+    for first in range(begin, end, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        ok = slot < n
+        at = tile_rows(bases, n_arenas, POSITIONS, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.int32)
+        position = tl.load(at, mask=ok, other=-1)
+        visible = position >= 0
+        if HAS_WINDOW:
+            visible = visible & (here - position < window)
+        number = tl.load(table_row + (first >> LOG_SLOTS))
+        base = tl.load(bases + KEYS * n_arenas + (number >> LOG_PAGES))
+        page = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16)
+        page += (number & ((1 << LOG_PAGES) - 1)).to(tl.int64) * PAGE_BYTES
+        start = tl.multiple_of(first & (SLOTS - 1), BLOCK)
+        inside = start + tl.arange(0, BLOCK)
+        k_word = tl.arange(0, KEY_BLOCK // K_PER)
+        k = codes_of(
+            page,
+            K_CODES,
+            KEY_DIM // K_PER,
+            k_word,
+            inside,
+            KEY_DIM < KEY_BLOCK,
+            (k_word < KEY_DIM // K_PER)[:, None],
+            K_FORMAT,
+            K_BITS,
+            DOT,
+            KEY_BLOCK,
+            BLOCK,
+        )  # (K, BLOCK)
+        v = codes_of(
+            page,
+            V_CODES,
+            SLOTS // V_PER,
+            start // V_PER + tl.arange(0, BLOCK // V_PER),
+            e,
+            VALUE_DIM < VALUE_BLOCK,
+            (e < VALUE_DIM)[None, :],
+            V_FORMAT,
+            V_BITS,
+            DOT,
+            BLOCK,
+            VALUE_BLOCK,
+        )  # (BLOCK, V)
+        if K_FORMAT == FP8:
+            product = tl.dot(q_tile, k, input_precision="ieee")
+            product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)))
+        elif K_BY_CHANNEL:
+            at_channel = start // K_GROUP * KEY_DIM + d
+            k_scales = (page + K_SCALES).to(tl.pointer_type(tl.float16)) + at_channel
+            factor = tl.load(k_scales, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+            product = tl.dot((q_wide * factor[None, :]).to(DOT), k, input_precision="ieee")
+            if K_ZEROS >= 0:
+                k_zeros = (page + K_ZEROS).to(tl.pointer_type(tl.float16)) + at_channel
+                zero = tl.load(k_zeros, mask=d < KEY_DIM, other=0.0).to(tl.float32) + K_HALF * factor
+                product += tl.sum(q_wide * zero[None, :], 1)[:, None]
+        else:
+            product = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)
+            for group in tl.static_range(KEY_DIM // K_GROUP):
+                its_q = q_tile
+                if K_GROUP < KEY_DIM:
+                    its_q = tl.where((d // K_GROUP == group)[None, :], q_tile, 0.0)
+                at_slot = group * SLOTS + inside
+                factor = tl.load((page + K_SCALES).to(tl.pointer_type(tl.float16)) + at_slot).to(tl.float32)
+                product += tl.dot(its_q, k, input_precision="ieee") * factor[None, :]
+                if K_ZEROS >= 0:
+                    zeros = (page + K_ZEROS).to(tl.pointer_type(tl.float16)) + at_slot
+                    zero = tl.load(zeros).to(tl.float32) + K_HALF * factor
+                    product += tl.sum(its_q.to(tl.float32), 1)[:, None] * zero[None, :]
+            if K_MEANS >= 0:
+                k_means = (page + K_MEANS).to(tl.pointer_type(tl.float16)) + d
+                means = tl.load(k_means, mask=d < KEY_DIM, other=0.0).to(tl.float32)
+                product += tl.sum(q_wide * means[None, :], 1)[:, None]
+        x = logit2(product, scale, softcap, HAS_CAP)
+        if HAS_MASSES:
+            at = tile_rows(
+                bases, n_arenas, LOG_MASSES, table_row, first, slot, ok, LOG_SLOTS, LOG_PAGES, BLOCK, 1, tl.float32
+            )
+            x += (tl.load(at, mask=ok, other=0.0) * LOG2_E)[None, :]
+        x = tl.where(visible[None, :], x, -INF)
+        if KEEP_LOGITS:
+            tl.store(logit_rows[:, None] + slot[None, :], x, mask=(row < GROUP)[:, None] & ok[None, :])
+        new_top = tl.maximum(top, tl.max(x, 1))
+        finite = tl.where(new_top == -INF, 0.0, new_top)  # nothing visible so far: exp2(-inf - 0) = 0
+        p = tl.exp2(x - finite[:, None])
+        fade = tl.exp2(top - finite)
+        top = new_top
+        total = total * fade[:, None] + p
+        if V_FORMAT == FP8:
+            weights = (p * tl.load((page + V_SCALES).to(tl.pointer_type(tl.float32)))).to(DOT)
+        else:
+            at_part = part[:, None] * SLOTS + inside[None, :]
+            held = row_ok[:, None] & ok[None, :]  # in other slots may lie what is no number
+            v_scales = (page + V_SCALES).to(tl.pointer_type(tl.float16)) + at_part
+            factor = tl.load(v_scales, mask=held, other=0.0).to(tl.float32)
+            weights = (p * factor).to(DOT)
+            if V_ZEROS >= 0:
+                v_zeros = (page + V_ZEROS).to(tl.pointer_type(tl.float16)) + at_part
+                zero = tl.load(v_zeros, mask=held, other=0.0).to(tl.float32) + V_HALF * factor
+                beside = beside * fade[:, None] + p * zero
+        acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
+    acc += tl.sum(beside, 1)[:, None]
+    to = (r * n_splits + first_split + split) * GROUP + g
+    tl.store(part_max + to, top, mask=row < GROUP)
+    tl.store(part_sum + to, tl.sum(total, 1), mask=row < GROUP)
+    own = row_ok[:, None] & (e < VALUE_DIM)[None, :] & (part[:, None] == (e // V_GROUP)[None, :])
+    tl.store(part_out + to[:, None] * VALUE_DIM + e[None, :], acc, mask=own)
