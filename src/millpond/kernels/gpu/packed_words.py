@@ -72,19 +72,29 @@ def _power(n: int) -> int:
 
 
 @triton.jit
+def bfloat16_of(pair, SHIFT: tl.constexpr, DOT: tl.constexpr):
+    """Return the number whose bfloat16 is SHIFT bits into a word, as DOT."""
+    return (pair >> SHIFT).to(tl.int16).to(tl.bfloat16, bitcast=True).to(DOT)
+
+
+@triton.jit
 def code_of(words, AT: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
     """Return what codes number AT of words stand for, unscaled and exact: integers stand around 0."""
-    code = words >> (BITS * (AT // 2) + 16 * (AT % 2))
+    # two codes, 16 bits apart, until the end
+    pair = words >> (BITS * (AT // 2))
+    half: tl.constexpr = 16 * (AT % 2)
     if FORMAT == FP8:
         # the fields of e4m3 in those of bfloat16, whose exponents are 120 more; NaN, which is never stored, gives 480
-        near = (((code & 127) << 4) | ((code & 128) << 8)).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return (near.to(tl.float32) * 1.329227995784916e36).to(DOT)
+        near = ((pair << 4) & 0x07F007F0) | ((pair << 8) & 0x80008000)
+        return bfloat16_of(near, half, DOT) * 1.329227995784916e36
     elif BITS == 8:
-        return ((code & 255).to(tl.float32) - 128.0).to(DOT)
+        # the last 7 bits of a bfloat16 in 128 .. 255; less 256 where the first bit is 0, else less 128
+        more = (pair & 0x007F007F) | 0x43004300
+        less = (~pair & 0x00800080) | 0xC300C300
+        return bfloat16_of(more, half, DOT) + bfloat16_of(less, half, DOT)
     else:
-        # the last bits of a bfloat16 in 128 .. 255
-        more = ((code & ((1 << BITS) - 1)) | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return more.to(DOT) - (128.0 + (1 << (BITS - 1)))
+        more = (pair & (((1 << BITS) - 1) * 0x10001)) | 0x43004300
+        return bfloat16_of(more, half, DOT) - (128.0 + (1 << (BITS - 1)))
 
 
 @triton.jit
@@ -117,7 +127,7 @@ def codes_of(
 
     Words depth (DEPTH * BITS // 32,) of lanes across (ACROSS,), of `words` each.
     """
-    pointer = (page + at).to(tl.pointer_type(tl.int32))
+    pointer = (page + at).to(tl.pointer_type(tl.uint32))
     pointer += ((across // LANES * words)[None, :] + depth[:, None]) * LANES + (across % LANES)[None, :]
     if MASKED:
         loaded = tl.load(pointer, mask=ok, other=0)
@@ -225,7 +235,7 @@ def attend_words(
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]
     q_tile = q_tile.to(DOT)
-    q_wide = q_tile.to(tl.float32)
+    q_wide = tl.sum(tl.reshape(q_tile.to(tl.float32), (ROWS_BLOCK, KEY_BLOCK, 1)), 2)
     top = tl.full([ROWS_BLOCK], -INF, tl.float32)
     total = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # added up over slots at the end, as `beside` is
     beside = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # what zeros add to all channels of a row
@@ -246,6 +256,18 @@ def attend_words(
         page += (number & ((1 << LOG_PAGES) - 1)).to(tl.int64) * PAGE_BYTES
         start = tl.multiple_of(first & (SLOTS - 1), BLOCK)
         inside = start + tl.arange(0, BLOCK)
+        # scales and zeros of values before they are needed: these loads take longest
+        if V_FORMAT == FP8:
+            v_factor = tl.load((page + V_SCALES).to(tl.pointer_type(tl.float32)))
+        else:
+            at_part, held = inside[None, :], ok[None, :]  # in other slots may lie what is no number
+            if V_GROUP < VALUE_DIM:
+                at_part, held = part[:, None] * SLOTS + inside[None, :], row_ok[:, None] & ok[None, :]
+            v_scales = (page + V_SCALES).to(tl.pointer_type(tl.float16)) + at_part
+            v_factor = tl.load(v_scales, mask=held, other=0.0).to(tl.float32)
+            if V_ZEROS >= 0:
+                v_zeros = (page + V_ZEROS).to(tl.pointer_type(tl.float16)) + at_part
+                v_zero = tl.load(v_zeros, mask=held, other=0.0).to(tl.float32) + V_HALF * v_factor
         k_word = tl.arange(0, KEY_BLOCK // K_PER)
         k = codes_of(
             page,
@@ -261,20 +283,6 @@ def attend_words(
             KEY_BLOCK,
             BLOCK,
         )  # (K, BLOCK)
-        v = codes_of(
-            page,
-            V_CODES,
-            SLOTS // V_PER,
-            start // V_PER + tl.arange(0, BLOCK // V_PER),
-            e,
-            VALUE_DIM < VALUE_BLOCK,
-            (e < VALUE_DIM)[None, :],
-            V_FORMAT,
-            V_BITS,
-            DOT,
-            BLOCK,
-            VALUE_BLOCK,
-        )  # (BLOCK, V)
         if K_FORMAT == FP8:
             product = tl.dot(q_tile, k, input_precision="ieee")
             product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)))
@@ -320,17 +328,25 @@ def attend_words(
         top = new_top
         total = total * fade[:, None] + p
         if V_FORMAT == FP8:
-            weights = (p * tl.load((page + V_SCALES).to(tl.pointer_type(tl.float32)))).to(DOT)
+            weights = (p * v_factor).to(DOT)
         else:
-            at_part = part[:, None] * SLOTS + inside[None, :]
-            held = row_ok[:, None] & ok[None, :]  # in other slots may lie what is no number
-            v_scales = (page + V_SCALES).to(tl.pointer_type(tl.float16)) + at_part
-            factor = tl.load(v_scales, mask=held, other=0.0).to(tl.float32)
-            weights = (p * factor).to(DOT)
+            weights = (p * v_factor).to(DOT)
             if V_ZEROS >= 0:
-                v_zeros = (page + V_ZEROS).to(tl.pointer_type(tl.float16)) + at_part
-                zero = tl.load(v_zeros, mask=held, other=0.0).to(tl.float32) + V_HALF * factor
-                beside = beside * fade[:, None] + p * zero
+                beside = beside * fade[:, None] + p * v_zero
+        v = codes_of(
+            page,
+            V_CODES,
+            SLOTS // V_PER,
+            start // V_PER + tl.arange(0, BLOCK // V_PER),
+            e,
+            VALUE_DIM < VALUE_BLOCK,
+            (e < VALUE_DIM)[None, :],
+            V_FORMAT,
+            V_BITS,
+            DOT,
+            BLOCK,
+            VALUE_BLOCK,
+        )  # (BLOCK, V)
         acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
     acc += tl.sum(beside, 1)[:, None]
     to = (r * n_splits + first_split + split) * GROUP + g
