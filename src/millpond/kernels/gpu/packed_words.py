@@ -143,6 +143,22 @@ def codes_of(
     return tl.reshape(codes, (DEPTH, ACROSS))
 
 
+@triton.jit
+def factors_of(page, AT: tl.constexpr, first, N: tl.constexpr, THERE: tl.constexpr):
+    """Return THERE float16 of a page from numbers `first` (M,), even ones, on, as (M, N) float32; 0 after these.
+
+    Read as words: the compiler loads ahead no less than 4 bytes of a thread.
+    """
+    pointer = (page + AT).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + tl.arange(0, N // 2)[None, :]
+    if THERE < N:
+        word = tl.load(pointer, mask=(tl.arange(0, N // 2) < THERE // 2)[None, :], other=0)
+    else:
+        word = tl.load(pointer)
+    low = word.to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(low, high), (first.shape[0], N)).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window"])
 def attend_words(
     q,
@@ -240,6 +256,8 @@ def attend_words(
     total = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # added up over slots at the end, as `beside` is
     beside = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # what zeros add to all channels of a row
     acc = tl.zeros([ROWS_BLOCK, VALUE_BLOCK], tl.float32)
+    one = tl.zeros([1], tl.int32)
+    same = tl.zeros([BLOCK], tl.int32)
     table_row = table + r * table_stride
     logit_rows = logits + (r * GROUP + g) * (n_splits * SPLIT) + first_split * SPLIT
     for first in range(begin, end, BLOCK):
@@ -256,18 +274,6 @@ def attend_words(
         page += (number & ((1 << LOG_PAGES) - 1)).to(tl.int64) * PAGE_BYTES
         start = tl.multiple_of(first & (SLOTS - 1), BLOCK)
         inside = start + tl.arange(0, BLOCK)
-        # scales and zeros of values before they are needed: these loads take longest
-        if V_FORMAT == FP8:
-            v_factor = tl.load((page + V_SCALES).to(tl.pointer_type(tl.float32)))
-        else:
-            at_part, held = inside[None, :], ok[None, :]  # in other slots may lie what is no number
-            if V_GROUP < VALUE_DIM:
-                at_part, held = part[:, None] * SLOTS + inside[None, :], row_ok[:, None] & ok[None, :]
-            v_scales = (page + V_SCALES).to(tl.pointer_type(tl.float16)) + at_part
-            v_factor = tl.load(v_scales, mask=held, other=0.0).to(tl.float32)
-            if V_ZEROS >= 0:
-                v_zeros = (page + V_ZEROS).to(tl.pointer_type(tl.float16)) + at_part
-                v_zero = tl.load(v_zeros, mask=held, other=0.0).to(tl.float32) + V_HALF * v_factor
         k_word = tl.arange(0, KEY_BLOCK // K_PER)
         k = codes_of(
             page,
@@ -285,33 +291,28 @@ def attend_words(
         )  # (K, BLOCK)
         if K_FORMAT == FP8:
             product = tl.dot(q_tile, k, input_precision="ieee")
-            product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)))
+            product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)) + same)[None, :]
         elif K_BY_CHANNEL:
-            at_channel = start // K_GROUP * KEY_DIM + d
-            k_scales = (page + K_SCALES).to(tl.pointer_type(tl.float16)) + at_channel
-            factor = tl.load(k_scales, mask=d < KEY_DIM, other=0.0).to(tl.float32)
-            product = tl.dot((q_wide * factor[None, :]).to(DOT), k, input_precision="ieee")
+            at_channel = one + start // K_GROUP * KEY_DIM
+            factor = factors_of(page, K_SCALES, at_channel, KEY_BLOCK, KEY_DIM)
+            product = tl.dot((q_wide * factor).to(DOT), k, input_precision="ieee")
             if K_ZEROS >= 0:
-                k_zeros = (page + K_ZEROS).to(tl.pointer_type(tl.float16)) + at_channel
-                zero = tl.load(k_zeros, mask=d < KEY_DIM, other=0.0).to(tl.float32) + K_HALF * factor
-                product += tl.sum(q_wide * zero[None, :], 1)[:, None]
+                zero = factors_of(page, K_ZEROS, at_channel, KEY_BLOCK, KEY_DIM) + K_HALF * factor
+                product += tl.sum(q_wide * zero, 1)[:, None]
         else:
             product = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)
             for group in tl.static_range(KEY_DIM // K_GROUP):
                 its_q = q_tile
                 if K_GROUP < KEY_DIM:
                     its_q = tl.where((d // K_GROUP == group)[None, :], q_tile, 0.0)
-                at_slot = group * SLOTS + inside
-                factor = tl.load((page + K_SCALES).to(tl.pointer_type(tl.float16)) + at_slot).to(tl.float32)
-                product += tl.dot(its_q, k, input_precision="ieee") * factor[None, :]
+                at_slot = one + group * SLOTS + start
+                factor = factors_of(page, K_SCALES, at_slot, BLOCK, BLOCK)
+                product += tl.dot(its_q, k, input_precision="ieee") * factor
                 if K_ZEROS >= 0:
-                    zeros = (page + K_ZEROS).to(tl.pointer_type(tl.float16)) + at_slot
-                    zero = tl.load(zeros).to(tl.float32) + K_HALF * factor
-                    product += tl.sum(its_q.to(tl.float32), 1)[:, None] * zero[None, :]
+                    zero = factors_of(page, K_ZEROS, at_slot, BLOCK, BLOCK) + K_HALF * factor
+                    product += tl.sum(its_q.to(tl.float32), 1)[:, None] * zero
             if K_MEANS >= 0:
-                k_means = (page + K_MEANS).to(tl.pointer_type(tl.float16)) + d
-                means = tl.load(k_means, mask=d < KEY_DIM, other=0.0).to(tl.float32)
-                product += tl.sum(q_wide * means[None, :], 1)[:, None]
+                product += tl.sum(q_wide * factors_of(page, K_MEANS, one, KEY_BLOCK, KEY_DIM), 1)[:, None]
         x = logit2(product, scale, softcap, HAS_CAP)
         if HAS_MASSES:
             at = tile_rows(
@@ -328,11 +329,18 @@ def attend_words(
         top = new_top
         total = total * fade[:, None] + p
         if V_FORMAT == FP8:
-            weights = (p * v_factor).to(DOT)
+            weights = (p * tl.load((page + V_SCALES).to(tl.pointer_type(tl.float32)) + same)[None, :]).to(DOT)
         else:
-            weights = (p * v_factor).to(DOT)
+            if V_GROUP < VALUE_DIM:
+                at_slot = tl.minimum(part, VALUE_DIM // V_GROUP - 1) * SLOTS + start
+            else:
+                at_slot = one + start
+            factor = factors_of(page, V_SCALES, at_slot, BLOCK, BLOCK)
+            factor = tl.where(ok[None, :], factor, 0.0)  # in other slots may lie what is no number
+            weights = (p * factor).to(DOT)
             if V_ZEROS >= 0:
-                beside = beside * fade[:, None] + p * v_zero
+                zero = factors_of(page, V_ZEROS, at_slot, BLOCK, BLOCK) + V_HALF * factor
+                beside = beside * fade[:, None] + p * tl.where(ok[None, :], zero, 0.0)
         v = codes_of(
             page,
             V_CODES,
