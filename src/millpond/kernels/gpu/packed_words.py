@@ -144,19 +144,39 @@ def codes_of(
 
 
 @triton.jit
-def factors_of(page, AT: tl.constexpr, first, N: tl.constexpr, THERE: tl.constexpr):
-    """Return THERE float16 of a page from numbers `first` (M,), even ones, on, as (M, N) float32; 0 after these.
-
-    Read as words: the compiler loads ahead no less than 4 bytes of a thread.
-    """
-    pointer = (page + AT).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + tl.arange(0, N // 2)[None, :]
-    if THERE < N:
-        word = tl.load(pointer, mask=(tl.arange(0, N // 2) < THERE // 2)[None, :], other=0)
-    else:
-        word = tl.load(pointer)
+def float16s(word):
+    """Return (M, N) words of two float16 as (M, 2 * N) float32."""
     low = word.to(tl.uint16).to(tl.float16, bitcast=True)
     high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), (first.shape[0], N)).to(tl.float32)
+    return tl.reshape(tl.join(low, high), (word.shape[0], 2 * word.shape[1])).to(tl.float32)
+
+
+@triton.jit
+def factors_of(
+    page, SCALES: tl.constexpr, ZEROS: tl.constexpr, HALF: tl.constexpr, first, N: tl.constexpr, THERE: tl.constexpr
+):
+    """Return scales and zeros, for `code_of`, each (M, N) float32, of groups `first` (M,) and THERE - 1 after; then 0.
+
+    `first` is even. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
+    """
+    n = tl.arange(0, N // 2)
+    pointer = (page + SCALES).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + n[None, :]
+    if ZEROS < 0:
+        if THERE < N:
+            word = tl.load(pointer, mask=(n < THERE // 2)[None, :], other=0)
+        else:
+            word = tl.load(pointer)
+        scales = float16s(word)
+        return scales, tl.zeros_like(scales)
+    else:
+        pointers = pointer[:, :, None] + (tl.arange(0, 2) * ((ZEROS - SCALES) // 4))[None, None, :]
+        if THERE < N:
+            words = tl.load(pointers, mask=(n < THERE // 2)[None, :, None], other=0)
+        else:
+            words = tl.load(pointers)
+        scale_word, zero_word = tl.split(words)
+        scales = float16s(scale_word)
+        return scales, float16s(zero_word) + HALF * scales
 
 
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window"])
@@ -294,10 +314,9 @@ def attend_words(
             product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)) + same)[None, :]
         elif K_BY_CHANNEL:
             at_channel = one + start // K_GROUP * KEY_DIM
-            factor = factors_of(page, K_SCALES, at_channel, KEY_BLOCK, KEY_DIM)
+            factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_channel, KEY_BLOCK, KEY_DIM)
             product = tl.dot((q_wide * factor).to(DOT), k, input_precision="ieee")
             if K_ZEROS >= 0:
-                zero = factors_of(page, K_ZEROS, at_channel, KEY_BLOCK, KEY_DIM) + K_HALF * factor
                 product += tl.sum(q_wide * zero, 1)[:, None]
         else:
             product = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)
@@ -306,13 +325,13 @@ def attend_words(
                 if K_GROUP < KEY_DIM:
                     its_q = tl.where((d // K_GROUP == group)[None, :], q_tile, 0.0)
                 at_slot = one + group * SLOTS + start
-                factor = factors_of(page, K_SCALES, at_slot, BLOCK, BLOCK)
+                factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_slot, BLOCK, BLOCK)
                 product += tl.dot(its_q, k, input_precision="ieee") * factor
                 if K_ZEROS >= 0:
-                    zero = factors_of(page, K_ZEROS, at_slot, BLOCK, BLOCK) + K_HALF * factor
                     product += tl.sum(its_q.to(tl.float32), 1)[:, None] * zero
             if K_MEANS >= 0:
-                product += tl.sum(q_wide * factors_of(page, K_MEANS, one, KEY_BLOCK, KEY_DIM), 1)[:, None]
+                means, _ = factors_of(page, K_MEANS, -1, 0, one, KEY_BLOCK, KEY_DIM)
+                product += tl.sum(q_wide * means, 1)[:, None]
         x = logit2(product, scale, softcap, HAS_CAP)
         if HAS_MASSES:
             at = tile_rows(
@@ -335,11 +354,10 @@ def attend_words(
                 at_slot = tl.minimum(part, VALUE_DIM // V_GROUP - 1) * SLOTS + start
             else:
                 at_slot = one + start
-            factor = factors_of(page, V_SCALES, at_slot, BLOCK, BLOCK)
+            factor, zero = factors_of(page, V_SCALES, V_ZEROS, V_HALF, at_slot, BLOCK, BLOCK)
             factor = tl.where(ok[None, :], factor, 0.0)  # in other slots may lie what is no number
             weights = (p * factor).to(DOT)
             if V_ZEROS >= 0:
-                zero = factors_of(page, V_ZEROS, at_slot, BLOCK, BLOCK) + V_HALF * factor
                 beside = beside * fade[:, None] + p * tl.where(ok[None, :], zero, 0.0)
         v = codes_of(
             page,
