@@ -72,40 +72,59 @@ def _power(n: int) -> int:
 
 
 @triton.jit
-def bfloat16_of(pair, SHIFT: tl.constexpr, DOT: tl.constexpr):
-    """Return the number whose bfloat16 is SHIFT bits into a word, as DOT."""
-    return (pair >> SHIFT).to(tl.int16).to(tl.bfloat16, bitcast=True).to(DOT)
+def settled(x):
+    """Return a tile (A, B) as it is.
+
+    The compiler takes what is joined before a product for halves of wider codes, and reads the operands of the product
+    in pieces; it does not look behind a sum, here of one number.
+    """
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 1)), 2)
 
 
 @triton.jit
-def code_of(words, AT: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
-    """Return what codes number AT of words stand for, unscaled and exact: integers stand around 0."""
-    # two codes, 16 bits apart, until the end
-    pair = words >> (BITS * (AT // 2))
-    half: tl.constexpr = 16 * (AT % 2)
+def bits_of(words, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """Return code number AT of words as the 16 bits of a bfloat16; of an integer of 8 bits as a sum of two, of LESS."""
+    pair = words >> (BITS * (AT // 2))  # two codes, 16 bits apart
     if FORMAT == FP8:
         # the fields of e4m3 in those of bfloat16, whose exponents are 120 more; NaN, which is never stored, gives 480
-        near = ((pair << 4) & 0x07F007F0) | ((pair << 8) & 0x80008000)
-        return bfloat16_of(near, half, DOT) * 1.329227995784916e36
+        pair = ((pair << 4) & 0x07F007F0) | ((pair << 8) & 0x80008000)
+    elif LESS:
+        pair = (~pair & 0x00800080) | 0xC300C300  # -256 where the first bit is 0, else -128
     elif BITS == 8:
-        # the last 7 bits of a bfloat16 in 128 .. 255; less 256 where the first bit is 0, else less 128
-        more = (pair & 0x007F007F) | 0x43004300
-        less = (~pair & 0x00800080) | 0xC300C300
-        return bfloat16_of(more, half, DOT) + bfloat16_of(less, half, DOT)
+        pair = (pair & 0x007F007F) | 0x43004300  # 128 + the last 7 bits
     else:
-        more = (pair & (((1 << BITS) - 1) * 0x10001)) | 0x43004300
-        return bfloat16_of(more, half, DOT) - (128.0 + (1 << (BITS - 1)))
+        pair = (pair & (((1 << BITS) - 1) * 0x10001)) | 0x43004300  # 128 + the code
+    if AT % 2 == 0:
+        return pair & 0xFFFF
+    else:
+        return pair >> 16
 
 
 @triton.jit
-def spread(words, FIRST: tl.constexpr, STEP: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
-    """Return codes FIRST, FIRST + STEP, .. of words in new last axes of 2."""
+def spread(
+    words, FIRST: tl.constexpr, STEP: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr
+):
+    """Return `bits_of` codes FIRST, FIRST + STEP, .. of words in new last axes of 2."""
     if STEP * BITS == 32:
-        return code_of(words, FIRST, FORMAT, BITS, DOT)
+        return bits_of(words, FIRST, LESS, FORMAT, BITS)
     else:
-        even = spread(words, FIRST, 2 * STEP, FORMAT, BITS, DOT)
-        odd = spread(words, FIRST + STEP, 2 * STEP, FORMAT, BITS, DOT)
+        even = spread(words, FIRST, 2 * STEP, LESS, FORMAT, BITS)
+        odd = spread(words, FIRST + STEP, 2 * STEP, LESS, FORMAT, BITS)
         return tl.join(even, odd)
+
+
+@triton.jit
+def bfloat16s(words, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """Return the bfloat16 of `bits_of` all codes of words (N, M), (N * 32 // BITS, M)."""
+    bits = spread(words, 0, 1, LESS, FORMAT, BITS)
+    if BITS == 8:
+        bits = tl.permute(bits, (0, 2, 3, 1))
+    elif BITS == 4:
+        bits = tl.permute(bits, (0, 2, 3, 4, 1))
+    else:
+        bits = tl.permute(bits, (0, 2, 3, 4, 5, 1))
+    bits = settled(tl.reshape(bits, (words.shape[0] * (32 // BITS), words.shape[1])))
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -120,12 +139,10 @@ def codes_of(
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
     DOT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    ACROSS: tl.constexpr,
 ):
-    """Return `code_of` all codes of a tile, (DEPTH, ACROSS).
+    """Return what codes of a page stand for, unscaled and exact: integers stand around 0.
 
-    Words depth (DEPTH * BITS // 32,) of lanes across (ACROSS,), of `words` each.
+    They are all codes, in axis 0, of words depth (N,) of lanes across (M,), of `words` each.
     """
     pointer = (page + at).to(tl.pointer_type(tl.uint32))
     pointer += ((across // LANES * words)[None, :] + depth[:, None]) * LANES + (across % LANES)[None, :]
@@ -133,14 +150,13 @@ def codes_of(
         loaded = tl.load(pointer, mask=ok, other=0)
     else:
         loaded = tl.load(pointer)
-    codes = spread(loaded, 0, 1, FORMAT, BITS, DOT)
-    if BITS == 8:
-        codes = tl.permute(codes, (0, 2, 3, 1))
-    elif BITS == 4:
-        codes = tl.permute(codes, (0, 2, 3, 4, 1))
+    codes = bfloat16s(loaded, False, FORMAT, BITS).to(DOT)
+    if FORMAT == FP8:
+        return codes * 1.329227995784916e36
+    elif BITS == 8:
+        return codes + bfloat16s(loaded, True, FORMAT, BITS).to(DOT)
     else:
-        codes = tl.permute(codes, (0, 2, 3, 4, 5, 1))
-    return tl.reshape(codes, (DEPTH, ACROSS))
+        return codes - (128.0 + (1 << (BITS - 1)))
 
 
 @triton.jit
@@ -155,7 +171,7 @@ def float16s(word):
 def factors_of(
     page, SCALES: tl.constexpr, ZEROS: tl.constexpr, HALF: tl.constexpr, first, N: tl.constexpr, THERE: tl.constexpr
 ):
-    """Return scales and zeros, for `code_of`, each (M, N) float32, of groups `first` (M,) and THERE - 1 after; then 0.
+    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups `first` (M,) and THERE - 1 after; then 0.
 
     `first` is even. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
     """
@@ -244,7 +260,7 @@ def attend_words(
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
     K_PER: tl.constexpr = 32 // K_BITS
     V_PER: tl.constexpr = 32 // V_BITS
-    K_HALF: tl.constexpr = 1 << (K_BITS - 1)  # what `code_of` takes from an integer, and zeros get back
+    K_HALF: tl.constexpr = 1 << (K_BITS - 1)  # what `codes_of` takes from an integer, and zeros get back
     V_HALF: tl.constexpr = 1 << (V_BITS - 1)
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -271,7 +287,7 @@ def attend_words(
         factor = tl.load(balance + r * KEY_DIM + d, mask=d < KEY_DIM, other=0.0)
         q_tile = q_tile.to(tl.float32) * factor[None, :]
     q_tile = q_tile.to(DOT)
-    q_wide = tl.sum(tl.reshape(q_tile.to(tl.float32), (ROWS_BLOCK, KEY_BLOCK, 1)), 2)
+    q_wide = settled(q_tile.to(tl.float32))
     top = tl.full([ROWS_BLOCK], -INF, tl.float32)
     total = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # added up over slots at the end, as `beside` is
     beside = tl.zeros([ROWS_BLOCK, BLOCK], tl.float32)  # what zeros add to all channels of a row
@@ -306,8 +322,6 @@ def attend_words(
             K_FORMAT,
             K_BITS,
             DOT,
-            KEY_BLOCK,
-            BLOCK,
         )  # (K, BLOCK)
         if K_FORMAT == FP8:
             product = tl.dot(q_tile, k, input_precision="ieee")
@@ -315,7 +329,7 @@ def attend_words(
         elif K_BY_CHANNEL:
             at_channel = one + start // K_GROUP * KEY_DIM
             factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_channel, KEY_BLOCK, KEY_DIM)
-            product = tl.dot((q_wide * factor).to(DOT), k, input_precision="ieee")
+            product = tl.dot(settled(q_wide * factor).to(DOT), k, input_precision="ieee")
             if K_ZEROS >= 0:
                 product += tl.sum(q_wide * zero, 1)[:, None]
         else:
@@ -356,7 +370,7 @@ def attend_words(
                 at_slot = one + start
             factor, zero = factors_of(page, V_SCALES, V_ZEROS, V_HALF, at_slot, BLOCK, BLOCK)
             factor = tl.where(ok[None, :], factor, 0.0)  # in other slots may lie what is no number
-            weights = (p * factor).to(DOT)
+            weights = settled(p * factor).to(DOT)
             if V_ZEROS >= 0:
                 beside = beside * fade[:, None] + p * tl.where(ok[None, :], zero, 0.0)
         v = codes_of(
@@ -370,8 +384,6 @@ def attend_words(
             V_FORMAT,
             V_BITS,
             DOT,
-            BLOCK,
-            VALUE_BLOCK,
         )  # (BLOCK, V)
         acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
     acc += tl.sum(beside, 1)[:, None]
