@@ -417,7 +417,7 @@ def attend_codes(
     if words_serve(packed, flags["GROUP"], dot):
         flags.update(word_shapes(layout, flags["GROUP"], flags["SPLIT"]))
         taken = {name: value for name, value in flags.items() if name in attend_words.arg_names}
-        attend_words[grid](*first, *kept, *settings, **taken, **word_launch())
+        attend_words[grid](*first, *kept, *settings, **taken, **word_launch(layout))
         return
     numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
     fixed = tuple(q if x is None else rows_of(x) for x in (packed.key_scales, packed.key_zeros))

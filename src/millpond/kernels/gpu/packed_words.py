@@ -31,7 +31,7 @@ class Tuning(NamedTuple):
     """Sizes that change speed and not meaning."""
 
     block: int = 64  #: most slots per step, a power of two of at least 32; a page and a group may hold fewer
-    warps: int = 4
+    warps: int = 2  #: of heads of up to 128 channels; twice as many for wider ones
     stages: int = 3
 
 
@@ -58,9 +58,10 @@ def word_shapes(layout: PackedLayout, group: int, split: int) -> dict[str, Any]:
     }
 
 
-def word_launch() -> dict[str, int]:
+def word_launch(layout: PackedLayout) -> dict[str, int]:
     """Return how `attend_words` is compiled."""
-    return {"num_warps": TUNING.warps, "num_stages": TUNING.stages}
+    wide = max(layout.key_dim, layout.value_dim) > 128
+    return {"num_warps": 2 * TUNING.warps if wide else TUNING.warps, "num_stages": TUNING.stages}
 
 
 def _groups(side: Side, dim: int) -> int:
@@ -160,20 +161,29 @@ def codes_of(
 
 
 @triton.jit
-def float16s(word):
-    """Return (M, N) words of two float16 as (M, 2 * N) float32."""
-    low = word.to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), (word.shape[0], 2 * word.shape[1])).to(tl.float32)
+def float16s(word, held):
+    """Return (M, N) words of two float16 as (M, 2 * N) float32, 0 from column `held` on."""
+    N: tl.constexpr = 2 * word.shape[1]
+    bits = tl.reshape(tl.join(word & 0xFFFF, word >> 16), (word.shape[0], N))
+    bits = tl.where((tl.arange(0, N) < held)[None, :], bits, 0)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def factors_of(
-    page, SCALES: tl.constexpr, ZEROS: tl.constexpr, HALF: tl.constexpr, first, N: tl.constexpr, THERE: tl.constexpr
+    page,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HALF: tl.constexpr,
+    first,
+    N: tl.constexpr,
+    THERE: tl.constexpr,
+    held,
 ):
-    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups `first` (M,) and THERE - 1 after; then 0.
+    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups `first` (M,), even ones, and N - 1 after.
 
-    `first` is even. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
+    The page has THERE of N; `held` hold numbers, and others give 0. Read as words and together: the compiler loads
+    ahead what a product needs, 4 bytes or more at once.
     """
     n = tl.arange(0, N // 2)
     pointer = (page + SCALES).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + n[None, :]
@@ -182,7 +192,7 @@ def factors_of(
             word = tl.load(pointer, mask=(n < THERE // 2)[None, :], other=0)
         else:
             word = tl.load(pointer)
-        scales = float16s(word)
+        scales = float16s(word, held)
         return scales, tl.zeros_like(scales)
     else:
         pointers = pointer[:, :, None] + (tl.arange(0, 2) * ((ZEROS - SCALES) // 4))[None, None, :]
@@ -191,8 +201,8 @@ def factors_of(
         else:
             words = tl.load(pointers)
         scale_word, zero_word = tl.split(words)
-        scales = float16s(scale_word)
-        return scales, float16s(zero_word) + HALF * scales
+        scales = float16s(scale_word, held)
+        return scales, float16s(zero_word, held) + HALF * scales
 
 
 @triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window"])
@@ -328,7 +338,7 @@ def attend_words(
             product *= tl.load((page + K_SCALES).to(tl.pointer_type(tl.float32)) + same)[None, :]
         elif K_BY_CHANNEL:
             at_channel = one + start // K_GROUP * KEY_DIM
-            factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_channel, KEY_BLOCK, KEY_DIM)
+            factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_channel, KEY_BLOCK, KEY_DIM, KEY_DIM)
             product = tl.dot(settled(q_wide * factor).to(DOT), k, input_precision="ieee")
             if K_ZEROS >= 0:
                 product += tl.sum(q_wide * zero, 1)[:, None]
@@ -339,12 +349,12 @@ def attend_words(
                 if K_GROUP < KEY_DIM:
                     its_q = tl.where((d // K_GROUP == group)[None, :], q_tile, 0.0)
                 at_slot = one + group * SLOTS + start
-                factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_slot, BLOCK, BLOCK)
+                factor, zero = factors_of(page, K_SCALES, K_ZEROS, K_HALF, at_slot, BLOCK, BLOCK, n - first)
                 product += tl.dot(its_q, k, input_precision="ieee") * factor
                 if K_ZEROS >= 0:
                     product += tl.sum(its_q.to(tl.float32), 1)[:, None] * zero
             if K_MEANS >= 0:
-                means, _ = factors_of(page, K_MEANS, -1, 0, one, KEY_BLOCK, KEY_DIM)
+                means, _ = factors_of(page, K_MEANS, -1, 0, one, KEY_BLOCK, KEY_DIM, KEY_DIM)
                 product += tl.sum(q_wide * means, 1)[:, None]
         x = logit2(product, scale, softcap, HAS_CAP)
         if HAS_MASSES:
@@ -368,11 +378,10 @@ def attend_words(
                 at_slot = tl.minimum(part, VALUE_DIM // V_GROUP - 1) * SLOTS + start
             else:
                 at_slot = one + start
-            factor, zero = factors_of(page, V_SCALES, V_ZEROS, V_HALF, at_slot, BLOCK, BLOCK)
-            factor = tl.where(ok[None, :], factor, 0.0)  # in other slots may lie what is no number
+            factor, zero = factors_of(page, V_SCALES, V_ZEROS, V_HALF, at_slot, BLOCK, BLOCK, n - first)
             weights = settled(p * factor).to(DOT)
             if V_ZEROS >= 0:
-                beside = beside * fade[:, None] + p * tl.where(ok[None, :], zero, 0.0)
+                beside = beside * fade[:, None] + p * zero
         v = codes_of(
             page,
             V_CODES,
