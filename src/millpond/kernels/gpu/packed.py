@@ -21,7 +21,7 @@ from millpond.kernels.gpu.common import (
     rows_of,
     tile_rows,
 )
-from millpond.kernels.gpu.packed_words import attend_words, word_launch, word_shapes, words_serve
+from millpond.kernels.gpu.packed_words import TWO_128, attend_words, word_launch, word_shapes, words_serve
 from millpond.kernels.packed.layout import LANES as TILE_LANES
 from millpond.kernels.packed.layout import MAX_NAMED, RUN, Format, Offsets, Side
 from millpond.kernels.packed.regions import PackedRegions
@@ -417,7 +417,7 @@ def attend_codes(
     if words_serve(packed, flags["GROUP"], dot):
         flags.update(word_shapes(layout, flags["GROUP"], flags["SPLIT"]))
         taken = {name: value for name, value in flags.items() if name in attend_words.arg_names}
-        attend_words[grid](*first, *kept, *settings, **taken, **word_launch(layout))
+        attend_words[grid](*first, *kept, *settings, TWO_128, **taken, **word_launch(layout))
         return
     numbers = [table_or(numbers, q) for numbers, _ in layout.tables]
     fixed = tuple(q if x is None else rows_of(x) for x in (packed.key_scales, packed.key_zeros))

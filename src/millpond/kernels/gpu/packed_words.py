@@ -21,6 +21,9 @@ from millpond.kernels.packed.regions import PackedRegions
 
 FP8 = tl.constexpr(int(Format.FP8))
 LANES = tl.constexpr(TILE_LANES)
+#: The bits of two bfloat16 of 128. An argument of the kernel, so that the assembler keeps it in a register: with two
+#: constants of its own an instruction that takes and sets bits becomes two.
+TWO_128 = 0x43004300
 #: Formats whose words hold whole codes that are numbers.
 FORMATS = (Format.INT2, Format.INT4, Format.INT8, Format.FP8)
 #: Most rows of weights, query heads of a group x groups of channels.
@@ -83,7 +86,7 @@ def settled(x):
 
 
 @triton.jit
-def bits_of(words, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
+def bits_of(words, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
     """Return code number AT of words as the 16 bits of a bfloat16; of an integer of 8 bits as a sum of two, of LESS."""
     pair = words >> (BITS * (AT // 2))  # two codes, 16 bits apart
     if FORMAT == FP8:
@@ -92,9 +95,9 @@ def bits_of(words, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, B
     elif LESS:
         pair = (~pair & 0x00800080) | 0xC300C300  # -256 where the first bit is 0, else -128
     elif BITS == 8:
-        pair = (pair & 0x007F007F) | 0x43004300  # 128 + the last 7 bits
+        pair = (pair & 0x007F007F) | two_128  # 128 + the last 7 bits
     else:
-        pair = (pair & (((1 << BITS) - 1) * 0x10001)) | 0x43004300  # 128 + the code
+        pair = (pair & (((1 << BITS) - 1) * 0x10001)) | two_128  # 128 + the code
     if AT % 2 == 0:
         return pair & 0xFFFF
     else:
@@ -103,21 +106,27 @@ def bits_of(words, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, B
 
 @triton.jit
 def spread(
-    words, FIRST: tl.constexpr, STEP: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr
+    words,
+    two_128,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    LESS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Return `bits_of` codes FIRST, FIRST + STEP, .. of words in new last axes of 2."""
     if STEP * BITS == 32:
-        return bits_of(words, FIRST, LESS, FORMAT, BITS)
+        return bits_of(words, two_128, FIRST, LESS, FORMAT, BITS)
     else:
-        even = spread(words, FIRST, 2 * STEP, LESS, FORMAT, BITS)
-        odd = spread(words, FIRST + STEP, 2 * STEP, LESS, FORMAT, BITS)
+        even = spread(words, two_128, FIRST, 2 * STEP, LESS, FORMAT, BITS)
+        odd = spread(words, two_128, FIRST + STEP, 2 * STEP, LESS, FORMAT, BITS)
         return tl.join(even, odd)
 
 
 @triton.jit
-def bfloat16s(words, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
+def bfloat16s(words, two_128, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
     """Return the bfloat16 of `bits_of` all codes of words (N, M), (N * 32 // BITS, M)."""
-    bits = spread(words, 0, 1, LESS, FORMAT, BITS)
+    bits = spread(words, two_128, 0, 1, LESS, FORMAT, BITS)
     if BITS == 8:
         bits = tl.permute(bits, (0, 2, 3, 1))
     elif BITS == 4:
@@ -131,6 +140,7 @@ def bfloat16s(words, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexp
 @triton.jit
 def codes_of(
     page,
+    two_128,
     at: tl.constexpr,
     words: tl.constexpr,
     depth,
@@ -151,11 +161,11 @@ def codes_of(
         loaded = tl.load(pointer, mask=ok, other=0)
     else:
         loaded = tl.load(pointer)
-    codes = bfloat16s(loaded, False, FORMAT, BITS).to(DOT)
+    codes = bfloat16s(loaded, two_128, False, FORMAT, BITS).to(DOT)
     if FORMAT == FP8:
         return codes * 1.329227995784916e36
     elif BITS == 8:
-        return codes + bfloat16s(loaded, True, FORMAT, BITS).to(DOT)
+        return codes + bfloat16s(loaded, two_128, True, FORMAT, BITS).to(DOT)
     else:
         return codes - (128.0 + (1 << (BITS - 1)))
 
@@ -205,7 +215,7 @@ def factors_of(
         return scales, float16s(zero_word, held) + HALF * scales
 
 
-@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window"])
+@triton.jit(do_not_specialize=["n_arenas", "n_splits", "first_split", "window", "two_128"])
 def attend_words(
     q,
     q_s,
@@ -227,6 +237,7 @@ def attend_words(
     scale,
     softcap,
     window,
+    two_128,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_SPAN: tl.constexpr,
@@ -267,6 +278,7 @@ def attend_words(
     BLOCK slots are in one page, and in one group where keys are grouped by channel. Row `part * GROUP_SPAN + g` of the
     queries is query head g, for group `part` of the value channels.
     """
+    two_128 = two_128.to(tl.uint32)
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
     K_PER: tl.constexpr = 32 // K_BITS
     V_PER: tl.constexpr = 32 // V_BITS
@@ -323,6 +335,7 @@ def attend_words(
         k_word = tl.arange(0, KEY_BLOCK // K_PER)
         k = codes_of(
             page,
+            two_128,
             K_CODES,
             KEY_DIM // K_PER,
             k_word,
@@ -384,6 +397,7 @@ def attend_words(
                 beside = beside * fade[:, None] + p * zero
         v = codes_of(
             page,
+            two_128,
             V_CODES,
             SLOTS // V_PER,
             start // V_PER + tl.arange(0, BLOCK // V_PER),
