@@ -44,7 +44,7 @@ FILE = "gpu-rows.jsonl"
 #: Processes that compare tokens side by side; most of their time is the host's.
 PARTS = 12
 #: Seconds that they take together at most, imports and kernels that are compiled included.
-TOKENS_S = 150.0
+TOKENS_S = 100.0
 
 
 def token_cells(machine: Machine) -> list[Cell]:
