@@ -42,7 +42,7 @@ TUNING = Tuning()
 
 
 def words_serve(packed: PackedRegions, group: int, dot: tl.dtype) -> bool:
-    """Return whether `attend_words` computes attention over these regions, for `group` query heads per KV head."""
+    """Return whether `attend_words` serves these regions, for `group` query heads per KV head."""
     layout = packed.pages.layout
     sides = layout.key, layout.value
     whole = all(side.format in FORMATS and not side.n_extra and not side.fixed for side in sides)
@@ -87,7 +87,10 @@ def settled(x):
 
 @triton.jit
 def bits_of(words, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """Return code number AT of words as the 16 bits of a bfloat16; of an integer of 8 bits as a sum of two, of LESS."""
+    """Return code number AT of words as the 16 bits of a bfloat16.
+
+    An integer of 8 bits is the sum of two, one of them LESS.
+    """
     pair = words >> (BITS * (AT // 2))  # two codes, 16 bits apart
     if FORMAT == FP8:
         # the fields of e4m3 in those of bfloat16, whose exponents are 120 more; NaN, which is never stored, gives 480
@@ -190,10 +193,10 @@ def factors_of(
     THERE: tl.constexpr,
     held,
 ):
-    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups `first` (M,), even ones, and N - 1 after.
+    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups of a page.
 
-    The page has THERE of N; `held` hold numbers, and others give 0. Read as words and together: the compiler loads
-    ahead what a product needs, 4 bytes or more at once.
+    They are groups `first` (M,), which are even, and N - 1 after. The page has THERE of N, and from column `held` on
+    all is 0. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
     """
     n = tl.arange(0, N // 2)
     pointer = (page + SCALES).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + n[None, :]
