@@ -181,7 +181,7 @@ def test_keys_less_the_mean_of_their_page(format: Format) -> None:
         (side(Format.INT8, False, 0, True), side(Format.INT2, False, 16), 16),
         (side(Format.INT4, True, 32, True), side(Format.FP8), 16),
         (side(Format.INT2, True, 64), side(Format.INT8), 16),
-        (side(Format.INT3), side(Format.INT4), 0),
+        (side(Format.INT3), side(Format.INT3, False, 16), 16),
         (side(Format.INT4, n_extra=3), side(Format.INT4), 0),
         (side(Format.INT4), side(Format.NUQ4), 0),
         (side(Format.INT4, True, fixed=True), side(Format.INT4), 0),

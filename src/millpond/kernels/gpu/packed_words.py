@@ -24,8 +24,8 @@ LANES = tl.constexpr(TILE_LANES)
 #: The bits of two bfloat16 of 128. An argument of the kernel, so that the assembler keeps it in a register: with two
 #: constants of its own an instruction that takes and sets bits becomes two.
 TWO_128 = 0x43004300
-#: Formats whose words hold whole codes that are numbers.
-FORMATS = (Format.INT2, Format.INT4, Format.INT8, Format.FP8)
+#: Formats of codes that are numbers.
+FORMATS = (Format.INT2, Format.INT3, Format.INT4, Format.INT8, Format.FP8)
 #: Most rows of weights, query heads of a group x groups of channels.
 MOST_ROWS = 64
 
@@ -42,7 +42,7 @@ TUNING = Tuning()
 
 
 def words_serve(packed: PackedRegions, group: int, dot: tl.dtype) -> bool:
-    """Return whether `attend_words` computes attention over these regions, for `group` query heads per KV head."""
+    """Return whether `attend_words` serves these regions, for `group` query heads per KV head."""
     layout = packed.pages.layout
     sides = layout.key, layout.value
     whole = all(side.format in FORMATS and not side.n_extra and not side.fixed for side in sides)
@@ -85,10 +85,19 @@ def settled(x):
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 1)), 2)
 
 
+@triton.constexpr_function
+def low_bits(bits):
+    """Return how many bits of a code lie in one word."""
+    return 2 if bits == 3 else bits
+
+
 @triton.jit
-def bits_of(words, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """Return code number AT of words as the 16 bits of a bfloat16; of an integer of 8 bits as a sum of two, of LESS."""
-    pair = words >> (BITS * (AT // 2))  # two codes, 16 bits apart
+def bits_of(words, tops, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """Return code number AT of words as the 16 bits of a bfloat16.
+
+    An integer of 8 bits is the sum of two, one of them LESS. `tops` have the third bits of codes of 3 bits.
+    """
+    pair = words >> (low_bits(BITS) * (AT // 2))  # two codes, 16 bits apart
     if FORMAT == FP8:
         # the fields of e4m3 in those of bfloat16, whose exponents are 120 more; NaN, which is never stored, gives 480
         pair = ((pair << 4) & 0x07F007F0) | ((pair << 8) & 0x80008000)
@@ -96,6 +105,8 @@ def bits_of(words, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.con
         pair = (~pair & 0x00800080) | 0xC300C300  # -256 where the first bit is 0, else -128
     elif BITS == 8:
         pair = (pair & 0x007F007F) | two_128  # 128 + the last 7 bits
+    elif BITS == 3:
+        pair = (pair & 0x00030003) | (((tops << 2) >> (AT // 2)) & 0x00040004) | two_128
     else:
         pair = (pair & (((1 << BITS) - 1) * 0x10001)) | two_128  # 128 + the code
     if AT % 2 == 0:
@@ -107,6 +118,7 @@ def bits_of(words, two_128, AT: tl.constexpr, LESS: tl.constexpr, FORMAT: tl.con
 @triton.jit
 def spread(
     words,
+    tops,
     two_128,
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
@@ -115,33 +127,45 @@ def spread(
     BITS: tl.constexpr,
 ):
     """Return `bits_of` codes FIRST, FIRST + STEP, .. of words in new last axes of 2."""
-    if STEP * BITS == 32:
-        return bits_of(words, two_128, FIRST, LESS, FORMAT, BITS)
+    if STEP * low_bits(BITS) == 32:
+        return bits_of(words, tops, two_128, FIRST, LESS, FORMAT, BITS)
     else:
-        even = spread(words, two_128, FIRST, 2 * STEP, LESS, FORMAT, BITS)
-        odd = spread(words, two_128, FIRST + STEP, 2 * STEP, LESS, FORMAT, BITS)
+        even = spread(words, tops, two_128, FIRST, 2 * STEP, LESS, FORMAT, BITS)
+        odd = spread(words, tops, two_128, FIRST + STEP, 2 * STEP, LESS, FORMAT, BITS)
         return tl.join(even, odd)
 
 
 @triton.jit
-def bfloat16s(words, two_128, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """Return the bfloat16 of `bits_of` all codes of words (N, M), (N * 32 // BITS, M)."""
-    bits = spread(words, two_128, 0, 1, LESS, FORMAT, BITS)
+def bfloat16s(words, tops, two_128, LESS: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """Return the bfloat16 of `bits_of` all codes of words (N, M), (N * codes of a word, M)."""
+    bits = spread(words, tops, two_128, 0, 1, LESS, FORMAT, BITS)
     if BITS == 8:
         bits = tl.permute(bits, (0, 2, 3, 1))
     elif BITS == 4:
         bits = tl.permute(bits, (0, 2, 3, 4, 1))
     else:
         bits = tl.permute(bits, (0, 2, 3, 4, 5, 1))
-    bits = settled(tl.reshape(bits, (words.shape[0] * (32 // BITS), words.shape[1])))
+    bits = settled(tl.reshape(bits, (words.shape[0] * (32 // low_bits(BITS)), words.shape[1])))
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def words_of(page, at: tl.constexpr, words: tl.constexpr, depth, across, MASKED: tl.constexpr, ok):
+    """Return words depth (N,) of lanes across (M,), of `words` each, (N, M); 0 where not `ok`."""
+    pointer = (page + at).to(tl.pointer_type(tl.uint32))
+    pointer += ((across // LANES * words)[None, :] + depth[:, None]) * LANES + (across % LANES)[None, :]
+    if MASKED:
+        return tl.load(pointer, mask=ok, other=0)
+    else:
+        return tl.load(pointer)
 
 
 @triton.jit
 def codes_of(
     page,
     two_128,
-    at: tl.constexpr,
+    CODES: tl.constexpr,
+    TOP: tl.constexpr,
     words: tl.constexpr,
     depth,
     across,
@@ -155,17 +179,15 @@ def codes_of(
 
     They are all codes, in axis 0, of words depth (N,) of lanes across (M,), of `words` each.
     """
-    pointer = (page + at).to(tl.pointer_type(tl.uint32))
-    pointer += ((across // LANES * words)[None, :] + depth[:, None]) * LANES + (across % LANES)[None, :]
-    if MASKED:
-        loaded = tl.load(pointer, mask=ok, other=0)
-    else:
-        loaded = tl.load(pointer)
-    codes = bfloat16s(loaded, two_128, False, FORMAT, BITS).to(DOT)
+    loaded = words_of(page, CODES, words, depth, across, MASKED, ok)
+    tops = loaded
+    if BITS == 3:  # those of two words lie in one
+        tops = words_of(page, TOP, (words + 1) // 2, depth // 2, across, MASKED, ok) >> (8 * (depth % 2))[:, None]
+    codes = bfloat16s(loaded, tops, two_128, False, FORMAT, BITS).to(DOT)
     if FORMAT == FP8:
         return codes * 1.329227995784916e36
     elif BITS == 8:
-        return codes + bfloat16s(loaded, two_128, True, FORMAT, BITS).to(DOT)
+        return codes + bfloat16s(loaded, tops, two_128, True, FORMAT, BITS).to(DOT)
     else:
         return codes - (128.0 + (1 << (BITS - 1)))
 
@@ -190,10 +212,10 @@ def factors_of(
     THERE: tl.constexpr,
     held,
 ):
-    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups `first` (M,), even ones, and N - 1 after.
+    """Return scales and zeros, for `codes_of`, each (M, N) float32, of groups of a page.
 
-    The page has THERE of N; `held` hold numbers, and others give 0. Read as words and together: the compiler loads
-    ahead what a product needs, 4 bytes or more at once.
+    They are groups `first` (M,), which are even, and N - 1 after. The page has THERE of N, and from column `held` on
+    all is 0. Read as words and together: the compiler loads ahead what a product needs, 4 bytes or more at once.
     """
     n = tl.arange(0, N // 2)
     pointer = (page + SCALES).to(tl.pointer_type(tl.uint32)) + (first // 2)[:, None] + n[None, :]
@@ -249,6 +271,7 @@ def attend_words(
     K_FORMAT: tl.constexpr,
     K_BITS: tl.constexpr,
     K_CODES: tl.constexpr,
+    K_TOP: tl.constexpr,
     K_SCALES: tl.constexpr,
     K_ZEROS: tl.constexpr,
     K_GROUP: tl.constexpr,
@@ -257,6 +280,7 @@ def attend_words(
     V_FORMAT: tl.constexpr,
     V_BITS: tl.constexpr,
     V_CODES: tl.constexpr,
+    V_TOP: tl.constexpr,
     V_SCALES: tl.constexpr,
     V_ZEROS: tl.constexpr,
     V_GROUP: tl.constexpr,
@@ -280,8 +304,8 @@ def attend_words(
     """
     two_128 = two_128.to(tl.uint32)
     SLOTS: tl.constexpr = 1 << LOG_SLOTS
-    K_PER: tl.constexpr = 32 // K_BITS
-    V_PER: tl.constexpr = 32 // V_BITS
+    K_PER: tl.constexpr = 32 // low_bits(K_BITS)
+    V_PER: tl.constexpr = 32 // low_bits(V_BITS)
     K_HALF: tl.constexpr = 1 << (K_BITS - 1)  # what `codes_of` takes from an integer, and zeros get back
     V_HALF: tl.constexpr = 1 << (V_BITS - 1)
     r = tl.program_id(0).to(tl.int64)
@@ -337,6 +361,7 @@ def attend_words(
             page,
             two_128,
             K_CODES,
+            K_TOP,
             KEY_DIM // K_PER,
             k_word,
             inside,
@@ -399,6 +424,7 @@ def attend_words(
             page,
             two_128,
             V_CODES,
+            V_TOP,
             SLOTS // V_PER,
             start // V_PER + tl.arange(0, BLOCK // V_PER),
             e,
