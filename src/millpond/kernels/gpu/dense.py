@@ -70,7 +70,10 @@ def turn_heads(
     TILE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Rotate heads first .. first + TILE - 1 of a row in place; products and their sum are rounded to TYPE."""
+    """Rotate heads first .. first + TILE - 1 of a row in place.
+
+    Products and their sum are rounded to TYPE.
+    """
     head = first + tl.arange(0, TILE)
     d = tl.arange(0, HALF_BLOCK)
     ok = (head < HEADS)[:, None] & (d < HALF)[None, :]
@@ -191,7 +194,13 @@ def normalize(x: Tensor, norm: Norm) -> Tensor:
 
 @on_its_device
 def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate heads as `DecoderOps.rotate_`: q, k (N, heads, >= dim), heads contiguous, and cos, sin (N, even dim).
+    """Rotate heads in place as `DecoderOps.rotate_`.
+
+    Args:
+        q: Queries (N, heads, >= dim), heads contiguous.
+        k: Keys, likewise, in the same dtype.
+        cos: Cosines (N, dim), dim even.
+        sin: Sines, likewise.
 
     Raises:
         OptionError: as `common.check`.
@@ -248,7 +257,7 @@ def gate(opened: Tensor, closed: Tensor | None, act: GatedActivation) -> Tensor:
 
 
 class FusedDense(DecoderOps):
-    """Rows through torch's matrix products, with one kernel for all that is between two of them.
+    """Rows through torch's matrix products, with one kernel between two of them.
 
     What a kernel does not take, such as weights in another dtype than the rows, goes through torch.
     """

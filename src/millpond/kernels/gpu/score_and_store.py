@@ -112,7 +112,10 @@ def clear(
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    """Let a split past the length of its part count nothing; `combine` reads all, so `seen` is `width` everywhere."""
+    """Let a split past the length of its part count nothing.
+
+    `combine` then reads all splits: `seen`, the slots of a region for it, is `width` everywhere.
+    """
     r = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     if split == 0:
