@@ -29,10 +29,10 @@ class TextAnswer:
     """An answer about a text, and what was held of the text when the question came.
 
     Attributes:
-        question: its text.
-        text: of the answer, without special tokens.
-        token_ids: of the answer, those that end it included.
-        held: the cache of the text, before the question.
+        question: Its text.
+        text: Of the answer, without special tokens.
+        token_ids: Of the answer, those that end it included.
+        held: The cache of the text, before the question.
     """
 
     question: str
@@ -46,7 +46,7 @@ class TextAnswer:
         return self.held.kv_bytes / self.held.full_kv_bytes if self.held.full_kv_bytes else 1.0
 
     def __str__(self) -> str:
-        """The text of the answer."""
+        """Return the text of the answer."""
         return self.text
 
 
@@ -95,14 +95,14 @@ def ask(
     same with a file in between. Answers are greedy.
 
     Args:
-        model: a loaded decoder, or what `load_model` takes.
-        text: what the questions are about.
-        question: one, or several.
-        tokenizer: the model's; None: loaded from where the model comes from.
-        chat: text and question are one message of a user in the model's chat template; None: if there is one.
-        chunk: tokens that are read at a time, with a plan behind each; None: as `generate` reads.
-        max_new_tokens: of an answer, at most.
-        **options: of `compress`, such as `method`, `budget`, `codec` and `preset`; left out, nothing is evicted. A
+        model: A loaded decoder, or what `load_model` takes.
+        text: What the questions are about.
+        question: One, or several.
+        tokenizer: The model's; None: loaded from where the model comes from.
+        chat: Text and question are one message of a user in the model's chat template; None: if there is one.
+        chunk: Tokens that are read at a time, with a plan behind each; None: as `generate` reads.
+        max_new_tokens: Of an answer, at most.
+        **options: Of `compress`, such as `method`, `budget`, `codec` and `preset`; left out, nothing is evicted. A
             budget without a method is that of `LATER`.
 
     Raises:
@@ -157,7 +157,7 @@ def answer(
     """Token ids of a greedy answer behind the text with ids (1, n) that `cache` has read; the cache goes on to its end.
 
     Args:
-        streamer: of `generate`; None: no one follows.
+        streamer: Of `generate`; None: no one follows.
     """
     runs: Any = model
     ends = end_ids(model, tokenizer) if in_chat else None
@@ -177,14 +177,14 @@ def answer(
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, in_chat: bool) -> Tensor:
-    """(1, n) ids of a text that questions will follow: in a chat, the begin of the user's message."""
+    """Return ids of a text that questions will follow, (1, n): in a chat, the begin of the user's message."""
     if not in_chat:
         return _ids(tokenizer, text, special=True)
     return _ids(tokenizer, around_user(tokenizer).before + text, special=False)
 
 
 def ending(tokenizer: PreTrainedTokenizerBase, question: str, in_chat: bool) -> Tensor:
-    """(1, n) ids of a question behind a text: no begin of text again; in a chat, the end of the user's message."""
+    """Return ids of a question behind a text, (1, n): no begin of text again; in a chat, the end of the user's message."""
     if not in_chat:
         return _ids(tokenizer, question, special=False)
     return _ids(tokenizer, f"\n\n{question}{around_user(tokenizer).behind}", special=False)

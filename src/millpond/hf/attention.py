@@ -45,7 +45,7 @@ def switch(config: PreTrainedConfig, name: str) -> Callable[[], None]:
 
 
 def before(config: PreTrainedConfig | None) -> str | None:
-    """The implementation that a configuration had before it was switched; None where it is not."""
+    """Return the implementation that a configuration had before it was switched; None where it is not."""
     return _switched.get(id(config), (0, None))[1]
 
 
@@ -58,8 +58,8 @@ class _Pending(threading.local):
     """What this thread is at.
 
     Attributes:
-        layer: whose update() came last, until its attention has run.
-        ours: whether a pass on a Millpond cache is in flight. Other passes of a switched model are transformers' own.
+        layer: Whose update() came last, until its attention has run.
+        ours: Whether a pass on a Millpond cache is in flight. Other passes of a switched model are transformers' own.
     """
 
     layer: Any = None
@@ -83,7 +83,7 @@ def switch_attention(config: PreTrainedConfig) -> Callable[[], None]:
 
 
 def tag(keys: Tensor, layer: Any) -> Tensor:
-    """A view of `keys` that leads the attention function back to its cache layer.
+    """Return a view of `keys` that leads the attention function back to its cache layer.
 
     Models that rebuild their keys lose the view; they are led by the order of calls: each update() is followed by
     the attention of its layer.
@@ -108,7 +108,7 @@ def _check_none_pending() -> None:
 
 
 def begin_pass() -> None:
-    """A pass on a Millpond cache begins in this thread."""
+    """Return a pass on a Millpond cache begins in this thread."""
     _pending.layer, _pending.ours = None, True
 
 
@@ -137,7 +137,7 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The padding mask (B, kv_length), and a way to make the stock mask if a stock cache is used.
+    """Return the padding mask (B, kv_length), and a way to make the stock mask if a stock cache is used.
 
     It is (B, 1, 1, kv_length) for models whose layers share keys: Gemma 4 cuts the rows of queries out of its masks.
 

@@ -153,7 +153,7 @@ class MillpondCache(Cache):
         return measure(self)
 
     def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
-        """The positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
+        """Return the positions kept, per KV head, ascending; positions count the sequence's own tokens, without pads.
 
         Raises:
             CacheMismatchError: there is no such layer or sequence, or the layer holds no entries: it has a state, or
@@ -170,7 +170,7 @@ class MillpondCache(Cache):
         return [[int(p) for p in row if p >= 0] for row in rows.tolist()]
 
     def image_tokens(self) -> ImageTokens:
-        """How many tokens of images and videos were seen, and how many are kept.
+        """Return how many tokens of images and videos were seen, and how many are kept.
 
         Raises:
             UnsupportedModelError: the model has no image tokens.
@@ -193,8 +193,8 @@ class MillpondCache(Cache):
 
         Args:
             spans: [begin, end) in tokens of the sequence's own text, without pads; empty before a prompt: none.
-            share: of an even cut of the budget, above 0 and at most 1; None: the spans stay whole.
-            sequence: of this sequence of the batch alone; None: of each.
+            share: Of an even cut of the budget, above 0 and at most 1; None: the spans stay whole.
+            sequence: Of this sequence of the batch alone; None: of each.
 
         Raises:
             OptionError: no spans, spans that overlap, no share, or a method that cannot keep them (the message says
@@ -214,7 +214,7 @@ class MillpondCache(Cache):
 
         Args:
             spans: (begin, end) of each, in tokens of the sequence's own text, without pads; `end` stays.
-            sequence: whose; None: of all.
+            sequence: Whose; None: of all.
 
         Raises:
             OptionError: no span; spans that overlap, are empty or lie outside the text, or with tokens that `protect`
@@ -242,7 +242,7 @@ class MillpondCache(Cache):
         check_pages(self.kin)
 
     def fork(self) -> MillpondCache:
-        """A copy of this cache at the same position, for one context and many questions.
+        """Return a copy of this cache at the same position, for one context and many questions.
 
         The two share pages until one of them writes, and the memory limit; each is closed on its own. Tokens given to
         one are never seen by the other. One at a time is in a pass. `copy.deepcopy` does the same.
@@ -408,7 +408,7 @@ class MillpondCache(Cache):
             self.rebuilder.select(sequences)
 
     def begin_pass(self, draft: int | None, ids: Tensor | None = None, length: int = 1) -> None:
-        """A forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
+        """Return a forward pass of the model begins; its last `draft` tokens may be taken back (None: all but the first).
 
         ids: (B, Q) of its tokens, None where the model was given none. length: Q.
 
@@ -437,7 +437,7 @@ class MillpondCache(Cache):
         self._before_pass = self.tracker.columns
 
     def end_pass(self) -> None:
-        """A forward pass came to its end.
+        """Return a forward pass came to its end.
 
         Raises:
             UnsupportedModelError: a layer of the model did not use the cache.
@@ -482,7 +482,7 @@ class MillpondCache(Cache):
                 layer_cache.run_plans()
 
     def _first_out_of_step(self, columns: int) -> tuple[int, LayerCache] | None:
-        """The first layer that has not seen `columns` columns, with its number in the model."""
+        """Return the first layer that has not seen `columns` columns, with its number in the model."""
         return next((layer for layer in self.entry_layers.items() if layer[1].columns != columns), None)
 
 
@@ -495,5 +495,5 @@ def _entries(
     sequence: int,
     seen: int,
 ) -> int:
-    """Entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
+    """Return entries per KV head that a layer may keep of a sequence, kept spans among them. It holds no cache."""
     return budgets.entries(layer, table, sequence, seen, tracker.marks.kept.count(sequence, policy.protect.sinks))

@@ -57,49 +57,49 @@ def compress(
     """Give `model` a KV cache that keeps inside a budget, and switch its attention to the one that feeds it.
 
     Args:
-        model: any transformers decoder that uses the attention interface, also inside a PEFT model with adapters or
+        model: Any transformers decoder that uses the attention interface, also inside a PEFT model with adapters or
             what `torch.compile` returned.
-        method: what is kept; `millpond.list_methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
+        method: What is kept; `millpond.list_methods()` names them. Or a `millpond.policy.policy.Policy` of your own.
             None: nothing is evicted, and without a codec every entry is stored in 8 bits (the preset `light`); with a
             budget, `h2o`.
-        budget: per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
+        budget: Per KV head: "20%" of each sequence's own prompt, or 512 tokens; or "64MiB" for the whole cache. Left
             out, 20 % of the prompt and at least 512 tokens (`millpond.budget.DEFAULT`); `full` and `minference` take
             none, and `attention_gate` and `fastgen` need none. Of `infllm`, which stores everything, it is what is
             attended to. "auto" takes budget and codec from a table of `millpond fit`: those with the fewest bytes that
             keep `max_kl`.
-        codec: how entries are stored; "auto" stores what the model computes, `millpond.list_codecs()` names the others.
+        codec: How entries are stored; "auto" stores what the model computes, `millpond.list_codecs()` names the others.
             A pair ("bf16", "int4"), or "bf16+int4", is keys and values apart. Formats in few bits keep the newest
             entries as they are. {"0-1": "bf16", "*": "int4"}, or "0-1=bf16,*=int4", gives layers formats of their own,
             counted among those that hold entries; "bf16:20%,int8:20%,int4" gives entries fewer bits as they grow old.
-        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
-        memory_limit: most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
-        page_slots: entries per page, a power of two; pages of codes have the size that their groups need.
-        between_chunks: plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
+        preset: Method, budget and codec in one word, in place of the three: see `millpond.preset`.
+        memory_limit: Most bytes that the page pool may hold ("2GiB"); beyond it PoolFullError is raised.
+        page_slots: Entries per page, a power of two; pages of codes have the size that their groups need.
+        between_chunks: Plan after every multi-token pass, so that a prompt in chunks stays inside the budget; False
             plans once, when the prompt is complete, so that the chunk size changes nothing (it is complete when the
             first pass of one token comes: choose a size that leaves no single token for the last chunk). Of what is
             given in one pass, `generate` reads long prompts in parts by itself, where that changes nothing.
-        native_layers: decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
+        native_layers: Decoding on a CPU reads the model's weights at the speed of memory too, where that is not a
             training pass, and passes layers built as Llama's in a few calls; False leaves them to transformers and
             torch. Their results agree up to rounding.
-        tokenizer: the model's; methods that read what tokens are (`fastgen`, `kvzip`) know from it.
-        calibration: the file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
-        max_kl: with budget="auto", what the KL of the predictions against the full cache's stays below in 95 % of texts
+        tokenizer: The model's; methods that read what tokens are (`fastgen`, `kvzip`) know from it.
+        calibration: The file that `millpond calibrate` made of this model, for the codecs `kvquant2` to `kvquant4`.
+        max_kl: With budget="auto", what the KL of the predictions against the full cache's stays below in 95 % of texts
             like the one that was measured, in nats per token.
-        fit: with budget="auto", the table of this model and method, or its file; None: where `millpond fit` puts it. A
+        fit: With budget="auto", the table of this model and method, or its file; None: where `millpond fit` puts it. A
             `codec` other than "auto" restricts the choice to it.
-        attach: inside the cache's `with` block, and in the thread that entered it, `model.generate` without a cache
+        attach: Inside the cache's `with` block, and in the thread that entered it, `model.generate` without a cache
             uses this one, a new prompt at each call (a text that the cache was given otherwise, by a pass, a document
             or a fork, is continued where the prompt begins with it); and a prompt that does not continue where a cache
             that is passed has ended is refused. False leaves `generate` alone.
-        **options: of the named method; see its signature. A policy has its own settings and takes none.
+        **options: Of the named method; see its signature. A policy has its own settings and takes none.
 
     Returns:
         A cache to pass as `cache` (or as `past_key_values`, its name before transformers 5.24; both work with any
         version). Its `close`, or the end of a `with` block, gives the model its own attention back.
 
     Raises:
-        UnsupportedModelError: the model bypasses the attention interface, or the method does not fit a hybrid or
-            layers that share keys.
+        UnsupportedModelError: the model bypasses the attention interface, or the method does not fit a hybrid or layers
+            that share keys.
         OptionError: an unknown method, option or codec, a value out of range, or options given with a policy.
         BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
         CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
@@ -149,10 +149,10 @@ def compress(
                 "codec='bf16'"
             )
     check_bytes_by_layer(stored, policy, chosen)
-    account = MemoryLimit(limit)
+    memory_limit = MemoryLimit(limit)
 
     def pool_set(one: Format) -> PoolSet:
-        return PoolSet(one, page_slots, account, masses=policy.mass_bias, ropes=ropes_of(one, profile))
+        return PoolSet(one, page_slots, memory_limit, masses=policy.mass_bias, ropes=ropes_of(one, profile))
 
     pools = pools_by_layer(stored, profile.n_layers, pool_set)
     settings: dict[str, Any] = {
@@ -182,10 +182,10 @@ class _Maker:
     settings: dict[str, Any] | None
 
     def make(self, model: PreTrainedModel, profile: ModelProfile | None = None) -> MillpondCache:
-        """An empty cache, which the model attends through from now on.
+        """Return an empty cache, which the model attends through from now on.
 
         Args:
-            profile: of the model as it is now; None: read it.
+            profile: Of the model as it is now; None: read it.
         """
         profile, policy = profile or ModelProfile.of(model), self.policy
         cache = MillpondCache(

@@ -34,7 +34,7 @@ _KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
 
 def state_tensors(states: States) -> dict[str, Tensor]:
-    """All states, on the host, as `state.<layer>.<kind>.<number>`."""
+    """Return all states, on the host, as `state.<layer>.<kind>.<number>`."""
     return {
         f"{PREFIX}.{number}.{kind}.{i}": state.cpu().contiguous()
         for number, layer in states.layers.items()
@@ -80,9 +80,9 @@ def save_document(cache: MillpondCache, ids: Tensor, path: str | os.PathLike[str
     """Write what `cache` holds of one text to a safetensors file; `restore_document` makes caches of it.
 
     Args:
-        cache: from `compress` with the name of a method, after it has read the text, and nothing else.
+        cache: From `compress` with the name of a method, after it has read the text, and nothing else.
         ids: (1, n) the text, all of it: what was evicted too.
-        note: any words, such as the name of the model; `document_note` gives them back.
+        note: Any words, such as the name of the model; `document_note` gives them back.
 
     Returns:
         Bytes of the file.
@@ -147,13 +147,13 @@ def restore_document(
     memory_limit: str | int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[MillpondCache, Tensor]:
-    """A cache that stands after the text of a file, and the text's ids (1, n).
+    """Return a cache that stands after the text of a file, and the text's ids (1, n).
 
     Pass both on: `model.generate(torch.cat([ids, question], 1), cache=cache)`. The cache is one of its own;
     for another question restore again, or take the answer back with `crop` where the method allows.
 
     Args:
-        model: the one that read the text. memory_limit, tokenizer: as of `compress`.
+        model: The one that read the text. memory_limit, tokenizer: as of `compress`.
 
     Raises:
         CacheMismatchError: another model read it.
@@ -206,7 +206,7 @@ def restore_document(
 
 
 def document_note(path: str | os.PathLike[str]) -> str:
-    """The words that were saved with a document.
+    """Return the words that were saved with a document.
 
     Raises:
         DataError: no such file, or it is no document.

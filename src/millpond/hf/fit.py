@@ -40,7 +40,7 @@ WAY_OUT = "measure one with 'millpond fit --text FILE --model MODEL --method MET
 
 @cache
 def tolerance_rank(n: int) -> int:
-    """The smallest k for which the k-th smallest of n draws is above 95 % of all with a confidence of 90 %.
+    """Return the smallest k for which the k-th smallest of n draws is above 95 % of all with a confidence of 90 %.
 
     The k-th smallest lies below the quantile p if k or more of the n draws do: the probability that a binomial of n and
     p is k or more. n + 1: no draw is high enough.
@@ -63,8 +63,9 @@ class FitRow:
     """One setting.
 
     Attributes:
-        budget: as `compress` takes it; None where the method takes none. codec: the name of a number format.
-        bytes_share: bytes held after the window, as a share of a full cache in the model's dtype, on average.
+        budget: As `compress` takes it; None where the method takes none.
+        codec: The name of a number format.
+        bytes_share: Bytes held after the window, as a share of a full cache in the model's dtype, on average.
         kl: KL(full || setting) in nats, the mean over the tokens of a window, of each window.
     """
 
@@ -93,10 +94,12 @@ class Fit:
     """A table of one model, method and text.
 
     Attributes:
-        model: the mark of the model. name: its class, for people.
-        method, options: what was measured. text: sha256 of the text.
-        context, continuation: tokens of a window that are compressed, and that are then fed one by one.
-        rows: one per setting; all have the same windows.
+        model: The mark of the model.
+        name: Its class, for people.
+        method, options: What was measured.
+        text: Sha256 of the text.
+        context, continuation: Tokens of a window that are compressed, and that are then fed one by one.
+        rows: One per setting; all have the same windows.
     """
 
     model: str
@@ -109,10 +112,11 @@ class Fit:
     rows: tuple[FitRow, ...]
 
     def choose(self, max_kl: float, codec: CodecSpec | None = None) -> FitRow:
-        """The row with the fewest bytes whose `bound` is at most `max_kl`.
+        """Return the row with the fewest bytes whose `bound` is at most `max_kl`.
 
         Args:
-            max_kl: in nats. codec: rows in this number format alone; None: in any.
+            max_kl: In nats.
+            codec: Rows in this number format alone; None: in any.
 
         Raises:
             OptionError: a bound that is no number above 0, a codec that was not measured, or no such row; it names the
@@ -186,7 +190,7 @@ def default_path(model: PreTrainedModel, method: str) -> Path:
 
 
 def load_fit(path: str | os.PathLike[str]) -> Fit:
-    """A table from its file.
+    """Return a table from its file.
 
     Raises:
         DataError: it cannot be read, or is none.
@@ -215,7 +219,7 @@ def chosen(
     max_kl: float | None,
     fit: FitSource,
 ) -> FitRow:
-    """The setting of `budget="auto"`.
+    """Return the setting of `budget="auto"`.
 
     Args:
         codec: "auto" or None: any that was measured.

@@ -61,11 +61,12 @@ def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tup
     """Spans ascending, checked.
 
     Args:
-        most: tokens in which they must lie. text: what these are, in words.
+        most: Tokens in which they must lie.
+        text: What these are, in words.
 
     Raises:
-        OptionError: none; something else than pairs of whole numbers; a span that is empty or leaves the text; or
-            spans that overlap.
+        OptionError: none; something else than pairs of whole numbers; a span that is empty or leaves the text; or spans
+            that overlap.
 
     Example:
         >>> forgotten_spans([(8, 12), (0, 4)], 20, "the text")
@@ -77,7 +78,7 @@ def forgotten_spans(spans: Sequence[Sequence[int]], most: int, text: str) -> tup
 
 
 def spans_in(sequences: Sequence[int], seen: np.ndarray, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans to drop of some sequences, see `forgotten_spans`.
+    """Return the spans to drop of some sequences, see `forgotten_spans`.
 
     Raises:
         OptionError: see `forgotten_spans`; or there is no such sequence, or no span.

@@ -22,7 +22,8 @@ class ForkableCache(LayerCaches, Protocol):
     """A cache with what some policies keep besides its layers.
 
     Attributes:
-        entropies: of tokens, for SirLLM. rebuilder: the second pass over a prompt, for KVzip.
+        entropies: Of tokens, for SirLLM.
+        rebuilder: The second pass over a prompt, for KVzip.
     """
 
     entropies: TokenEntropyHook | None
@@ -68,7 +69,7 @@ def check_pages(caches: Iterable[LayerCaches]) -> None:
 
 
 def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
-    """Pages of a pool that one of several caches holds, those that it shares among them."""
+    """Return pages of a pool that one of several caches holds, those that it shares among them."""
     tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
     parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
     held = [part.held() for part in parts if part.pool is pool]

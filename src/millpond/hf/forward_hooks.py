@@ -18,8 +18,8 @@ class ForwardHooks:
     """Hooks on a model and its decoder. Knows the cache only weakly, so that a forgotten cache can be collected.
 
     Args:
-        cache: what to look for among the arguments.
-        modules: whose calls begin or belong to a pass: the model and the decoders inside it.
+        cache: What to look for among the arguments.
+        modules: Whose calls begin or belong to a pass: the model and the decoders inside it.
     """
 
     def __init__(self, cache: Any, modules: Sequence[nn.Module]) -> None:

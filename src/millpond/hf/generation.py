@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def begin_behind_prompt(generator: Any) -> Any:
-    """The same candidate generator of transformers, whose first draft is dropped; it is made, as its state needs it.
+    """Return the same candidate generator of transformers, whose first draft is dropped; it is made, as its state needs
+    it.
 
     One that needs what the first pass of the model gives stays as it is.
     """
@@ -141,14 +142,14 @@ def use_generate(model: PreTrainedModel, cache: LayerCaches) -> Callable[[], Non
 
 
 def enter(model: PreTrainedModel, cache: LayerCaches) -> None:
-    """A `with` block of the cache begins in this thread: `generate` uses it where it is given none."""
+    """Return a `with` block of the cache begins in this thread: `generate` uses it where it is given none."""
     with _lock:
         if model in _switched:
             _switched[model].blocks.append((threading.get_ident(), weakref.ref(cache)))
 
 
 def leave(model: PreTrainedModel, cache: LayerCaches) -> None:
-    """The block ends."""
+    """Return the block ends."""
     with _lock:
         if model in _switched:
             blocks = _switched[model].blocks
@@ -195,7 +196,7 @@ def _goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _innermost(switched: _Switched, thread: int) -> Any:
-    """The cache of the innermost open block of this thread, or None."""
+    """Return the cache of the innermost open block of this thread, or None."""
     with _lock:
         return next((cache() for owner, cache in reversed(switched.blocks) if owner == thread), None)
 

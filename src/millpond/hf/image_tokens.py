@@ -19,8 +19,8 @@ class ImageTokens:
     """Tokens of images and videos.
 
     Attributes:
-        seen: tokens processed, per sequence.
-        stored: entries held, [layer][sequence][KV head]. A merged entry counts once, at its own position.
+        seen: Tokens processed, per sequence.
+        stored: Entries held, [layer][sequence][KV head]. A merged entry counts once, at its own position.
     """
 
     seen: list[int]
@@ -28,7 +28,7 @@ class ImageTokens:
 
 
 def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
-    """How many tokens with one of `ids` a cache has seen, and how many it holds.
+    """Return how many tokens with one of `ids` a cache has seen, and how many it holds.
 
     Raises:
         UnsupportedModelError: the model has no image tokens.
@@ -40,7 +40,7 @@ def image_tokens(cache: LayerCaches, ids: frozenset[int]) -> ImageTokens:
     stand_for_images = torch.tensor(sorted(ids))
 
     def count(sequence: int, positions: Tensor) -> list[int]:
-        """(H, N) positions, -1 for none -> the image tokens among them, by row."""
+        """Return positions, (H, N), -1 for none -> the image tokens among them, by row."""
         found = tokens.at(torch.tensor([sequence]).to(positions.device), positions[None])[0].cpu()
         real = positions.cpu() >= 0
         if bool((found[real] < 0).any()):

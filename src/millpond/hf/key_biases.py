@@ -27,7 +27,7 @@ class KeyBiasWarning(UserWarning):
 
 
 def key_biases(model: nn.Module) -> list[Tensor | None]:
-    """The bias of each key projection, in the order of the layers; None where it has none, or not in memory."""
+    """Return the bias of each key projection, in the order of the layers; None where it has none, or not in memory."""
     found = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == _PROJECTION:
@@ -37,7 +37,7 @@ def key_biases(model: nn.Module) -> list[Tensor | None]:
 
 
 def largest_key_bias(model: nn.Module) -> float:
-    """The largest absolute bias of a key projection; 0 where there is none, or its weights are not in memory."""
+    """Return the largest absolute bias of a key projection; 0 where there is none, or its weights are not in memory."""
     return max((float(bias.abs().max()) for bias in key_biases(model) if bias is not None), default=0.0)
 
 
@@ -96,7 +96,7 @@ def _scales_of(profile: ModelProfile, model: nn.Module) -> KeyScales | None:
 
 
 def _partners(rotary: ModelRotation, dim: int, device: torch.device) -> Tensor:
-    """(dim,) the channel that each turns with, -1 for one that does not turn."""
+    """Return the channel that each turns with, (dim,), -1 for one that does not turn."""
     pairs = pairs_of(rotary.rotate, dim, device).long().cpu()
     found = torch.full((dim,), -1)
     found[pairs[:, 0]], found[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]

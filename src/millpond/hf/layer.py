@@ -28,12 +28,12 @@ class MillpondLayer(CacheLayerMixin):
     """Hands new keys to the attention function, which brings them back with the queries to `attend`.
 
     Args:
-        window: the positions that a query sees by the configuration of the model; 0 for all.
-        number: of the layer in the model; None: as among its attention layers.
-        readers: numbers of the layers that have no keys of their own and read this one's.
+        window: The positions that a query sees by the configuration of the model; 0 for all.
+        number: Of the layer in the model; None: as among its attention layers.
+        readers: Numbers of the layers that have no keys of their own and read this one's.
 
     Attributes:
-        index: number of the layer in the model.
+        index: Number of the layer in the model.
     """
 
     is_compileable = False
@@ -68,7 +68,7 @@ class MillpondLayer(CacheLayerMixin):
         """Nothing to do: pages are taken when the first entries arrive."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys, tagged, and the new values: only these, the stored ones stay in their pages.
+        """Return the new keys, tagged, and the new values: only these, the stored ones stay in their pages.
 
         A model that expands latents gets the kept ones too, before the new ones.
 

@@ -37,12 +37,12 @@ class LayerBudgets:
     """Splits one budget over the layers of a model.
 
     Args:
-        windows: of each layer, the positions that a query sees, its own among them; 0 for all.
+        windows: Of each layer, the positions that a query sees, its own among them; 0 for all.
 
     Attributes:
-        budget: of the whole cache; None for no limit.
-        layer_caches: set when they are made; an allocation that depends on the prompt measures them.
-        at_prompt_end: at_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
+        budget: Of the whole cache; None for no limit.
+        layer_caches: Set when they are made; an allocation that depends on the prompt measures them.
+        at_prompt_end: At_prompt_end(sequence, seen) -> tokens of the text when the prompt that is being read ends.
     """
 
     def __init__(self, budget: Budget | None, policy: Policy, windows: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class LayerBudgets:
         self.at_prompt_end: Callable[[int, int], int] = lambda sequence, seen: seen
 
     def entries(self, layer: int, table: PageTable, sequence: int, seen: int, kept: int = 0) -> int:
-        """Entries per KV head that `layer` may keep of a sequence of `seen` tokens.
+        """Return entries per KV head that `layer` may keep of a sequence of `seen` tokens.
 
         kept: tokens, sinks left out, that every layer keeps whatever the method says; layers share out the rest.
 
@@ -95,7 +95,7 @@ class LayerBudgets:
         return self._decided[sequence]
 
     def _average(self, table: PageTable, seen: int, kept: int = 0) -> int:
-        """Entries per KV head on average over the layers."""
+        """Return entries per KV head on average over the layers."""
         assert self.budget is not None
         entries = self._asked(table, seen, floor=not kept)
         least = self._policy.protect.minimum()
@@ -176,7 +176,7 @@ class LayerBudgets:
         return max(never_quantized, self._entries_with_codes(table, quantized, amount))
 
     def _uneven_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> tuple[int, int]:
-        """Entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
+        """Return entries per KV head, on average, of heads of any lengths: where all may fill plain pages, and where not.
 
         An entry takes what it costs as a number, or twice what it costs as a code, because of tombstones.
         """
@@ -188,7 +188,8 @@ class LayerBudgets:
         return anyhow, (room - full) // (2 * packed_page) * quantized.slots
 
     def _entries_with_codes(self, table: PageTable, quantized: QuantizedStore, amount: int) -> int:
-        """Entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not fit.
+        """Return entries per KV head where the newest lie in plain pages and the others as codes; 0 where these do not
+        fit.
 
         Evictions while decoding leave tombstones, at most as many as entries before their pages are freed.
         """
@@ -201,7 +202,7 @@ class LayerBudgets:
         return int(max(pages - 2, 0) // 2) * quantized.slots + most - quantized.slots
 
     def _entries_by_age(self, table: PageTable, amount: int) -> int:
-        """Entries per KV head, on average, whose tiers by age take at most `amount` bytes; 0 where none do.
+        """Return entries per KV head, on average, whose tiers by age take at most `amount` bytes; 0 where none do.
 
         An entry takes what it costs as a number, or twice what it costs in its tier, because of tombstones.
         """
@@ -220,10 +221,10 @@ class LayerBudgets:
 
 
 def _most_plain(quantized: QuantizedStore) -> int:
-    """Entries as they are at which a page of codes is made."""
+    """Return entries as they are at which a page of codes is made."""
     return quantized.codec.sinks + quantized.codec.residual + quantized.slots
 
 
 def within(policy: Policy, budget: Budget | None) -> Policy:
-    """The policy under a budget: one in bytes bounds what grows while decoding too."""
+    """Return the policy under a budget: one in bytes bounds what grows while decoding too."""
     return replace(policy, bounded=True) if budget is not None and budget.kind == "bytes" else policy

@@ -52,26 +52,34 @@ class ModelProfile:
     no reading is stored: one of a model of 30 layers takes 1 ms.
 
     Attributes:
-        name: of the model's class. config: of its language side. outer_type: model type of the whole.
-        modules: whose calls begin or belong to a pass: the model, and inside it the decoders of the language side,
-            outermost first. decoders: of these, the ones that have the language side's configuration.
-        depth: layers of all kinds. n_layers: those with attention, whose entries a cache holds; 0 where the
-            configuration names none. What is said of each layer is said of these, numbered from 0.
-        attending: numbers that these have in the model. shared: number of a layer that has no keys of its own -> of the
-            attending layer whose entries it reads; such a layer holds nothing and is not among them. state_layers:
-            numbers of the layers that hold recurrent or convolution states, in a hybrid; a layer may be both. restarts:
-            these begin at zero in each pass of several tokens, so that only the first pass may have several.
-        n_heads: query heads; 0 where none is named, or each layer has its own number.
-        layer_types: kind of each layer. windows: of each layer, the positions that a query sees, its own among them;
-            0 for all. sliding: whether the configuration names a window at all.
-        latent: what is stored of a token in place of keys and values (MLA); None: keys and values.
-        rotary: the module that makes cosines and sines for (x, position_ids). apply_rotary: what its
-            attention turns queries and keys by. unrotated: layers that do without, in a model where others rotate.
-        position_limit: tokens that the model has positions for; None where its configuration sets no limit.
-        vocabulary: tokens that it knows. begin_tokens, end_tokens: ids that open and end a text.
-        image_ids: of tokens that stand for pictures and films. takes_images: the language side is one part of several.
-        arguments: names that its `forward` takes.
-        output_projections: by layer.
+        name: Of the model's class.
+        config: Of its language side.
+        outer_type: Model type of the whole.
+        modules: Whose calls begin or belong to a pass: the model, and inside it the decoders of the language side,
+            outermost first.
+        decoders: Of these, the ones that have the language side's configuration.
+        depth: Layers of all kinds.
+        n_layers: Those with attention, whose entries a cache holds; 0 where the configuration names none. What is said
+            of each layer is said of these, numbered from 0.
+        attending: Numbers that these have in the model.
+        shared: Number of a layer that has no keys of its own -> of the attending layer whose entries it reads; such a
+            layer holds nothing and is not among them.
+        state_layers: Numbers of the layers that hold recurrent or convolution states, in a hybrid; a layer may be both.
+        restarts: These begin at zero in each pass of several tokens, so that only the first pass may have several.
+        n_heads: Query heads; 0 where none is named, or each layer has its own number.
+        layer_types: Kind of each layer.
+        windows: Of each layer, the positions that a query sees, its own among them; 0 for all.
+        sliding: Whether the configuration names a window at all.
+        latent: What is stored of a token in place of keys and values (MLA); None: keys and values.
+        rotary: The module that makes cosines and sines for (x, position_ids).
+        apply_rotary: What its attention turns queries and keys by.
+        unrotated: Layers that do without, in a model where others rotate.
+        position_limit: Tokens that the model has positions for; None where its configuration sets no limit.
+        vocabulary: Tokens that it knows. begin_tokens, end_tokens: ids that open and end a text.
+        image_ids: Of tokens that stand for pictures and films.
+        takes_images: The language side is one part of several.
+        arguments: Names that its `forward` takes.
+        output_projections: By layer.
     """
 
     name: str
@@ -225,7 +233,7 @@ def _unrotated(modules: Sequence[nn.Module], config: PreTrainedConfig, types: tu
 
 
 def _layer(module: nn.Module) -> int | None:
-    """The number that the modules of an attention layer have."""
+    """Return the number that the modules of an attention layer have."""
     # getattr looks for it in parameters and modules too, and takes 20 times as long
     index = vars(module).get("layer_idx")
     return index if isinstance(index, int) else None

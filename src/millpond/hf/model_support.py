@@ -41,7 +41,7 @@ LAYER_TYPES = {FULL, "sliding_attention"} | set(BOTH) | STATE_ONLY | NEITHER
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside what PEFT or `torch.compile` has wrapped around it; all else as it is.
+    """Return the transformers model inside what PEFT or `torch.compile` has wrapped around it; all else as it is.
 
     Its adapters lie inside the model, so a PEFT model's `generate` goes through it and uses its cache.
 

@@ -51,7 +51,8 @@ def find_patterns(
     candidate; the first of the best is written, with that number. Layers with a sliding window are left out.
 
     Args:
-        ids: (1, n) of a long text without pads. path: a JSON file.
+        ids: (1, n) of a long text without pads.
+        path: A JSON file.
 
     Raises:
         OptionError: the text ends before `after`, there is more than one, or a candidate is no pattern.
@@ -78,7 +79,7 @@ def find_patterns(
 
 
 def share_kept(prompt: HeadPrompt, pattern: Pattern, after: int) -> float:
-    """The mean over the queries from position `after` on: the attention that falls on what they read."""
+    """Return the mean over the queries from position `after` on: the attention that falls on what they read."""
     look, n, total = pattern.look(prompt), len(prompt.k), 0.0
     for begin in range(prompt.first, n, BLOCK):
         end = min(begin + BLOCK, n)
@@ -115,7 +116,7 @@ _running = _Running()
 
 
 def read_later(model: PreTrainedModel, ids: Tensor, begin: int, attend: Attend) -> Tensor:
-    """(m, vocabulary) logits of the tokens ids (m,) from position `begin` on; gradients flow through `attend`.
+    """Return logits of the tokens ids , (m, vocabulary)(m,) from position `begin` on; gradients flow through `attend`.
 
     The weights of the model are constants. No cache is used, so `attend` says all that these tokens see.
 
@@ -185,8 +186,8 @@ def save_filters(cache: MillpondCache, path: str | Path) -> None:
     """Write the filters of all prompts of a cache's batch, for `compress(model, "qfilters", filters=path)`.
 
     Args:
-        cache: of the method qfilters, after its prompts.
-        path: a .safetensors file, of float32 numbers (layers, KV heads, head size).
+        cache: Of the method qfilters, after its prompts.
+        path: A .safetensors file, of float32 numbers (layers, KV heads, head size).
 
     Raises:
         CacheMismatchError: the cache has seen no prompt, or its method finds no filters.

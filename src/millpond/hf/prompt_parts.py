@@ -53,9 +53,10 @@ class PromptParts:
     """Whether layers are in the middle of a prompt that is read in parts.
 
     Args:
-        policy: what is kept. layer_caches: the layers.
-        stays: a plan evicts nothing and stores all as the model made it, so it frees nothing.
-        limited: there is a limit of bytes, which entries that wait for a plan may not fit.
+        policy: What is kept.
+        layer_caches: The layers.
+        stays: A plan evicts nothing and stores all as the model made it, so it frees nothing.
+        limited: There is a limit of bytes, which entries that wait for a plan may not fit.
     """
 
     def __init__(self, policy: Policy, layer_caches: Sequence[LayerCache], *, stays: bool, limited: bool) -> None:
@@ -117,7 +118,7 @@ def part_size(model: PreTrainedModel, parts: PromptParts, n_tokens: int) -> int 
 def part_of_generate(
     model: PreTrainedModel, parts: PromptParts, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]
 ) -> PromptCut | None:
-    """How a call of `generate` best reads its prompt `ids` (S, n); None: all in one pass.
+    """Return how a call of `generate` best reads its prompt `ids` (S, n); None: all in one pass.
 
     columns: those that the cache has read. config, kwargs: settings of the call.
     """
@@ -136,10 +137,9 @@ def part_of_generate(
 
 
 def check_uncut(policy: Policy, columns: int, ids: Any, config: Any, kwargs: dict[str, Any]) -> None:
-    """
-    Args:
-        columns: those that the cache has read. ids: (S, n), the prompts of a call of `generate`. config, kwargs: its
-            settings.
+    """Args:
+        columns: Those that the cache has read.
+        ids: (S, n), the prompts of a call of `generate`. config, kwargs: its settings.
 
     Raises:
         OptionError: the call would cut a prompt, and its method takes it uncut, or transformers would read it again.

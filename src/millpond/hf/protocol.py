@@ -21,13 +21,15 @@ class LayerCaches(Protocol):
     """The state of all layers of one cache.
 
     Attributes:
-        tracker: tokens seen.
-        draft_rollback: drafts that may be taken back.
-        text: the ids of every column that was read.
-        filled_inside: whether what it holds was read by `generate` inside its `with` block.
-        passes: hooks on the model's passes. dtype: of the model.
-        parts: of a prompt that is read in several passes. states: of the layers that hold some, in a hybrid.
-        shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads.
+        tracker: Tokens seen.
+        draft_rollback: Drafts that may be taken back.
+        text: The ids of every column that was read.
+        filled_inside: Whether what it holds was read by `generate` inside its `with` block.
+        passes: Hooks on the model's passes.
+        dtype: Of the model.
+        parts: Of a prompt that is read in several passes.
+        states: Of the layers that hold some, in a hybrid.
+        shared_layers: Number of a layer that holds nothing -> of the layer whose entries it reads.
     """
 
     tracker: PositionTracker

@@ -39,7 +39,7 @@ def gates_finder(model: PreTrainedModel) -> FindGates:
 
 
 def heads_of_package(model: PreTrainedModel) -> RetainingHeads:
-    """The heads of `model` that come with the package.
+    """Return the heads of `model` that come with the package.
 
     Raises:
         OptionError: there are none.
@@ -55,7 +55,7 @@ def heads_of_package(model: PreTrainedModel) -> RetainingHeads:
 
 
 def gates_of_package(model: PreTrainedModel) -> Gates:
-    """The gates of `model` that come with the package.
+    """Return the gates of `model` that come with the package.
 
     Raises:
         OptionError: there are none.
@@ -73,7 +73,7 @@ def gates_of_package(model: PreTrainedModel) -> Gates:
 def _in_package(
     model: PreTrainedModel, kind: NetworkKind, read: Callable[[bytes, str], N], known: dict[str, N]
 ) -> N | None:
-    """The networks of a kind with the mark of `model`; None where there are none."""
+    """Return the networks of a kind with the mark of `model`; None where there are none."""
     mark = model_mark(model)
     for file in heads_files():
         path = os.fspath(file)
@@ -86,7 +86,7 @@ def _in_package(
 
 
 def _own(model: PreTrainedModel, given: N, things: str, kind: NetworkKind) -> N:
-    """The networks that were given, if they are this model's.
+    """Return the networks that were given, if they are this model's.
 
     Raises:
         CacheMismatchError: they are not.

@@ -8,15 +8,14 @@ from millpond.policy.policy import Policy
 
 
 def readers_of(profile: ModelProfile, number: int) -> frozenset[int]:
-    """Numbers of the layers that read the entries of layer `number`."""
+    """Return numbers of the layers that read the entries of layer `number`."""
     return frozenset(reader for reader, owner in profile.shared.items() if owner == number)
 
 
 def check_shared(profile: ModelProfile, policy: Policy, method: str) -> None:
-    """
-    Raises:
-        UnsupportedModelError: the model has layers that share keys, and the method changes more about attention than
-            which entries there are.
+    """Raises:
+    UnsupportedModelError: the model has layers that share keys, and the method changes more about attention than
+        which entries there are.
     """
     if not profile.shared:
         return

@@ -28,7 +28,8 @@ class AttentionAndStates(LinearAttentionLayer, MillpondLayer):  # type: ignore[o
     """A layer with attention and a state side by side (Falcon-H1, Zamba): entries in pages, states as transformers'.
 
     Args:
-        number_of_states: that the layer holds. rest: as of `MillpondLayer`.
+        number_of_states: That the layer holds.
+        rest: As of `MillpondLayer`.
     """
 
     is_compileable = False
@@ -49,9 +50,9 @@ class States:
     """All states of one cache: what moves the batch, copies it or forgets it does the same to them.
 
     Attributes:
-        layers: by number of the layer in the model; none where a model has attention alone.
-        restarts: the model begins them at zero in each pass of several tokens.
-        in_pass: a pass has begun, and has not come to its end.
+        layers: By number of the layer in the model; none where a model has attention alone.
+        restarts: The model begins them at zero in each pass of several tokens.
+        in_pass: A pass has begun, and has not come to its end.
     """
 
     def __init__(self, layers: dict[int, Any], restarts: bool = False) -> None:
@@ -59,11 +60,11 @@ class States:
         self.in_pass = False
 
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Return bytes of all states."""
         return sum(state.nbytes for state in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """All states, (S, ...) each, layer by layer."""
+        """Return all states, (S, ...) each, layer by layer."""
         return (state for layer in self.layers.values() for state in _tensors(layer))
 
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -91,7 +92,7 @@ class States:
             LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
 
     def begin_pass(self, columns: int, length: int) -> None:
-        """A pass of `length` tokens begins behind `columns`.
+        """Return a pass of `length` tokens begins behind `columns`.
 
         Raises:
             UnsupportedModelError: the model would forget what it has read.
@@ -111,7 +112,7 @@ class States:
         self.in_pass = bool(self.layers)
 
     def end_pass(self) -> None:
-        """The pass came to its end."""
+        """Return the pass came to its end."""
         self.in_pass = False
 
     def check_no_drafts(self) -> None:
@@ -143,7 +144,7 @@ class States:
 def build_layers(
     profile: ModelProfile, layer_caches: Sequence[LayerCache], draft_rollback: DraftRollback, passes: ForwardHooks
 ) -> tuple[list[Any], States]:
-    """The layers of a cache in the order of the model, and those among them that hold states.
+    """Return the layers of a cache in the order of the model, and those among them that hold states.
 
     layer_caches: of the attention layers. draft_rollback, passes: as of `MillpondLayer`.
     """

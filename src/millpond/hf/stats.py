@@ -20,24 +20,24 @@ class CacheStats:
     """What a cache holds, measured from its buffers.
 
     Attributes:
-        seen: tokens processed, per sequence.
-        stored: entries held, by layer (that has attention), sequence and KV head.
-        evicted: entries evicted, over all layers, sequences and heads.
-        kv_bytes: bytes of keys and values in the pages in use, unused slots included.
-        layer_kv_bytes: those of each layer of `stored`, and layer_formats how it stores entries, by name. Pages that
+        seen: Tokens processed, per sequence.
+        stored: Entries held, by layer (that has attention), sequence and KV head.
+        evicted: Entries evicted, over all layers, sequences and heads.
+        kv_bytes: Bytes of keys and values in the pages in use, unused slots included.
+        layer_kv_bytes: Those of each layer of `stored`, and layer_formats how it stores entries, by name. Pages that
             sequences of the cache share count once.
-        layer_tier_bytes: of each layer, the bytes of `layer_kv_bytes` by the format of the pages: numbers as they are,
+        layer_tier_bytes: Of each layer, the bytes of `layer_kv_bytes` by the format of the pages: numbers as they are,
             then codes, of each tier by age.
-        metadata_bytes: bytes of positions, scores and tables that belong to them.
-        unused_bytes: of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
-        full_kv_bytes: bytes of keys and values of all tokens seen, in the model's dtype and without pages.
-        reserved_bytes: bytes of all pool buffers, free pages included.
-        bits_per_element: bits that one number of a stored key or value takes, unused slots included.
-        entry_layers: numbers in the model of the layers that hold entries, in the order of `stored`.
-        state_layers: numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
-        shared_layers: number of a layer that holds nothing -> of the layer whose entries it reads (Gemma 3n).
-        state_bytes: bytes of these states, which have one size however long the text and are in no other count.
-        gate_bytes: bytes of what trained gates remember of the text (`attention_gate`), in no other count.
+        metadata_bytes: Bytes of positions, scores and tables that belong to them.
+        unused_bytes: Of kv_bytes, those in slots that hold no entry: pages are taken as a whole.
+        full_kv_bytes: Bytes of keys and values of all tokens seen, in the model's dtype and without pages.
+        reserved_bytes: Bytes of all pool buffers, free pages included.
+        bits_per_element: Bits that one number of a stored key or value takes, unused slots included.
+        entry_layers: Numbers in the model of the layers that hold entries, in the order of `stored`.
+        state_layers: Numbers of those that hold a recurrent or convolution state, in a hybrid; a layer may be both.
+        shared_layers: Number of a layer that holds nothing -> of the layer whose entries it reads (Gemma 3n).
+        state_bytes: Bytes of these states, which have one size however long the text and are in no other count.
+        gate_bytes: Bytes of what trained gates remember of the text (`attention_gate`), in no other count.
     """
 
     seen: list[int]
@@ -95,7 +95,7 @@ def measure(cache: LayerCaches) -> CacheStats:
 
 
 def _layer_bytes(table: PageTable | None) -> int:
-    """Bytes of keys and values in the pages that a layer holds, each page once."""
+    """Return bytes of keys and values in the pages that a layer holds, each page once."""
     if table is None:
         return 0
     return sum(_tier_bytes(table).values())
@@ -114,7 +114,7 @@ def _page_bytes(part: PageTable | QuantizedStore) -> int:
 
 
 def _format(table: PageTable | None) -> str:
-    """The name of what a layer's entries become; "" before the first token."""
+    """Return the name of what a layer's entries become; "" before the first token."""
     if table is None:
         return ""
     return (

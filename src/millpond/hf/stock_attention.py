@@ -22,9 +22,9 @@ class _Made:
     """How transformers would make a mask.
 
     Attributes:
-        make: with `mask_function=` and `use_vmap=` another of the same kind.
-        may_be_overlaid: whether something may lie over the causal or sliding mask.
-        window: tokens that it lets a query see; 0 for all.
+        make: With `mask_function=` and `use_vmap=` another of the same kind.
+        may_be_overlaid: Whether something may lie over the causal or sliding mask.
+        window: Tokens that it lets a query see; 0 for all.
     """
 
     make: Callable[..., Tensor | None]
@@ -74,7 +74,7 @@ def _made(mask: Tensor | None) -> _Made | None:
 
 
 def flat(mask: Tensor | None) -> Tensor | None:
-    """A mask that `remember` was called with, in two dimensions; any other as it is."""
+    """Return a mask that `remember` was called with, in two dimensions; any other as it is."""
     made = _made(mask)
     if mask is None or made is None or mask.ndim == 2:
         return mask
@@ -97,7 +97,7 @@ def is_overlaid(mask: Tensor | None, window: int) -> bool:
 
 
 def window_of(mask: Tensor | None) -> int:
-    """The sliding window of the mask, 0 for none: some models tell it to their mask alone, not to their attention."""
+    """Return the sliding window of the mask, 0 for none: some models tell it to their mask alone, not to their attention."""
     made = _made(mask)
     return 0 if made is None else made.window
 

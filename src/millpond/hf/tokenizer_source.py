@@ -14,7 +14,7 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, TokenClasses]] = W
 
 
 def fill_classes(classes: TokenClasses, tokenizer: PreTrainedTokenizerBase | None) -> TokenClasses:
-    """The classes, with those that are not given from the tokenizer.
+    """Return the classes, with those that are not given from the tokenizer.
 
     Raises:
         OptionError: a class is not given, and there is no tokenizer.
@@ -36,7 +36,7 @@ def fill_classes(classes: TokenClasses, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def token_classes(tokenizer: PreTrainedTokenizerBase) -> TokenClasses:
-    """The special tokens of a tokenizer (its chat marks among them), and the tokens that spell punctuation alone."""
+    """Return the special tokens of a tokenizer (its chat marks among them), and the tokens that spell punctuation alone."""
     size = len(tokenizer)
     if tokenizer not in _known or _known[tokenizer][0] != size:
         special = {int(i) for i in tokenizer.all_special_ids}

@@ -18,7 +18,7 @@ class TextRead:
         self._known = True
 
     def add(self, ids: Tensor | None, columns: int) -> None:
-        """A pass with these ids (S, n) begins behind `columns` columns; what was taken back since is forgotten."""
+        """Return a pass with these ids (S, n) begins behind `columns` columns; what was taken back since is forgotten."""
         if columns != self._columns:
             self._parts, self._columns = [self.ids[:, :columns]] if columns else [], columns
         if ids is None:
@@ -31,13 +31,13 @@ class TextRead:
 
     @property
     def ids(self) -> Tensor:
-        """(S, n) of all columns."""
+        """Of all columns, (S, n)."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts, 1)]
         return self._parts[0] if self._parts else torch.zeros(0, 0, dtype=torch.int64)
 
     def differs(self, ids: Tensor, mask: Tensor) -> tuple[int, int] | None:
-        """The first (sequence, column) at which a prompt of ids (S, n) is another text; None: there is none.
+        """Return the first (sequence, column) at which a prompt of ids (S, n) is another text; None: there is none.
 
         mask: (S, columns) bool, which of the columns read hold tokens; only these are compared.
         """
@@ -54,7 +54,7 @@ class TextRead:
             self._parts = [self.ids[sequences]]
 
     def copy(self) -> TextRead:
-        """A copy that changes on its own."""
+        """Return a copy that changes on its own."""
         other = TextRead()
         other._parts, other._columns, other._known = list(self._parts), self._columns, self._known
         return other

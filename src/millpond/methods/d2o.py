@@ -70,7 +70,7 @@ class MergeAboveThreshold:
     Attributes:
         rate: Rate of the moving average.
         sinks: First positions that take nothing in.
-        shrinking: x_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
+        shrinking: X_c <- (x_c + sum_e u_e x_e) / (1 + their number) in place of the convex weights.
     """
 
     rate: float = 0.7

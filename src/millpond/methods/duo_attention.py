@@ -32,7 +32,8 @@ class RetrievalHeads:
         sinks: First positions that count as near.
         recent: Newest positions that count as near.
         grows: Retrieval heads keep all that comes while decoding.
-        table: The numbers, a row per layer; empty: the share of the observed attention that goes beyond what is near.
+        table: The numbers, a row per layer.
+        empty: The share of the observed attention that goes beyond what is near.
     """
 
     threshold: float = 0.5

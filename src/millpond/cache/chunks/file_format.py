@@ -35,7 +35,7 @@ class ForeignFileError(DataError):
 
 
 def serialized(variant: StoredVariant, mark: str) -> bytes:
-    """The bytes of the file of a variant."""
+    """Return the bytes of the file of a variant."""
     tensors = {name: t.contiguous() for name, t in variant.tensors.items()}
     sums = {name: _checksum(name, t) for name, t in tensors.items()}
     about = json.dumps({"format": FORMAT, "mark": mark, "facts": asdict(variant.facts), "tensors": sums})

@@ -30,11 +30,14 @@ class ChunkFiles:
     """The folder of one store; safe for several threads, of which none waits for what another one reads.
 
     Args:
-        folder: is made where it does not exist. limit: most bytes of all files. rule: which files leave for room.
-        new_request: numbers for uses by other processes.
+        folder: Is made where it does not exist.
+        limit: Most bytes of all files.
+        rule: Which files leave for room.
+        new_request: Numbers for uses by other processes.
 
     Attributes:
-        counts: of torn, foreign, removed and evicted files, of write_failures and read_failures. nbytes: of all files.
+        counts: Of torn, foreign, removed and evicted files, of write_failures and read_failures.
+        nbytes: Of all files.
 
     Raises:
         OptionError: the folder holds chunks of another model, or cannot be made.
@@ -70,7 +73,7 @@ class ChunkFiles:
         return self._guarded(place, lambda path: header(path, self._shape.mark, place.chunk))
 
     def read(self, place: Place, use: ChunkUse) -> StoredVariant | None:
-        """A variant, for a prompt; None for a file that is gone or bad, which is removed."""
+        """Return a variant, for a prompt; None for a file that is gone or bad, which is removed."""
         found = self._guarded(place, lambda path: self._variant(path, place.chunk))
         if found is not None:
             now = time.time_ns()
@@ -170,7 +173,7 @@ class ChunkFiles:
     # ------------------------------------------------------------------ the folder
 
     def _look(self) -> int:
-        """Bytes of all files. The rule sees those that other processes wrote, used and removed."""
+        """Return bytes of all files. The rule sees those that other processes wrote, used and removed."""
         files = sorted(self._stats(), key=lambda one: one[1])
         there = {place for place, _, _ in files}
         for place in self._rule:
@@ -218,7 +221,7 @@ class ChunkFiles:
 
 
 def variant_files(folder: Path, suffix: str = SUFFIX) -> list[Path]:
-    """The files of a store.
+    """Return the files of a store.
 
     Raises:
         OSError: the folder cannot be read.
@@ -227,7 +230,7 @@ def variant_files(folder: Path, suffix: str = SUFFIX) -> list[Path]:
 
 
 def mark_of(folder: Path) -> str | None:
-    """The mark of the model that a folder is of; None where it says none.
+    """Return the mark of the model that a folder is of; None where it says none.
 
     Raises:
         OptionError: it cannot be read.
@@ -274,7 +277,8 @@ class StoredFile:
     """One file of a store.
 
     Attributes:
-        size: in bytes. facts: what its header says; None for a file that is bad, and `why`.
+        size: In bytes.
+        facts: What its header says; None for a file that is bad, and `why`.
     """
 
     path: Path
@@ -284,7 +288,7 @@ class StoredFile:
 
 
 def list_files(folder: Path, *, verify: bool = False) -> list[StoredFile]:
-    """The files of a store, by chunk; with `verify` every tensor is compared with its checksum.
+    """Return the files of a store, by chunk; with `verify` every tensor is compared with its checksum.
 
     Raises:
         OptionError: the folder is no chunk store.

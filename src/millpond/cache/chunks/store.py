@@ -25,14 +25,15 @@ class ChunkStoreStats:
     """A chunk store at one moment; counters count from its opening.
 
     Attributes:
-        memory_bytes, disk_bytes: of the variants in memory and of the files.
-        memory_hits, disk_hits: counters of variants that prompts took from there. misses: of chunks that had none.
-        stored: counter of variants that were computed and kept.
-        memory_evicted, disk_evicted: counters of variants that left, for room.
-        torn, foreign: counters of files that were cut or changed, or of another model; they were removed.
-        write_failures, read_failures: counters of files that the disk did not take or give.
-        load_failures: counter of requests whose chunks could not be loaded for another reason; they were computed.
-        not_finite: counter of variants with numbers that the format of the store cannot hold; they were not kept.
+        memory_bytes, disk_bytes: Of the variants in memory and of the files.
+        memory_hits, disk_hits: Counters of variants that prompts took from there.
+        misses: Of chunks that had none.
+        stored: Counter of variants that were computed and kept.
+        memory_evicted, disk_evicted: Counters of variants that left, for room.
+        torn, foreign: Counters of files that were cut or changed, or of another model; they were removed.
+        write_failures, read_failures: Counters of files that the disk did not take or give.
+        load_failures: Counter of requests whose chunks could not be loaded for another reason; they were computed.
+        not_finite: Counter of variants with numbers that the format of the store cannot hold; they were not kept.
     """
 
     memory_bytes: int
@@ -58,17 +59,19 @@ class ChunkStore:
     file that is cut, changed or foreign is counted and removed, and its chunk is computed.
 
     Args:
-        folder: of the files, made where it does not exist; None: in memory alone.
-        memory: most bytes in memory, such as "1GiB". disk: most bytes of files.
-        variants: of one chunk that are kept at most. Another one than the first is computed only where a prompt's CFO
+        folder: Of the files, made where it does not exist; None: in memory alone.
+        memory: Most bytes in memory, such as "1GiB".
+        disk: Most bytes of files.
+        variants: Of one chunk that are kept at most. Another one than the first is computed only where a prompt's CFO
             reaches 1, which takes an `alpha` near 1 or above.
-        alpha: factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
+        alpha: Factor on the share of a chunk that is computed again with recompute="auto" (CFO), above 0. CCI is below
             1, so that 0.17 gives at most 17 % of a chunk; the value of the paper is not known.
-        dtype: of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
+        dtype: Of keys and values at rest, in memory and in files: "auto" (those of the model), "float32", "bf16",
             "int8" or "int4". One that is narrower than the model's makes every reuse an approximation.
-        rule: which variants leave a full tier: a paging rule ("lru", "learned"), as of `prefix_cache`. Those that
-            prompts use stay. pager: file of the predictor of a rule that has one.
-        loading: most bytes of files that an engine holds for requests that wait or read their prompts. One request
+        rule: Which variants leave a full tier: a paging rule ("lru", "learned"), as of `prefix_cache`. Those that
+            prompts use stay.
+        pager: File of the predictor of a rule that has one.
+        loading: Most bytes of files that an engine holds for requests that wait or read their prompts. One request
             whose chunks take more is loaded alone.
 
     Raises:
@@ -156,13 +159,13 @@ class ChunkStore:
     # ------------------------------------------------------------------ prompts
 
     def new_request(self) -> int:
-        """A number for a prompt that uses chunks."""
+        """Return a number for a prompt that uses chunks."""
         with self._lock:
             self._requests += 1
             return self._requests
 
     def find(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk, in memory and on the disk; of files only the headers are read."""
+        """Return the variants of a chunk, in memory and on the disk; of files only the headers are read."""
         found = {facts.name: facts for facts in self.find_held(chunk)}
         for name in [] if self._files is None else self._files.names(chunk):
             if name not in found and (facts := self._files_facts(Place(chunk, name))) is not None:
@@ -170,7 +173,7 @@ class ChunkStore:
         return list(found.values())
 
     def find_held(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk in memory."""
+        """Return the variants of a chunk in memory."""
         with self._lock:
             return self._memory.facts(chunk)
 
@@ -179,7 +182,7 @@ class ChunkStore:
         return self._files.facts(place)
 
     def take(self, facts: VariantFacts, share: float, use: ChunkUse | None = None) -> StoredVariant | None:
-        """A variant for a prompt that computes `share` of it again; None where its file is gone or bad.
+        """Return a variant for a prompt that computes `share` of it again; None where its file is gone or bad.
 
         While a file is read other threads use the store.
         """
@@ -209,7 +212,7 @@ class ChunkStore:
         self._worth[place] = self._worth.get(place, 0) + 1 / max(share, LEAST_SHARE)
 
     def pin(self, facts: VariantFacts) -> None:
-        """A variant is in use: it leaves neither tier for room until it is unpinned as often."""
+        """Return a variant is in use: it leaves neither tier for room until it is unpinned as often."""
         place = Place(facts.chunk, facts.name)
         with self._lock:
             self._memory.rule.pin(place)
@@ -225,7 +228,7 @@ class ChunkStore:
             self._files.unpin(place)
 
     def size_of(self, n_tokens: int) -> int:
-        """Bytes of a variant of so long a chunk."""
+        """Return bytes of a variant of so long a chunk."""
         assert self._shape is not None, "a store is bound before it is used"
         return self._shape.nbytes(n_tokens)
 
@@ -275,7 +278,7 @@ class ChunkStore:
     # ------------------------------------------------------------------ figures
 
     def stats(self) -> ChunkStoreStats:
-        """Bytes and counters; from any thread."""
+        """Return bytes and counters; from any thread."""
         with self._lock:
             files = Counter() if self._files is None else self._files.counts
             counts = self._counts

@@ -23,7 +23,9 @@ class ChunkUse(NamedTuple):
     """One access of a prompt to a variant.
 
     Attributes:
-        request: number of the prompt, growing. depth: chunks before this one in it. length: chunks that it has.
+        request: Number of the prompt, growing.
+        depth: Chunks before this one in it.
+        length: Chunks that it has.
     """
 
     request: int
@@ -52,7 +54,7 @@ class TierRule:
         return iter(list(self._numbers))
 
     def use(self, place: Place, use: ChunkUse) -> None:
-        """A prompt uses a variant, which is new where the tier did not hold it. One prompt counts once."""
+        """Return a prompt uses a variant, which is new where the tier did not hold it. One prompt counts once."""
         number = self._numbers.get(place)
         known = number is not None
         if number is None:
@@ -67,7 +69,7 @@ class TierRule:
             self._rule.allow(number)
 
     def drop(self, place: Place) -> None:
-        """A variant is gone; one that is not there is no error."""
+        """Return a variant is gone; one that is not there is no error."""
         number = self._numbers.pop(place, None)
         if number is not None:
             self._rule.drop(number)
@@ -75,7 +77,7 @@ class TierRule:
             self._unused.append(number)
 
     def pin(self, place: Place) -> None:
-        """A variant stays until it is unpinned as often, whether it is there yet or not."""
+        """Return a variant stays until it is unpinned as often, whether it is there yet or not."""
         self._pins[place] = self._pins.get(place, 0) + 1
         if self._pins[place] == 1 and place in self._numbers:
             self._rule.forbid(self._numbers[place])
@@ -89,7 +91,7 @@ class TierRule:
                 self._rule.allow(self._numbers[place])
 
     def victim(self) -> Place | None:
-        """The variant that leaves next; None if all are pinned, or there is none. It stays until it is dropped."""
+        """Return the variant that leaves next; None if all are pinned, or there is none. It stays until it is dropped."""
         number = self._rule.victim()
         return None if number is None else self._places[number]
 
@@ -107,10 +109,11 @@ class MemoryTier:
     """Not safe for several threads at once.
 
     Args:
-        limit: most bytes.
+        limit: Most bytes.
 
     Attributes:
-        nbytes: of all variants. evicted: variants that left for room.
+        nbytes: Of all variants.
+        evicted: Variants that left for room.
     """
 
     def __init__(self, limit: int, rule: PagingRule) -> None:
@@ -120,11 +123,11 @@ class MemoryTier:
         self._held: dict[str, dict[str, StoredVariant]] = {}  # by chunk and name
 
     def facts(self, chunk: str) -> list[VariantFacts]:
-        """The variants of a chunk."""
+        """Return the variants of a chunk."""
         return [held.facts for held in self._held.get(chunk, {}).values()]
 
     def take(self, place: Place, use: ChunkUse) -> StoredVariant | None:
-        """A variant, for a prompt; None where it is not held."""
+        """Return a variant, for a prompt; None where it is not held."""
         found = self._held.get(place.chunk, {}).get(place.name)
         if found is not None:
             self.rule.use(place, use)

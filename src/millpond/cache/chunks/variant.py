@@ -27,7 +27,7 @@ Part = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def check_rest(name: str) -> RestName:
-    """The name of a format.
+    """Return the name of a format.
 
     Raises:
         OptionError: there is no such format.
@@ -43,7 +43,8 @@ class RestFormat:
     """How keys (Hkv, n, key_dim) and values (Hkv, n, value_dim) of one layer are kept.
 
     Attributes:
-        name: see `RestName`. model: dtype of the model's own keys and values.
+        name: See `RestName`.
+        model: Dtype of the model's own keys and values.
     """
 
     name: RestName
@@ -65,7 +66,7 @@ class RestFormat:
         return self.bits is None and torch.promote_types(self.dtype, self.model) == self.dtype
 
     def parts(self, heads: int, n: int, dim: int, is_key: bool) -> list[Part]:
-        """The tensors that keep keys or values (heads, n, dim)."""
+        """Return the tensors that keep keys or values (heads, n, dim)."""
         if self.bits is None:
             return [("", (heads, n, dim), self.dtype)]
         runs = (heads, -(-n // GROUP), dim) if is_key else (heads, n, dim // _group(dim))
@@ -73,11 +74,11 @@ class RestFormat:
         return [("", codes, torch.uint8), (".scales", runs, torch.float16), (".zeros", runs, torch.float16)]
 
     def nbytes(self, heads: int, n: int, dim: int, is_key: bool) -> int:
-        """Bytes of these tensors."""
+        """Return bytes of these tensors."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self.parts(heads, n, dim, is_key))
 
     def encode(self, x: Tensor, is_key: bool) -> dict[str, Tensor]:
-        """Keys or values x (heads, n, dim), n > 0, as tensors on the CPU by the suffixes of `parts`.
+        """Return keys or values x (heads, n, dim), n > 0, as tensors on the CPU by the suffixes of `parts`.
 
         Raises:
             NumericsError: NaN, infinity, or a number that no scale can hold.
@@ -94,7 +95,7 @@ class RestFormat:
         return {"": codes.cpu(), ".scales": groups.scales.cpu(), ".zeros": groups.zeros.cpu()}
 
     def decode(self, parts: dict[str, Tensor], dim: int, is_key: bool) -> Tensor:
-        """The numbers (heads, n, dim) that these tensors stand for: float32, or floats as they are kept."""
+        """Return the numbers (heads, n, dim) that these tensors stand for: float32, or floats as they are kept."""
         codes = parts[""]
         if self.bits is None:
             return codes
@@ -124,8 +125,10 @@ class StoredShape:
     """What the variants of one model have in common.
 
     Attributes:
-        model: tells the model, its weights and its dtype from others. dtype: of its keys and values.
-        layers: (n_kv_heads, key_dim, value_dim) of each layer. rest: the format in which a store keeps them.
+        model: Tells the model, its weights and its dtype from others.
+        dtype: Of its keys and values.
+        layers: (n_kv_heads, key_dim, value_dim) of each layer.
+        rest: The format in which a store keeps them.
     """
 
     model: str
@@ -144,7 +147,7 @@ class StoredShape:
         return self.model if self.rest == "auto" else f"{self.model}-{self.rest}"
 
     def nbytes(self, n_tokens: int) -> int:
-        """Bytes of a variant of so long a chunk."""
+        """Return bytes of a variant of so long a chunk."""
         tensors = self._tensors(n_tokens)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors.values())
 
@@ -172,11 +175,14 @@ class VariantFacts:
     """What is known of a variant without its tensors.
 
     Attributes:
-        chunk: key of the chunk's ids. n_tokens: of the chunk. prefix: key of all ids before it.
-        before: keys of the parts before it, each once, in order. received: the attention that the chunk's tokens gave
-            to each of them, summed over tokens and averaged over layers and heads.
+        chunk: Key of the chunk's ids.
+        n_tokens: Of the chunk.
+        prefix: Key of all ids before it.
+        before: Keys of the parts before it, each once, in order.
+        received: The attention that the chunk's tokens gave to each of them, summed over tokens and averaged over
+            layers and heads.
         impact: CCI, see `contextual_impact`.
-        exact: whether it was computed after a context that was computed in full.
+        exact: Whether it was computed after a context that was computed in full.
     """
 
     chunk: str
@@ -205,7 +211,8 @@ class ChunkVariant:
 
     Attributes:
         scores: (n_tokens,) float32, the attention of each token to all earlier parts.
-        keys: per layer (Hkv, n_tokens, key_dim) before RoPE. values: per layer (Hkv, n_tokens, value_dim).
+        keys: Per layer (Hkv, n_tokens, key_dim) before RoPE.
+        values: Per layer (Hkv, n_tokens, value_dim).
     """
 
     facts: VariantFacts
@@ -231,7 +238,7 @@ class StoredVariant:
     """A variant as a store keeps it.
 
     Attributes:
-        tensors: those that `shape` names.
+        tensors: Those that `shape` names.
     """
 
     facts: VariantFacts
@@ -244,11 +251,11 @@ class StoredVariant:
 
     @property
     def scores(self) -> Tensor:
-        """(n_tokens,) float32, the attention of each token to all earlier parts."""
+        """Float32, (n_tokens,), the attention of each token to all earlier parts."""
         return self.tensors["scores"]
 
     def keys(self, layer: int) -> Tensor:
-        """(Hkv, n_tokens, key_dim) before RoPE, on the CPU, in the format's dtype, float32 for codes."""
+        """Return before RoPE, (Hkv, n_tokens, key_dim), on the CPU, in the format's dtype, float32 for codes."""
         return self._side(f"keys.{layer}", self.shape.layers[layer][1], True)
 
     def values(self, layer: int) -> Tensor:
@@ -264,11 +271,12 @@ class StoredVariant:
 def variant_of(
     chunk: str, prefix: str, exact: bool, before: dict[str, int], sums: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> ChunkVariant:
-    """The variant of a chunk that was computed in full.
+    """Return the variant of a chunk that was computed in full.
 
     Args:
-        before: keys of the parts before it -> their tokens. sums: (n, len(before) + 1) float32, the attention of each
-            token to each of these parts and to the chunk itself, averaged over layers and heads.
+        before: Keys of the parts before it -> their tokens.
+        sums: (n, len(before) + 1) float32, the attention of each token to each of these parts and to the chunk itself,
+            averaged over layers and heads.
     """
     n, parts = len(sums), len(before)
     received = [float(x) for x in sums.double().sum(0)]
@@ -283,5 +291,5 @@ def ids_key(ids: Sequence[int] | np.ndarray) -> str:
 
 
 def salted(key: str, salt: str) -> str:
-    """The key of a chunk for requests of one salt, which cannot be read from it."""
+    """Return the key of a chunk for requests of one salt, which cannot be read from it."""
     return hashlib.sha256(f"{key} ".encode() + salt.encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,5 +12,5 @@ paging_rule = PAGING.register
 
 
 def list_paging_rules() -> list[str]:
-    """The names of all paging rules, sorted: those of this package and those that installed packages add."""
+    """Return the names of all paging rules, sorted: those of this package and those that installed packages add."""
     return PAGING.names()

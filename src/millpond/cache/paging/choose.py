@@ -14,10 +14,10 @@ _USUAL = "lru"
 
 
 def rule_name(choice: bool | str) -> str | None:
-    """The name of a rule; None where there is to be no cache.
+    """Return the name of a rule; None where there is to be no cache.
 
     Args:
-        choice: a name; True for "lru", False for none.
+        choice: A name; True for "lru", False for none.
 
     Example:
         >>> rule_name(True), rule_name("learned"), rule_name(False)
@@ -29,10 +29,11 @@ def rule_name(choice: bool | str) -> str | None:
 
 
 def rule_named(choice: bool | str, pager: str | PathLike[str] | None = None) -> PagingRule | None:
-    """A rule for a cache that begins empty; None where there is to be no cache.
+    """Return a rule for a cache that begins empty; None where there is to be no cache.
 
     Args:
-        choice: see `rule_name`. pager: file of the predictor of rules that have one; None: that of the package.
+        choice: See `rule_name`.
+        pager: File of the predictor of rules that have one; None: that of the package.
 
     Raises:
         OptionError: an unknown rule (with a suggestion), one that needs the future, or a pager without a rule that

@@ -32,7 +32,9 @@ class FollowTheBetter(PagingRule):
     Pages that the cache does not hold, but a directory does, are remembered by number and key alone.
 
     Attributes:
-        lru: what LRU would hold. misses: of the cache. switches: changes of the leader.
+        lru: What LRU would hold.
+        misses: Of the cache.
+        switches: Changes of the leader.
     """
 
     name = "learned"
@@ -135,7 +137,9 @@ class FollowTheBetter(PagingRule):
             self._outside = self._found_outside(order)
 
     def _found_outside(self, order: Iterator[int]) -> deque[int]:
-        """Numbers of pages that may be evicted and that the leader does not hold, in the order of the one before it."""
+        """Return numbers of pages that may be evicted and that the leader does not hold, in the order of the one before
+        it.
+        """
         leader, numbers = self.leader, self._number_of
         outside = {numbers[page] for page, may in enumerate(self._allowed) if may and numbers[page] not in leader}
         known = [number for number in order if number in outside]

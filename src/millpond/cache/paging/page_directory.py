@@ -17,7 +17,7 @@ class LinkedLists:
         self._older = array("i", range(n_lists))
 
     def grow(self) -> None:
-        """One more number, in no list."""
+        """Return one more number, in no list."""
         self._newer.append(-1)
         self._older.append(-1)
 
@@ -41,12 +41,12 @@ class LinkedLists:
         self._newer[place] = self._older[place] = -1
 
     def oldest(self, which: int) -> int | None:
-        """The oldest number of a list; None if it is empty."""
+        """Return the oldest number of a list; None if it is empty."""
         place = self._newer[which]
         return None if place == which else place - self._n_lists
 
     def walk(self, which: int) -> Iterator[int]:
-        """The numbers of a list, the oldest first."""
+        """Return the numbers of a list, the oldest first."""
         place = self._newer[which]
         while place != which:
             yield place - self._n_lists
@@ -66,7 +66,7 @@ class PageDirectory(ABC):
     """What a cache would hold. Pages that follow another one are older than it in the same list.
 
     Attributes:
-        misses: accesses to what it did not hold.
+        misses: Accesses to what it did not hold.
     """
 
     def __init__(self, n_lists: int) -> None:
@@ -80,7 +80,7 @@ class PageDirectory(ABC):
         return number in self._lists
 
     def grow(self) -> None:
-        """One more number."""
+        """Return one more number."""
         self._lists.grow()
 
     @abstractmethod
@@ -92,7 +92,7 @@ class PageDirectory(ABC):
         """What is held, about in the order of victims."""
 
     def _enter(self, number: int, parent: int) -> bool | None:
-        """An access: a page that is held leaves its list, to be put back; one that is not is a miss.
+        """Return an access: a page that is held leaves its list, to be put back; one that is not is a miss.
 
         Returns:
             Whether it is new; None: it cannot be held, because its request is longer than the cache.
@@ -126,7 +126,7 @@ class LRUDirectory(PageDirectory):
         super().__init__(1)
 
     def touch(self, number: int, parent: int) -> None:
-        """An access; parent: number before it in the request, which was touched just now, or -1."""
+        """Return an access; parent: number before it in the request, which was touched just now, or -1."""
         if self._enter(number, parent) is None:
             return
         if parent != _NOTHING and parent not in self._lists:  # it left the directory after its follower had come
@@ -161,7 +161,7 @@ class BitDirectory(PageDirectory):
         self._followers.append(0)
 
     def touch(self, number: int, parent: int, discard: bool) -> None:
-        """An access; parent: as of `LRUDirectory`. discard: its bit."""
+        """Return an access; parent: as of `LRUDirectory`. discard: its bit."""
         new = self._enter(number, parent)
         if new is None:
             return
@@ -224,7 +224,7 @@ class KeyTable:
         return self._n
 
     def get(self, key: int) -> int | None:
-        """The number with this key; None if there is none."""
+        """Return the number with this key; None if there is none."""
         number = self._places[self._place(key)]
         return None if number == _EMPTY else number
 

@@ -26,7 +26,7 @@ class DiscardLabels:
     then it takes that place. Costs one look at the counts in between, at most `window` / 16 numbers of 4 bytes.
 
     Args:
-        window: accesses that are looked back at, a multiple of 16.
+        window: Accesses that are looked back at, a multiple of 16.
     """
 
     def __init__(self, window: int) -> None:
@@ -86,11 +86,12 @@ def gap_step(gap: int) -> int:
 
 
 def steps_of(facts: PageFacts, accesses: int, gap: int, gap_before: int) -> tuple[int, ...]:
-    """Which weight each number of an access takes: N_FEATURES places in N_WEIGHTS weights.
+    """Return which weight each number of an access takes: N_FEATURES places in N_WEIGHTS weights.
 
     Args:
-        accesses: of this page before, at most MOST_ACCESSES. gap: step of the time since the last one, 0 for none.
-        gap_before: of the one before.
+        accesses: Of this page before, at most MOST_ACCESSES.
+        gap: Step of the time since the last one, 0 for none.
+        gap_before: Of the one before.
     """
     _, _, _, depth, length, known, _, _ = facts
     beyond = depth - known
@@ -130,8 +131,9 @@ class DiscardPredictor:
     """Log odds that the best rule evicts a page before its next use: the sum of the weights of its features.
 
     Args:
-        weights: N_WEIGHTS to begin with, copied. learns: whether they are fitted to what is seen.
-        seed: of the choice of accesses to fit to.
+        weights: N_WEIGHTS to begin with, copied.
+        learns: Whether they are fitted to what is seen.
+        seed: Of the choice of accesses to fit to.
     """
 
     def __init__(self, weights: Weights, *, learns: bool = True, seed: int = 0) -> None:
@@ -184,7 +186,7 @@ class DiscardPredictor:
         self._seen, self._pages = now + 1, pages
 
     def fit(self) -> None:
-        """One step of the fit, on accesses drawn from the window.
+        """Return one step of the fit, on accesses drawn from the window.
 
         A page that was not used again counts as discarded once as many accesses have passed as the cache has pages;
         younger ones are left out.
@@ -247,8 +249,10 @@ class Past(NamedTuple):
     """A page before an access.
 
     Attributes:
-        accesses: before, 9 for more. last: number of the last one, None: there was none. gap: step of the time since.
-        gap_before: step of the one before.
+        accesses: Before, 9 for more.
+        last: Number of the last one, None: there was none.
+        gap: Step of the time since.
+        gap_before: Step of the one before.
     """
 
     accesses: int
@@ -303,7 +307,7 @@ class PredictedBits:
     """Bits of accesses: those that come with the facts, otherwise those of the predictor.
 
     Attributes:
-        pages: of the cache, for labels; None: not known yet.
+        pages: Of the cache, for labels; None: not known yet.
     """
 
     def __init__(self, predictor: DiscardPredictor) -> None:
@@ -337,5 +341,5 @@ class PredictedBits:
 
 @cache
 def shipped_weights() -> Weights:
-    """The weights that come with the package."""
+    """Return the weights that come with the package."""
     return load_weights(_SHIPPED)

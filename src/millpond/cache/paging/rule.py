@@ -25,14 +25,14 @@ class PageFacts(NamedTuple):
     """One access: a request used a page.
 
     Attributes:
-        key: what the page holds, by a number of 64 bits; the same whenever the same comes again.
-        parent: page number before it in the request; -1 for the first.
-        request: number of the request, counted from 0.
-        depth: number of pages before it in the request.
-        length: pages of the request.
-        known: pages that the request found in the cache, all at its beginning.
-        bit: a prediction from outside, True: safe to discard; None: the rule predicts itself.
-        next_use: number of the next request that uses the page, in a replay; None: not known, or never.
+        key: What the page holds, by a number of 64 bits; the same whenever the same comes again.
+        parent: Page number before it in the request; -1 for the first.
+        request: Number of the request, counted from 0.
+        depth: Number of pages before it in the request.
+        length: Pages of the request.
+        known: Pages that the request found in the cache, all at its beginning.
+        bit: A prediction from outside, True: safe to discard; None: the rule predicts itself.
+        next_use: Number of the next request that uses the page, in a replay; None: not known, or never.
     """
 
     key: int
@@ -49,30 +49,30 @@ class PagingRule(ABC):
     """Chooses which page is evicted. A request touches its pages in their order, each once.
 
     Attributes:
-        name: under which the rule is registered.
+        name: Under which the rule is registered.
     """
 
     name: str
 
     @abstractmethod
     def touch(self, page: int, facts: PageFacts) -> None:
-        """A request used a page, which is new if it was dropped or never touched before."""
+        """Return a request used a page, which is new if it was dropped or never touched before."""
 
     @abstractmethod
     def allow(self, page: int) -> None:
-        """A page may be evicted from now on."""
+        """Return a page may be evicted from now on."""
 
     @abstractmethod
     def forbid(self, page: int) -> None:
-        """A page may not be evicted until it is allowed again."""
+        """Return a page may not be evicted until it is allowed again."""
 
     @abstractmethod
     def drop(self, page: int) -> None:
-        """A page is no longer held, because the rule chose it or for another reason; its number may be used again."""
+        """Return a page is no longer held, because the rule chose it or for another reason; its number may be used again."""
 
     @abstractmethod
     def victim(self) -> int | None:
-        """The page to evict next among those allowed; None if there is none."""
+        """Return the page to evict next among those allowed; None if there is none."""
 
 
 class RankedRule(PagingRule):
@@ -144,5 +144,5 @@ class RankedRule(PagingRule):
 
 
 def recency(facts: PageFacts) -> int:
-    """A number that grows with each request; within one request a page is more recent than those behind it."""
+    """Return a number that grows with each request; within one request a page is more recent than those behind it."""
     return facts.request << DEPTH_BITS | _LAST_DEPTH - min(facts.depth, _LAST_DEPTH)

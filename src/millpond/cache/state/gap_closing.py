@@ -27,7 +27,8 @@ class GapClosing:
     entries have the places that the closing gave them.
 
     Args:
-        rotary: the model's. reach: positions that the model was trained on.
+        rotary: The model's.
+        reach: Positions that the model was trained on.
     """
 
     def __init__(self, rotary: RotaryEmbedding, reach: int) -> None:

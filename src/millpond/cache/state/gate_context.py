@@ -26,7 +26,7 @@ class GateContext:
     """The tokens of one sequence of one layer. Appending leaves this one as it is, so that copies can share it.
 
     Attributes:
-        length: tokens.
+        length: Tokens.
     """
 
     buffer: _Buffer
@@ -53,7 +53,7 @@ class GateContext:
         return self.buffer.rows.nbytes
 
     def extended(self, before: int, keys: Tensor, values: Tensor) -> GateContext:
-        """The first `before` tokens, and those of keys and values (n, width) behind them.
+        """Return the first `before` tokens, and those of keys and values (n, width) behind them.
 
         Fewer than there are take the last ones back, as when a pass is repeated.
         """

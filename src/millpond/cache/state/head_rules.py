@@ -62,7 +62,7 @@ class HeadRuleState:
         self._asked[sequence] = PromptQueries(q, lse, q_pos)
 
     def asked(self, sequence: int) -> PromptQueries | None:
-        """The queries of a sequence since its last plan; None: none are kept."""
+        """Return the queries of a sequence since its last plan; None: none are kept."""
         return self._asked.get(sequence)
 
     def adopt(self, sequence: int, queries: PromptQueries) -> None:
@@ -79,10 +79,11 @@ class HeadRuleState:
         begin: int,
         end: int,
     ) -> Tensor:
-        """(n_kv_heads, group, N) float32: see `View.received`.
+        """Return see `View, (n_kv_heads, group, N) float32.received`.
 
         Args:
-            keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same). positions: (H, N) int32, -1 for none.
+            keys: (H, N, key_dim), H a multiple of n_kv_heads (or the same).
+            positions: (H, N) int32, -1 for none.
         """
         q, lse, q_pos = self._asked[sequence]
         most = self._rules.queries
@@ -150,7 +151,7 @@ class HeadRuleState:
 
         Args:
             together, seen: (n,) int64, entries that all their heads may hold, and tokens so far.
-            kept: their spans, entries of which take no part; None: none.
+            kept: Their spans, entries of which take no part; None: none.
         """
         n_heads, device, policy = table.n_kv_heads, table.lens.device, self._rules
         if kept is None:
@@ -208,7 +209,7 @@ class HeadRuleState:
     # ------------------------------------------------------------------ the batch
 
     def copy(self, sequences: list[int] | None = None) -> HeadRuleState:
-        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        """Return a copy that changes on its own, of the given sequences in this order, or of all."""
         return HeadRuleState(self._rules, self._asked.copy(sequences))
 
     def join(self, other: HeadRuleState, n_seq: int) -> None:

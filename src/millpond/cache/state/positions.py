@@ -22,11 +22,12 @@ class ForwardSpan:
     """The new tokens of one forward pass.
 
     Attributes:
-        start: columns (pads included) before this pass. length: columns of this pass.
+        start: Columns (pads included) before this pass.
+        length: Columns of this pass.
         before, after: (S,) real tokens of each sequence before and after this pass.
         valid: (S, length) bool on the host, or None if no column is a pad.
         q_pos: (S,) int32 on the device for a pass of one column: each new token's position, -1 for a pad.
-        begun: whether every sequence had tokens before this pass.
+        begun: Whether every sequence had tokens before this pass.
     """
 
     start: int
@@ -40,16 +41,16 @@ class ForwardSpan:
 
     @property
     def decoding(self) -> npt.NDArray[np.bool_]:
-        """(S,) whether this pass brings the sequence its next token, and only that."""
+        """Whether this pass brings the sequence its next token, (S,), and only that."""
         brings_one: npt.NDArray[np.bool_] = self.after == self.before + 1
         return brings_one & (self.before > 0)
 
     def first_columns(self) -> npt.NDArray[np.int64]:
-        """(S,) the first column with a token of the sequence; 0 where there is none."""
+        """Return the first column with a token of the sequence, (S,); 0 where there is none."""
         return np.zeros(len(self.before), dtype=np.int64) if self.valid is None else self.valid.argmax(1)
 
     def columns(self, sequence: int) -> slice | Tensor:
-        """The columns of this pass that hold tokens of `sequence`."""
+        """Return the columns of this pass that hold tokens of `sequence`."""
         if self.valid is None:
             return slice(0, self.length)
         here = np.flatnonzero(self.valid[sequence])
@@ -60,19 +61,19 @@ class ForwardSpan:
         return torch.from_numpy(here).to(self.device)
 
     def positions(self, sequence: int) -> Tensor:
-        """(n,) int32: positions of the tokens in `columns(sequence)`."""
+        """Return positions of the tokens in `columns, (n,) int32(sequence)`."""
         return torch.arange(
             int(self.before[sequence]), int(self.after[sequence]), dtype=torch.int32, device=self.device
         )
 
     def grid(self) -> Tensor:
-        """(S, length) int32: the position of each token of this pass, -1 for pads."""
+        """Return the position of each token of this pass, (S, length) int32, -1 for pads."""
         valid = np.ones((len(self.before), self.length), dtype=bool) if self.valid is None else self.valid
         positions = np.where(valid, self.before[:, None] + valid.cumsum(1) - 1, -1)
         return torch.from_numpy(positions.astype(np.int32)).to(self.device)
 
     def token(self, column: int) -> npt.NDArray[np.int64]:
-        """(S,) position of each sequence's token in one column, -1 for a pad; on the host."""
+        """Return position of each sequence's token in one column, (S,), -1 for a pad; on the host."""
         if self.valid is None:
             return self.before + column if column else self.before
         return np.where(self.valid[:, column], self.before + self.valid[:, :column].sum(1), -1)
@@ -82,9 +83,9 @@ class PositionTracker:
     """Real tokens seen per sequence, and columns (pads included) seen by the whole batch.
 
     Attributes:
-        seen: (S,) the position of each sequence's next token. closed: (S,) positions before it that closed gaps took
-            away: `seen + closed` tokens were read.
-        marks: spans of positions that stay, that keep a share of the budget, or that no head holds any more.
+        seen: (S,) the position of each sequence's next token.
+        closed: (S,) positions before it that closed gaps took away: `seen + closed` tokens were read.
+        marks: Spans of positions that stay, that keep a share of the budget, or that no head holds any more.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class PositionTracker:
         return len(self.seen)
 
     def begin_pass(self, ids: Tensor | None = None) -> None:
-        """A forward pass begins: no layer may take the parts of an earlier one for its own.
+        """Return a forward pass begins: no layer may take the parts of an earlier one for its own.
 
         ids: (S, columns) of its tokens, if they are known.
         """
@@ -112,7 +113,7 @@ class PositionTracker:
             self.tokens.expect(ids, self.columns)
 
     def span(self, start: int, length: int, n_seq: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
-        """The pass that begins after `start` columns: the first layer to ask opens it, the others share it.
+        """Return the pass that begins after `start` columns: the first layer to ask opens it, the others share it.
 
         Args:
             mask: (n_seq, >= length) bool, the newest `length` columns tell tokens (True) from pads; None: no pads.
@@ -147,7 +148,7 @@ class PositionTracker:
         return span
 
     def span_after(self, columns: int) -> npt.NDArray[np.int64]:
-        """(S,) real tokens seen when `columns` columns had been processed, for a boundary inside the running pass."""
+        """Return real tokens seen when `columns` columns had been processed, (S,), for a boundary inside the running pass."""
         return next(s.after for s in reversed(self._spans.values()) if s.start + s.length == columns)
 
     def _open(self, start: int, length: int, mask: Tensor | None, device: torch.device) -> ForwardSpan:
@@ -167,14 +168,14 @@ class PositionTracker:
         return ForwardSpan(start, length, self.seen, after, valid, device, q_pos, bool((self.seen > 0).all()))
 
     def tokens_in_last(self, columns: int) -> npt.NDArray[np.int64]:
-        """(S,) real tokens among the newest `columns`."""
+        """Return real tokens among the newest `columns`, (S,)."""
         tokens = np.full(self.n_seq, columns, dtype=np.int64)
         for start, valid in self._padded:
             tokens -= (~valid[:, max(self.columns - columns - start, 0) :]).sum(1)
         return tokens
 
     def mask(self) -> Tensor:
-        """(S, columns) bool: tokens (True) and pads of all columns so far."""
+        """Return tokens , (S, columns) bool(True) and pads of all columns so far."""
         shown = torch.ones(self.n_seq, self.columns, dtype=torch.bool)
         for start, valid in self._padded:
             shown[:, start : start + valid.shape[1]] = torch.from_numpy(valid)
@@ -197,7 +198,7 @@ class PositionTracker:
         self._spans.clear()
 
     def begin_with(self, columns: int) -> None:
-        """One sequence, with the number of tokens seen before."""
+        """Return one sequence, with the number of tokens seen before."""
         self.marks.begin(1)
         self.seen, self.origin = np.array([columns]), np.zeros(1, dtype=np.int64)
         self.closed = np.zeros(1, dtype=np.int64)
@@ -220,7 +221,7 @@ class PositionTracker:
             self.tokens = other.tokens.copy(list(range(other.n_seq)))
 
     def copy(self, sequences: list[int]) -> PositionTracker:
-        """A tracker of some sequences alone, without the pads of their passes."""
+        """Return a tracker of some sequences alone, without the pads of their passes."""
         other = PositionTracker()
         other.seen, other.origin = self.seen[sequences], self.origin[sequences]
         other.closed = self.closed[sequences]

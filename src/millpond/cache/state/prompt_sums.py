@@ -53,8 +53,9 @@ class PromptSums:
     """Sums of all layers at one place of a prompt.
 
     Attributes:
-        length: tokens of the prompt before that place. layers: their sums.
-        before: those of an earlier place, which have the queries before `layers`; None: there are none.
+        length: Tokens of the prompt before that place.
+        layers: Their sums.
+        before: Those of an earlier place, which have the queries before `layers`; None: there are none.
     """
 
     length: int
@@ -67,7 +68,7 @@ class PromptSums:
         return sum(layer.nbytes for layer in self.layers)
 
     def whole(self) -> list[LayerSums]:
-        """The sums of all layers, with the queries of the whole text."""
+        """Return the sums of all layers, with the queries of the whole text."""
         if self.before is None or all(layer.queries is None for layer in self.layers):
             return self.layers
         chain: list[PromptSums] = []
@@ -80,7 +81,7 @@ class PromptSums:
 
 
 def _joined(parts: tuple[LayerSums, ...]) -> PromptQueries | None:
-    """The queries of consecutive pieces of a text."""
+    """Return the queries of consecutive pieces of a text."""
     found = [part.queries for part in parts if part.queries is not None]
     if not found:
         return None

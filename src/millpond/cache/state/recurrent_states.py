@@ -15,14 +15,14 @@ class StateSlots:
     The states themselves lie with their batches, so that a step of decoding needs no copy of them.
 
     Args:
-        page_bytes: of all states of one sequence.
-        account: the limit that they share with the page pools.
+        page_bytes: Of all states of one sequence.
+        memory_limit: The limit that they share with the page pools.
     """
 
-    def __init__(self, page_bytes: int, account: MemoryLimit) -> None:
+    def __init__(self, page_bytes: int, memory_limit: MemoryLimit) -> None:
         self.page_bytes = page_bytes
         self._holders: weakref.WeakSet[RecurrentStates] = weakref.WeakSet()
-        account.pools.append(self)
+        memory_limit.pools.append(self)
 
     def count(self, states: RecurrentStates) -> None:
         """Count the states of one more batch from now on, as long as it is there."""
@@ -54,7 +54,8 @@ class RecurrentStates(Protocol):
     """The states of a batch of sequences, in all layers.
 
     Attributes:
-        slots: what counts them; None: nothing does. cache: what the model's modules find them in.
+        slots: What counts them; None: nothing does.
+        cache: What the model's modules find them in.
     """
 
     slots: StateSlots | None
@@ -65,7 +66,7 @@ class RecurrentStates(Protocol):
         """Sequences with states, 0 before the first token and while they are out."""
 
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Return bytes of all states."""
 
     def select(self, sequences: list[int]) -> None:
         """Become those of the given sequences, in this order."""
@@ -80,7 +81,7 @@ class RecurrentStates(Protocol):
         """Forget all of them."""
 
     def copy_out(self) -> Content:
-        """All of them, on the host."""
+        """Return all of them, on the host."""
 
     def drop(self) -> None:
         """Free their memory; `put_back` comes next, or `reset`."""

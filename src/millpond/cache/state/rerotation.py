@@ -20,11 +20,11 @@ class CacheRelativePositions(Protocol):
 
     @property
     def frames(self) -> np.ndarray:
-        """(S,) by how much the keys of each sequence were turned back; where this changes, so do stored keys."""
+        """By how much the keys of each sequence were turned back, (S,); where this changes, so do stored keys."""
         ...
 
     def copy(self, sequences: list[int] | None = None) -> CacheRelativePositions:
-        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        """Return a copy that changes on its own, of the given sequences in this order, or of all."""
         ...
 
     def join(self, other: Any, n_seq: int) -> None:
@@ -32,7 +32,7 @@ class CacheRelativePositions(Protocol):
         ...
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
-        """All that is remembered of one sequence, for `adopt`."""
+        """Return all that is remembered of one sequence, for `adopt`."""
         ...
 
     def adopt(self, stored: dict[str, Tensor]) -> None:
@@ -52,11 +52,11 @@ class CacheRelativePositions(Protocol):
         ...
 
     def places(self, sequence: int, at: Tensor) -> Tensor:
-        """(H, n) frame positions of entries at positions `at` (H, n); 0 where there is no entry."""
+        """Return frame positions of entries at positions `at` , (H, n)(H, n); 0 where there is no entry."""
         ...
 
     def restart(self, table: PageTable, sequence: int) -> None:
-        """The stored entries of a sequence were given the frame positions that are their positions."""
+        """Return the stored entries of a sequence were given the frame positions that are their positions."""
         ...
 
 
@@ -89,7 +89,7 @@ def frame_prompt(
 
 
 def stored(table: PageTable, sequence: int) -> PaddedEntries:
-    """The entries of a sequence, one row per head, before they are written again."""
+    """Return the entries of a sequence, one row per head, before they are written again."""
     table.copy_on_write(whole=True)
     width = int(table.lengths()[sequence].max(initial=0))
     return ops.read(table.regions_of(table.rows(sequence)), width)
@@ -132,7 +132,8 @@ class Rerotation:
     oldest recent entry.
 
     Args:
-        rotary: the model's. sinks: how many first positions stay.
+        rotary: The model's.
+        sinks: How many first positions stay.
     """
 
     def __init__(self, rotary: RotaryEmbedding, sinks: int) -> None:
@@ -149,14 +150,14 @@ class Rerotation:
 
     @property
     def frames(self) -> np.ndarray:
-        """(S,) by how much the keys of each sequence were turned back; where this changes, so do all its keys.
+        """By how much the keys of each sequence were turned back, (S,); where this changes, so do all its keys.
 
         The keys of sinks change at each step, and are put in place before they are read.
         """
         return self._base
 
     def copy(self, sequences: list[int] | None = None) -> Rerotation:
-        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        """Return a copy that changes on its own, of the given sequences in this order, or of all."""
         other = Rerotation(self._rotary, self._sinks)
         if sequences == [] or self._keys is None:
             return other
@@ -270,7 +271,7 @@ class Rerotation:
         return placed[2]
 
     def _at(self, sequences: np.ndarray, first: np.ndarray) -> Tensor:
-        """(n, H, sinks, key_dim): the sinks of some sequences (n,), at the places `first` (n,) and behind."""
+        """Return the sinks of some sequences , (n, H, sinks, key_dim)(n,), at the places `first` (n,) and behind."""
         assert self._ready is not None
         place = first - self._ready_from[sequences]
         missing = (place < 0) | (place >= self._ahead)

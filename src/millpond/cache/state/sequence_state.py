@@ -58,7 +58,7 @@ class QueryBuffer:
         self._moments[sequence] = found
 
     def last(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """The last queries (Hq, w, key_dim) of a sequence and their positions (w,)."""
+        """Return the last queries (Hq, w, key_dim) of a sequence and their positions (w,)."""
         return self._last[sequence]
 
     def moments(self, sequence: int) -> QueryMoments | None:
@@ -73,7 +73,7 @@ class QueryBuffer:
             self._last[sequence] = queries
 
     def copy(self, sequences: list[int] | None = None) -> QueryBuffer:
-        """A copy that changes on its own, of the given sequences in this order, or of all."""
+        """Return a copy that changes on its own, of the given sequences in this order, or of all."""
         other = QueryBuffer(self._policy)
         other._last, other._moments = self._last.copy(sequences), self._moments.copy(sequences)
         return other
@@ -88,7 +88,7 @@ class StatePart(Protocol):
     """One thing that is remembered of the sequences of a layer."""
 
     def copy(self, sequences: list[int] | None = None) -> StatePart:
-        """A copy that changes on its own, of the given sequences in this order, or of all; of none: as at first."""
+        """Return a copy that changes on its own, of the given sequences in this order, or of all; of none: as at first."""
         ...
 
     def join(self, other: Any, n_seq: int) -> None:
@@ -101,18 +101,18 @@ class SequenceState:
     """All that one layer remembers, shared by its parts; None for what its policy does without.
 
     Attributes:
-        queries: the last queries, or sums over all.
-        memories: what the last merge of a sequence left for the next.
-        pending: tokens seen, for sequences with entries that no plan has seen.
-        turns: position at which the newest turn of a sequence begins.
-        contexts: what trained gates have read of a sequence.
-        ceilings: entries per KV head on average that plans while decoding may keep, where heads hold fewer.
-        columns: column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
+        queries: The last queries, or sums over all.
+        memories: What the last merge of a sequence left for the next.
+        pending: Tokens seen, for sequences with entries that no plan has seen.
+        turns: Position at which the newest turn of a sequence begins.
+        contexts: What trained gates have read of a sequence.
+        ceilings: Entries per KV head on average that plans while decoding may keep, where heads hold fewer.
+        columns: Column sums (H, N) float32 of the entries of a sequence that began with the pages of others, until its
             next pass, which writes them.
-        rolling: the frames of cache-relative positions.
+        rolling: The frames of cache-relative positions.
         origins: (H, n) int32: positions in the text of the entries that closed gaps left at 0 to n - 1; -1 for none.
-        head_rules: the prompt's queries, where each head has a rule of its own.
-        selective: how the layer attends where it stores everything and attends to less.
+        head_rules: The prompt's queries, where each head has a rule of its own.
+        selective: How the layer attends where it stores everything and attends to less.
     """
 
     queries: QueryBuffer

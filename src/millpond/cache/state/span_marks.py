@@ -22,17 +22,17 @@ class KeptSpans(TextMarks[Span]):
     """The kept spans of a batch of sequences, and those of the sequences that the next prompt begins."""
 
     def count(self, sequence: int, first: int = 0) -> int:
-        """Positions that one sequence keeps, read or not, those before `first` left out."""
+        """Return positions that one sequence keeps, read or not, those before `first` left out."""
         return tokens_in(self.of(sequence), first)
 
     def counts(self, first: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
-        """(S,) positions that each sequence keeps, read or not, those before `first` (S,) left out."""
+        """Return positions that each sequence keeps, (S,), read or not, those before `first` (S,) left out."""
         inside = np.maximum(self._places, np.asarray(first)[..., None, None])
         found: npt.NDArray[np.int64] = (inside[..., 1] - inside[..., 0]).sum(1)
         return found
 
     def mask(self, sequence: int, positions: Tensor, first: int = 0) -> Tensor | None:
-        """(H, N) bool: which positions (H, N), -1 for none, one sequence keeps; None where it keeps none.
+        """Return which positions , (H, N) bool(H, N), -1 for none, one sequence keeps; None where it keeps none.
 
         first: positions before it are left out.
         """
@@ -42,7 +42,7 @@ class KeptSpans(TextMarks[Span]):
         return in_spans(positions, spans.expand(len(positions), -1, -1)) & (positions >= first)
 
     def tensor(self, device: torch.device) -> Tensor | None:
-        """(S, n, 2) int32: see `StepRegions.kept`."""
+        """Return see `StepRegions, (S, n, 2) int32.kept`."""
         if not self:
             return None
         if device not in self._tensors:
@@ -89,7 +89,8 @@ def fair_refusal(policy: Policy, codecs: Iterable[Codec], rolling: bool = False)
     """Why spans cannot have a share of the budget, and what to do instead; None where they can.
 
     Args:
-        codecs: of the layers. rolling: whether positions move when a text is longer than the context.
+        codecs: Of the layers.
+        rolling: Whether positions move when a text is longer than the context.
     """
     codecs = list(codecs)
     if any(codec.ages for codec in codecs):
@@ -116,16 +117,17 @@ class FairShares(TextMarks[SpanShare]):
         self._shares: Floats = numbers[..., 2]  # (S, m)
 
     def _seen(self, begin: Ints, end: Ints) -> Ints:
-        """(S, m) tokens of each span among positions begin (S, 1) to end (S, 1)."""
+        """Return tokens of each span among positions begin , (S, m)(S, 1) to end (S, 1)."""
         inside = self._spans.clip(begin[..., None], end[..., None])
         found: Ints = inside[..., 1] - inside[..., 0]
         return found
 
     def least(self, seen: Ints, budgets: Ints, free: Ints, window: int, device: torch.device) -> Tensor | None:
-        """(S, m, 3) int32 of a decoding step: see `StepRegions.least`; None where no sequence has spans.
+        """Return of a decoding step, (S, m, 3) int32: see `StepRegions.least`; None where no sequence has spans.
 
         Args:
-            seen, budgets, free: (S,) tokens of each text, B and F. window: that the layer sees; 0: all.
+            seen, budgets, free: (S,) tokens of each text, B and F.
+            window: That the layer sees; 0: all.
         """
         if not self:
             return None
@@ -138,10 +140,12 @@ class FairShares(TextMarks[SpanShare]):
     def view(
         self, sequence: int, seen: int, visible: int, budget: int, aside: Tensor | None, positions: Tensor
     ) -> FairSpans | None:
-        """The spans of one sequence for a plan; None where it has none.
+        """Return the spans of one sequence for a plan; None where it has none.
 
         Args:
-            seen: tokens of the text. visible: of them, those that the layer sees. budget: B.
+            seen: Tokens of the text.
+            visible: Of them, those that the layer sees.
+            budget: B.
             aside: (H, N) bool, which of the entries at positions (H, N) stay whatever the plan says; None: none.
         """
         n = len(self.of(sequence))
@@ -161,8 +165,9 @@ class BatchMarks:
     """All marks of the texts of a batch of sequences.
 
     Attributes:
-        kept: spans of positions that stay in every head of every layer. shares: spans that keep a share of the budget
-            there, see `millpond.policy.fair_shares`. dropped: spans that no head holds any more.
+        kept: Spans of positions that stay in every head of every layer.
+        shares: Spans that keep a share of the budget there, see `millpond.policy.fair_shares`.
+        dropped: Spans that no head holds any more.
     """
 
     def __init__(self) -> None:
@@ -187,7 +192,7 @@ class BatchMarks:
         return bool((self.kept.of(0) or not marks.keep) and (self.shares.of(0) or not marks.shares))
 
     def begin(self, n_seq: int) -> None:
-        """A prompt of `n_seq` sequences begins, see `TextMarks.begin`."""
+        """Return a prompt of `n_seq` sequences begins, see `TextMarks.begin`."""
         self.kept.begin(n_seq)
         self.shares.begin(n_seq)
 

@@ -52,7 +52,7 @@ class TextMarks(Generic[T]):
         return self._marks[sequence] if sequence < len(self._marks) else ()
 
     def marked(self, n_seq: int) -> npt.NDArray[np.bool_]:
-        """(n_seq,): which sequences have some."""
+        """Return which sequences have some, (n_seq,)."""
         return self._marked if self._any else np.zeros(n_seq, dtype=bool)
 
     # ------------------------------------------------------------------ what is marked
@@ -64,7 +64,7 @@ class TextMarks(Generic[T]):
             del self._next[sequence]
 
     def begin(self, n_seq: int) -> None:
-        """A prompt of `n_seq` sequences begins.
+        """Return a prompt of `n_seq` sequences begins.
 
         Raises:
             CacheMismatchError: marks are expected of a sequence that it does not have.
@@ -137,7 +137,7 @@ class DroppedSpans:
         return self._spans[sequence] if sequence < len(self._spans) else ()
 
     def count(self, sequence: int, first: int = 0) -> int:
-        """Positions that one sequence has dropped, those before `first` left out."""
+        """Return positions that one sequence has dropped, those before `first` left out."""
         return tokens_in(self.of(sequence), first)
 
     def add(self, spans: Sequence[Span], sequence: int) -> None:

@@ -12,7 +12,7 @@ class TokenIds:
     """Ids of all tokens seen, those whose entries were evicted too.
 
     Args:
-        required: passes without ids are refused; else their tokens have id -1.
+        required: Passes without ids are refused; else their tokens have id -1.
     """
 
     def __init__(self, required: bool = True) -> None:
@@ -22,7 +22,7 @@ class TokenIds:
         self._first = 0
 
     def expect(self, ids: Tensor | None, first: int) -> None:
-        """The ids (S, columns) of the pass that begins after `first` columns; None: it was given none."""
+        """Return the ids (S, columns) of the pass that begins after `first` columns; None: it was given none."""
         self._coming, self._first = ids, first
 
     def take(self, start: int, grid: Tensor, longest: int) -> None:
@@ -53,11 +53,11 @@ class TokenIds:
 
     @property
     def all(self) -> Tensor:
-        """(S, n) int64, n above every position: the id at each position, any number where there was none yet."""
+        """Int64, (S, n), n above every position: the id at each position, any number where there was none yet."""
         return self._ids
 
     def at(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """The ids (n, ...) of the tokens of `sequences` (n,) at `positions` (n, ...); any number where -1."""
+        """Return the ids (n, ...) of the tokens of `sequences` (n,) at `positions` (n, ...); any number where -1."""
         rows = sequences.view(-1, *[1] * (positions.ndim - 1))
         return self._ids[rows, positions.long()]
 
@@ -66,7 +66,7 @@ class TokenIds:
         self._ids = self._ids[sequences]
 
     def copy(self, sequences: list[int]) -> TokenIds:
-        """A copy of some sequences that changes on its own."""
+        """Return a copy of some sequences that changes on its own."""
         other = TokenIds(self._required)
         other._ids = self._ids[sequences]
         return other

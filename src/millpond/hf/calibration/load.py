@@ -26,7 +26,7 @@ def needs_calibration(codec: CodecSpec) -> bool:
 
 
 def loaded(given: CalibrationSource) -> Calibration | None:
-    """A calibration as it is, or from its file.
+    """Return a calibration as it is, or from its file.
 
     Raises:
         DataError: the file cannot be read, or is none.
@@ -40,7 +40,7 @@ def calibrated(
     """What is stored, with the calibration that its codecs need.
 
     Args:
-        n_layers: of the model.
+        n_layers: Of the model.
 
     Raises:
         OptionError: a codec needs a calibration and none is given, or none takes one; layers that the model lacks.
@@ -72,7 +72,7 @@ def calibrated(
 
 
 def ropes_of(stored: Format, profile: ModelProfile) -> RopeTables | None:
-    """How the layers turn keys that are stored before RoPE; None where none are.
+    """Return how the layers turn keys that are stored before RoPE; None where none are.
 
     Raises:
         UnsupportedModelError: its rotation cannot be undone.
@@ -83,7 +83,7 @@ def ropes_of(stored: Format, profile: ModelProfile) -> RopeTables | None:
 
 
 def rotations_before_rope(profile: ModelProfile) -> list[ModelRotation | None]:
-    """How the layers turn their keys.
+    """Return how the layers turn their keys.
 
     Raises:
         UnsupportedModelError: it cannot be undone.

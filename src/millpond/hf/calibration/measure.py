@@ -51,13 +51,14 @@ def calibrate(
 
     Args:
         ids: (n,) the tokens of a text, of which `windows` runs of `length` tokens are read, spread over it.
-        bits: of the codes: 2, 3 or 4. outliers: share of the numbers that is stored as outliers.
-        sinks: first entries of a text that stay plain, and say nothing here.
-        fisher: weigh by squared gradients; False: every number alike.
-        by_range: weigh by the squared range of a number's channel or token too: the codes stand for numbers divided by
+        bits: Of the codes: 2, 3 or 4.
+        outliers: Share of the numbers that is stored as outliers.
+        sinks: First entries of a text that stay plain, and say nothing here.
+        fisher: Weigh by squared gradients; False: every number alike.
+        by_range: Weigh by the squared range of a number's channel or token too: the codes stand for numbers divided by
             it, so that is what an error costs. Departs from the published code, which weighs by the gradients alone
             (False).
-        normalise: bits whose codes are read as numbers of the mean and deviation of the text's (Q-Norm).
+        normalise: Bits whose codes are read as numbers of the mean and deviation of the text's (Q-Norm).
 
     Raises:
         OptionError: bits without a format, a share or a count out of range, or a head_dim that pages cannot hold.
@@ -192,7 +193,7 @@ def _layer(
 
 
 def _pages(x: Tensor) -> Tensor:
-    """(H, n, D) as pages (P, slots, D), the rest left out."""
+    """Return as pages , (H, n, D)(P, slots, D), the rest left out."""
     return x[:, : x.shape[1] // SLOTS * SLOTS].reshape(-1, SLOTS, x.shape[2])
 
 
@@ -221,7 +222,7 @@ class _Watch(Cache):
         super().__init__(layers=list(self._watched))
 
     def seen(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """Keys after RoPE and values (1, H, n, D) of every layer.
+        """Return keys after RoPE and values (1, H, n, D) of every layer.
 
         Raises:
             UnsupportedModelError: a layer of the model `name` brought none.

@@ -32,7 +32,8 @@ class _Parts(NamedTuple):
     """A layer taken apart.
 
     Attributes:
-        settings: of its attention, as the layer itself passes them. dtype: of all weights.
+        settings: Of its attention, as the layer itself passes them.
+        dtype: Of all weights.
     """
 
     attention: Any
@@ -45,7 +46,8 @@ class _Known(NamedTuple):
     """What is known of a layer, as long as `watch` finds it the same.
 
     Attributes:
-        tried: whether it was tried out. parts: None if it was not, or only its own forward will do.
+        tried: Whether it was tried out.
+        parts: None if it was not, or only its own forward will do.
     """
 
     watch: Watch
@@ -92,7 +94,7 @@ STAND_IN = ForwardOverride(forward)
 
 
 def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
-    """The parts of a layer that may pass rows of this dtype natively now; None where its own forward must.
+    """Return the parts of a layer that may pass rows of this dtype natively now; None where its own forward must.
 
     A layer of which anything was replaced since is taken apart and tried out again.
     """
@@ -112,7 +114,7 @@ def _parts_of(layer: nn.Module, dtype: torch.dtype) -> _Parts | None:
 
 
 def _run(parts: _Parts, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """The layer: (B, Q, width) -> (B, Q, width)."""
+    """Return the layer: (B, Q, width) -> (B, Q, width)."""
     module = parts.attention
     batch, length = x.shape[:2]
     together: Any = AttentionInterface._global_mapping[module.config._attn_implementation]
@@ -159,7 +161,7 @@ def _may_be_taken_apart(layer: Any) -> bool:
 
 
 def _begin(layer: nn.Module) -> _Known:
-    """A layer as it is now, not tried out yet."""
+    """Return a layer as it is now, not tried out yet."""
     return _Known(Watch([module for module in layer.modules() if module is not layer], around=layer))
 
 
@@ -169,7 +171,7 @@ def _learn(layer: nn.Module, known: _Known) -> _Known:
 
 
 def _take_apart(layer: Any) -> _Parts | None:
-    """The parts of a decoder layer as Llama has it; None if it is anything else, or computes anything else."""
+    """Return the parts of a decoder layer as Llama has it; None if it is anything else, or computes anything else."""
     inside = [module for module in layer.modules() if module is not layer]
     if not _may_be_taken_apart(layer) or any(own_forward(module) is not None for module in (layer, *inside)):
         return None
@@ -186,7 +188,7 @@ def _take_apart(layer: Any) -> _Parts | None:
 
 @torch.no_grad()
 def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts | None:
-    """The layer's parts, if our pass and its own agree on two random tokens."""
+    """Return the layer's parts, if our pass and its own agree on two random tokens."""
     weight, attn = layer.input_layernorm.weight, layer.self_attn
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, len(weight), generator=draw).to(weight.dtype)
@@ -207,7 +209,7 @@ def _try_out(layer: Any, block: Block, weights: list[Tensor | None]) -> _Parts |
 
 
 def _twin(layer: Any) -> tuple[Any, dict[str, Any]]:
-    """The layer, made of the same modules, whose attention records its settings: layer, settings.
+    """Return the layer, made of the same modules, whose attention records its settings: layer, settings.
 
     The layer itself stays as it is: another thread may be passing it.
     """
@@ -223,7 +225,7 @@ def _twin(layer: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _tell(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Any:
-    """The attention of a trial."""
+    """Return the attention of a trial."""
     module.__dict__[_SEEN].update({name: given[name] for name in _SETTINGS if given.get(name) is not None})
     return attention(module, q, k, v, mask, **given)
 

@@ -17,7 +17,7 @@ class ForwardOverride:
     """Replaces `forward` on modules, not on their class: hooks continue and the state dict stays.
 
     Args:
-        forward: takes the module first. Its name must be `forward`, so that a pickled module comes back with its own.
+        forward: Takes the module first. Its name must be `forward`, so that a pickled module comes back with its own.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:

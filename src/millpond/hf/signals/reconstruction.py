@@ -69,11 +69,11 @@ class PromptReconstruction:
 
     @property
     def done(self) -> np.ndarray:
-        """(S,) tokens that were repeated."""
+        """Tokens that were repeated, (S,)."""
         return self._done
 
     def adopt(self, seen: np.ndarray) -> None:
-        """The first `seen` (S,) tokens were repeated elsewhere."""
+        """Return the first `seen` (S,) tokens were repeated elsewhere."""
         self._done = seen.copy()
 
     def reset(self) -> None:
@@ -81,7 +81,7 @@ class PromptReconstruction:
         self._done = self._done[:0]
 
     def _marks(self, tracker: PositionTracker) -> np.ndarray:
-        """(S,) 1 for texts that open with the mark of a beginning, which is not repeated in the middle; else 0."""
+        """Return 1 for texts that open with the mark of a beginning, (S,), which is not repeated in the middle; else 0."""
         assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
         rows = torch.arange(tracker.n_seq, device=self._device)
         opens = tracker.tokens.at(rows, torch.zeros_like(rows)[:, None])[:, 0]
@@ -89,7 +89,7 @@ class PromptReconstruction:
 
     @torch.no_grad()
     def _repeat(self, cache: LayerCaches, first: np.ndarray, last: np.ndarray) -> None:
-        """One pass over the tokens first..last-1 of each sequence, after the question."""
+        """Return one pass over the tokens first..last-1 of each sequence, after the question."""
         tracker, ask = cache.tracker, self._settings.ids
         assert tracker.tokens is not None, "token ids are kept for a policy that looks at them"
         assert ask is not None, "the question is known before a cache uses it"

@@ -42,7 +42,7 @@ class ModelRotation:
     """Rotates keys and queries with the model's own cosines, sines and layout (half, interleaved, partial).
 
     Attributes:
-        reach: positions that the model was trained on.
+        reach: Positions that the model was trained on.
     """
 
     def __init__(self, rotary: nn.Module, apply: Apply, reach: int | None = None, **kind: str) -> None:
@@ -56,7 +56,7 @@ class ModelRotation:
 
     @classmethod
     def of(cls, profile: ModelProfile, layer_type: str = FULL) -> ModelRotation:
-        """The rotation of a model; of its layers of one type, where these differ.
+        """Return the rotation of a model; of its layers of one type, where these differ.
 
         Raises:
             UnsupportedModelError: its positions are not a rotation of the keys that stays the same as text grows.
@@ -126,7 +126,7 @@ class ModelRotation:
 
 
 def _of_both(apply: Callable[..., Any]) -> Apply:
-    """How queries and keys are turned, in a model that turns one of them at a time too."""
+    """Return how queries and keys are turned, in a model that turns one of them at a time too."""
     if list(inspect.signature(apply).parameters)[1] != "cos":
         return apply
     return lambda q, k, cos, sin: (apply(q, cos, sin), apply(k, cos, sin))
@@ -165,7 +165,7 @@ def _in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _kind(rotary: nn.Module, layer_type: str) -> str:
-    """The kind of a rotary embedding, for layers of one type."""
+    """Return the kind of a rotary embedding, for layers of one type."""
     kinds = getattr(rotary, "rope_type", "default")
     return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
 
@@ -202,7 +202,7 @@ def changes_with_length(profile: ModelProfile) -> bool:
 
 
 def rolling_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
-    """How the keys of each layer turn where positions go on inside the cache; None for one that turns none.
+    """Return how the keys of each layer turn where positions go on inside the cache; None for one that turns none.
 
     Raises:
         UnsupportedModelError: positions of its keys cannot change; the message says why.
@@ -216,7 +216,7 @@ def rolling_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
 
 
 def layer_rotations(profile: ModelProfile) -> list[ModelRotation | None]:
-    """How each layer turns its queries and keys; None for one that does not.
+    """Return how each layer turns its queries and keys; None for one that does not.
 
     Raises:
         UnsupportedModelError: by more than the position in the text, so that it cannot be undone.

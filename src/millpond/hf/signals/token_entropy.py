@@ -38,12 +38,13 @@ class Predictions:
             self._next = self._next[sequences]
 
     def entropies(self, logits: Tensor, ids: Tensor, span: ForwardSpan) -> Tensor:
-        """(S, n) float32: -log P of each sequence's new tokens, in their order; anything after the last.
+        """Return -log P of each sequence's new tokens, (S, n) float32, in their order; anything after the last.
 
         The first token of a text has inf.
 
         Args:
-            logits: (S, Q, vocabulary) of a pass. ids: (S, Q), its tokens.
+            logits: (S, Q, vocabulary) of a pass.
+            ids: (S, Q), its tokens.
         """
         if span.q_pos is not None and span.valid is None and self._next is not None:  # a token for each sequence
             out, self._next = surprise(self._next, ids[:, 0])[:, None], logits[:, 0].clone()
@@ -72,7 +73,9 @@ class Predictions:
 
 
 def surprise(logits: Tensor, ids: Tensor) -> Tensor:
-    """(n,) float32: -log P(id) of ids (n,) under logits (n, vocabulary), in float32 or wider; inf for ids beyond it."""
+    """Return -log P, (n,) float32(id) of ids (n,) under logits (n, vocabulary), in float32 or wider; inf for ids beyond
+    it.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
     inside = ids.clamp(max=logits.shape[-1] - 1)
     found = -logits.log_softmax(-1, dtype=wide).gather(-1, inside[:, None])[:, 0]
@@ -189,7 +192,7 @@ class TokenEntropyHook:
         return None
 
     def _wanted(self, logits: Tensor) -> Tensor:
-        """The logits requested by the caller, of (S, Q, vocabulary)."""
+        """Return the logits requested by the caller, of (S, Q, vocabulary)."""
         asked = self._asked
         return logits[:, slice(-asked, None) if isinstance(asked, int) else asked]
 
