@@ -149,10 +149,10 @@ def compress(
                 "codec='bf16'"
             )
     check_bytes_by_layer(stored, policy, chosen)
-    memory_limit = MemoryLimit(limit)
+    shared_limit = MemoryLimit(limit)
 
     def pool_set(one: Format) -> PoolSet:
-        return PoolSet(one, page_slots, memory_limit, masses=policy.mass_bias, ropes=ropes_of(one, profile))
+        return PoolSet(one, page_slots, shared_limit, masses=policy.mass_bias, ropes=ropes_of(one, profile))
 
     pools = pools_by_layer(stored, profile.n_layers, pool_set)
     settings: dict[str, Any] = {
