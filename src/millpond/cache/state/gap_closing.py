@@ -16,7 +16,7 @@ from millpond.cache.pages.page_table import PageTable
 from millpond.cache.state.rerotation import frame_prompt, frame_step, rewrite_keys, stored
 from millpond.cache.types import PerSequence, RotaryEmbedding
 
-#: Positions between two closings at least, where the budget is near the positions that the model was trained on, or above.
+#: Positions between two closings at least, where the budget is near the reach of the model, or above.
 MIN_CLOSING_DISTANCE = 256
 
 
