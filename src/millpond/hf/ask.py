@@ -102,8 +102,8 @@ def ask(
         chat: Whether text and question are one message of a user in the model's chat template; None if it has one.
         chunk: Tokens that are read at a time, with a plan after each; None to read as `generate` does.
         max_new_tokens: Most tokens of an answer.
-        **options: Options of `compress`, such as `method`, `budget`, `codec` and `preset`; left out, nothing is evicted. A
-            budget without a method is that of `LATER`.
+        **options: Options of `compress`, such as `method`, `budget`, `codec` and `preset`; without any, nothing is
+            evicted. A budget without a method is that of `LATER`.
 
     Raises:
         OptionError: an empty text or question, a chat template is wanted and there is none, or no tokenizer is found.

@@ -23,7 +23,7 @@ _scales_by_model: WeakKeyDictionary[Any, KeyScales | None] = WeakKeyDictionary()
 
 
 class KeyBiasWarning(UserWarning):
-    """Warning: the chosen number format loses much on this model, whose keys have large biases."""
+    """Warning: the number format loses much on this model, whose keys have large biases."""
 
 
 def key_biases(model: nn.Module) -> list[Tensor | None]:
@@ -45,7 +45,7 @@ def largest_key_bias(model: nn.Module) -> float:
 
 
 def loses_by_bias(codec: Codec) -> bool:
-    """Whether keys have one scale for all channels of a token, which a few large ones determine."""
+    """Whether keys have one scale per token, which a few channels with large values determine."""
     return any(
         tier.key.format.grouped and not (tier.key.per_channel or tier.key.less_mean or tier.pre_rope)
         for tier in codec.tiers
@@ -68,7 +68,7 @@ def warn_of_bias(codec: Codec, model: nn.Module) -> None:
 
 
 def with_key_scales(stored: LayerCodecs | Format, profile: ModelProfile, model: nn.Module) -> LayerCodecs | Format:
-    """Return the storage formats with the scales of this model's keys, for codecs that take some."""
+    """Return the storage formats with the scales of this model's keys, if codecs take some."""
 
     def scaled(storage: Format) -> Format:
         if not isinstance(storage, Codec) or storage.ages or not storage.key.less_mean:
@@ -99,7 +99,7 @@ def _scales_of(profile: ModelProfile, model: nn.Module) -> KeyScales | None:
 
 
 def _partners(rotary: ModelRotation, dim: int, device: torch.device) -> Tensor:
-    """Return the channel that each channel rotates with, (dim,), -1 for one that does not rotate."""
+    """Return the channel that each channel rotates with, (dim,), -1 for none."""
     pairs = pairs_of(rotary.rotate, dim, device).long().cpu()
     partners = torch.full((dim,), -1)
     partners[pairs[:, 0]], partners[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]

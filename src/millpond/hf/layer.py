@@ -25,7 +25,7 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, AttentionShape]
 
 
 class MillpondLayer(CacheLayerMixin):
-    """Layer that tags new keys for the attention function, which calls `attend` with the queries.
+    """Layer that tags new keys for the attention function, which calls `attend` with queries.
 
     Args:
         layer_cache: Cache of the layer.

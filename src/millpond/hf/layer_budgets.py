@@ -21,7 +21,7 @@ from millpond.policy.scores.attention import Recency
 
 
 class BudgetFloorWarning(UserWarning):
-    """Warning: a ratio of a short prompt is below what the method protects, which is kept instead."""
+    """Warning: a ratio of a short prompt is below what the method protects and keeps."""
 
 
 class FewEntriesWarning(UserWarning):

@@ -31,7 +31,7 @@ IMAGE_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_tok
 
 
 class LatentShape(NamedTuple):
-    """Numbers that a layer stores of a token if it expands latents (MLA): latent and rotated part."""
+    """Numbers that a layer of latents (MLA) stores of a token: the latent and a rotated part."""
 
     latent_dim: int
     rope_dim: int

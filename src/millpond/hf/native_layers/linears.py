@@ -53,7 +53,7 @@ def use_native_linears(model: nn.Module) -> Callable[[], None]:
 
 
 def _fits(module: nn.Linear) -> bool:
-    """Whether `kernels.linear` reads the layer fast, and its forward is torch's or already ours."""
+    """Whether `kernels.linear` reads the layer fast and its forward is torch's or ours."""
     weight = module.weight
     return (
         own_forward(module) is None and weight.is_cpu and weight.dtype in NATIVE_DTYPES and weight.nbytes >= MIN_BYTES
