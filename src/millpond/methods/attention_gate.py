@@ -153,7 +153,9 @@ def attention_gate(
     ] = "evict",
     every: Annotated[int, "with decode=evict: new tokens from one look at the flags to the next", SOME_POSITIONS] = 16,
 ) -> Policy:
-    """Let a trained gate say of each token whether a KV head keeps its entry, so that the text says how much is kept.
+    """Let a trained gate choose the tokens whose entries each KV head keeps.
+
+    So the text determines how much is kept.
 
     p = sigmoid(W2 SiLU(W1 [x; u] + b1) + b2) for each layer, one number per KV head, where x is the query, key and
     value of the token before RoPE and u an attention of a few narrow heads: causal, over those of the text so far, or

@@ -142,7 +142,7 @@ class ProfiledLayers:
     heads: RetrievalHeads
 
     def check(self, n_layers: int) -> None:
-        """Fits every model."""
+        """Accept every model."""
 
     def measure(self, view: View) -> float:
         """Return the share of a layer's heads that are retrieval heads."""
@@ -196,7 +196,7 @@ def duo_attention(
         Literal["grow", "evict"], "retrieval heads after the prompt: grow (the paper), or evict at each step"
     ] = "grow",
 ) -> Policy:
-    """Let streaming heads keep the sinks and the newest entries alone, and give the rest to the retrieval heads.
+    """Let streaming heads keep sinks and newest entries alone; retrieval heads get the rest.
 
     Which heads are retrieval heads says a table of numbers from 0 (streaming) to 1 (retrieval), such as the gates
     that the authors train, or the prompt: the share of a head's observed attention that goes beyond sinks and newest,

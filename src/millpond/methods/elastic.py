@@ -23,7 +23,7 @@ from millpond.policy.view import PARTS, View
 
 @dataclass(frozen=True, slots=True)
 class MergeIntoAnchors:
-    """k_a <- mean of k_a and the k_e over the entries e whose nearest anchor is a; v_a likewise.
+    """k_a <- mean of k_a and the k_e over entries e whose nearest anchor is a; v_a likewise.
 
     Anchors are the entries that stay by their score, not by protection. Near is near in the text, ties to the left.
     An entry that stands for m others counts m times. Accumulators are the anchor's. Without an anchor all are dropped.
@@ -48,7 +48,7 @@ class MergeIntoAnchors:
 
 
 def nearest_in_text(positions: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column (H, N) int64 of the anchor nearest to each entry, and whether one exists.
+    """Return each entry's nearest anchor, a column (H, N) int64, and whether one exists.
 
     An anchor's is its own. positions: (H, N), ascending; anchors: (H, N) bool.
     """
@@ -71,7 +71,7 @@ _STANDING = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """s_j = sum_i mean_h A_hij over all query heads h of the layer and queries i of the prompt.
+    """s_j = sum_i mean_h A_hij over all query heads h of the layer and prompt queries i.
 
     With `official_code` the best are those at whose place the order of the scores names a late place: it takes the
     entries of torch.argsort for ranks.
@@ -169,7 +169,7 @@ def elastic(
     mass_bias: Annotated[bool, "attention counts a merged entry as many times as it stands for"] = False,
     official_code: Annotated[bool, "rank, gather and count as the paper's code does, for comparison"] = False,
 ) -> AnchorPolicy:
-    """Merge a prompt into its most important entries, then let entries go at a fixed place while decoding.
+    """Merge a prompt into its most important entries; evict at a fixed place while decoding.
 
     For instructions, text and images alike: I_j = sum_i mean_h A_hij over all queries and heads of a layer; the best
     are anchors, the same in all heads. Every other entry goes to the anchor nearest in the text, and keys and values

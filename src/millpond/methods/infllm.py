@@ -135,7 +135,7 @@ def infllm(
         Literal["one_distance", "true"], "sinks and looked-up entries stand right after the local ones, or in place"
     ] = "one_distance",
 ) -> Policy:
-    """Store everything, and attend to sinks, the newest entries and the blocks that fit the query best.
+    """Store everything; attend to sinks, newest entries and blocks that fit the query best.
 
     No memory is saved: the budget says how much a query attends to. When `block` entries have left the local window
     they become a block. r_j = sum_i A_ij over the queries i that had j in their window; per query head the mean of the

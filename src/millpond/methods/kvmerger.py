@@ -134,7 +134,9 @@ def kvmerger(
     decode: Annotated[Literal["grow", "merge"], "after the prompt: grow (the paper), or keep merging"] = "grow",
     every: Annotated[int, "with decode=merge: entries that gather before they are merged", SOME_POSITIONS] = 1,
 ) -> Policy:
-    """Merge runs of neighbouring entries whose keys are alike into the one of most attention, per KV head.
+    """Merge runs of neighbouring entries with similar keys into their most attended one.
+
+    Each KV head has its own runs.
 
     Entries j - 1 and j join if cos(k_j-1, k_j) > eps and neither is protected (Algorithm 1); a chain of such pairs is
     a run. Its pivot p is the entry of most accumulated attention, and k* = sum_i w_i k_i, v* = sum_i w_i v_i with

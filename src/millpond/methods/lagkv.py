@@ -97,7 +97,7 @@ def lagkv(
     chunk: Chunk = 256,
     decode: Grow = "grow",
 ) -> Policy:
-    """Keep the entries whose keys and values stand out against the chunk of text that follows them.
+    """Keep the entries whose keys and values stand out against the next chunk of text.
 
     After the sinks the text is cut into chunks of `lag` positions. Keys and values of a chunk are scaled, channel by
     channel, by the minimum and maximum of the next chunk; the standard deviation over channels, softmax over the

@@ -82,7 +82,7 @@ def simlayerkv(
     recent: Annotated[int, "newest positions that always stay; the paper has 1024", POSITIONS] = 64,
     score: Annotated[str, "the method whose queries are watched, and that chooses in the other layers"] = "snapkv",
 ) -> Policy:
-    """Let lazy layers keep the sinks and the newest entries alone, and give what they leave to the other layers.
+    """Let lazy layers keep sinks and newest entries alone; the other layers get the rest.
 
     Layer l is lazy if the last queries of the prompt (SnapKV's window of 32) pay more than the threshold to sinks and
     newest, as a mean over its heads: sum_{j < sinks or j >= n - recent} mean_{h,i} A_ij > threshold. The paper's

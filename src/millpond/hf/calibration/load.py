@@ -60,13 +60,14 @@ def calibrated(
     calibration = loaded(source)
     if calibration is None:
         raise OptionError(
-            f"codec {calibrated_codecs[0].name!r} needs a calibration of this model: make one with 'millpond calibrate', "
-            "and give its file as calibration"
+            f"codec {calibrated_codecs[0].name!r} needs a calibration of this model: make one with 'millpond calibrate'"
+            ", and give its file as calibration"
         )
     if calibration.model != model_mark(model) or len(calibration.layers) != n_layers:
         raise CacheMismatchError(
             f"this calibration was made for another model ({calibration.name}) than this {type(model).__name__}, for "
-            "other weights, or for the same ones in other numbers of 16 bits: calibrate this one with 'millpond calibrate'"
+            "other weights, or for the same ones in other numbers of 16 bits: calibrate this one with "
+            "'millpond calibrate'"
         )
 
     def applied(storage: Format) -> Format:
