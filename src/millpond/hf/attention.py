@@ -29,17 +29,17 @@ def switch(config: PreTrainedConfig, name: str) -> Callable[[], None]:
         Function that undoes it, once no other caller needs it. It keeps the configuration alive.
     """
     with _lock:
-        users, before = _switched.get(id(config), (0, config._attn_implementation))
-        _switched[id(config)] = (users + 1, before)
+        users, previous = _switched.get(id(config), (0, config._attn_implementation))
+        _switched[id(config)] = (users + 1, previous)
         config._attn_implementation = name
 
     def undo() -> None:
         with _lock:
-            users, before = _switched.pop(id(config))
+            users, previous = _switched.pop(id(config))
             if users > 1:
-                _switched[id(config)] = (users - 1, before)
+                _switched[id(config)] = (users - 1, previous)
             else:
-                config._attn_implementation = before
+                config._attn_implementation = previous
 
     return undo
 
@@ -249,13 +249,13 @@ def attention(
     return refuse_gradients(out.transpose(1, 2).contiguous(), query, key, value), None
 
 
-def check_window(name: str, configured: int, given: int) -> None:
+def check_window(name: str, configured: int, passed: int) -> None:
     """Check that a sliding window of the configuration reaches attention or mask.
 
     Raises:
         UnsupportedModelError: the configuration has a sliding window, and neither attention nor mask is given one.
     """
-    if configured and not given:
+    if configured and not passed:
         raise UnsupportedModelError(
             f"{name} leaves its sliding window of {configured} tokens to transformers' own cache: it would see all of "
             "any other, and answer otherwise"

@@ -123,7 +123,7 @@ class MillpondCache(Cache):
         layers, self.states = build_layers(profile, layer_caches, self.draft_rollback, self.passes)
         super().__init__(layers=layers)
 
-    # ------------------------------------------------------------------ what a user asks
+    # ------------------------------------------------------------------ for users
 
     @property
     def layer_caches(self) -> list[LayerCache]:
@@ -238,16 +238,16 @@ class MillpondCache(Cache):
         self.passes.check_free()
         if self.states.in_pass or self._first_out_of_step(self.tracker.columns) is not None:
             raise CacheMismatchError("a forward pass was interrupted; call reset() and run the prompt again")
-        chosen = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
-        dropped = spans_in(chosen, self.tracker.seen, spans)
+        sequences = list(range(self.tracker.n_seq)) if sequence is None else [sequence]
+        dropped = spans_in(sequences, self.tracker.seen, spans)
         check_forgets(self)
-        check_not_kept(self, chosen, dropped)
+        check_not_kept(self, sequences, dropped)
         self.draft_rollback.commit()
         self.draft_rollback.truncatable = False
         for layer_cache in self.layer_caches:
-            for number in chosen:
+            for number in sequences:
                 layer_cache.drop_spans(number, dropped)
-        for number in chosen:
+        for number in sequences:
             self.tracker.marks.dropped.add(dropped, number)
 
     def check_integrity(self) -> None:
@@ -369,7 +369,7 @@ class MillpondCache(Cache):
         self._used |= error is not None  # there is something else to be said
         self.close()
 
-    # ------------------------------------------------------------------ what transformers asks
+    # ------------------------------------------------------------------ for transformers
 
     @property
     def is_croppable(self) -> bool:
@@ -383,8 +383,8 @@ class MillpondCache(Cache):
         self._select([s for s in range(self.tracker.n_seq) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._select([int(i) for i in chosen.tolist()])
+        selected = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._select([int(i) for i in selected.tolist()])
 
     def activate_past_recording(self) -> None:
         """Record the next passes, so that `crop` can remove their tokens.
@@ -474,7 +474,7 @@ class MillpondCache(Cache):
         self.states.end_pass()
         self._clear_shared()
         if self.parts.waits(self.tracker.columns):
-            give_back()  # else entries of this part lie behind its temporaries, and the heap grows by both
+            give_back()  # else entries of this part are after its temporaries, and the heap grows by both
             return
         in_parts = self.parts.end()
         if self._between_chunks:

@@ -119,10 +119,10 @@ def compress(
     check_slots(page_slots)
     policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))
     policy = policy.with_heads(heads_finder(model)).with_gates(gates_finder(model))
-    chosen = budget_of(method, budget, policy)
-    if chosen is not None and chosen.kind == "tokens":
-        policy.check_budget(int(chosen.amount))
-    policy = within(policy, chosen)
+    cache_budget = budget_of(method, budget, policy)
+    if cache_budget is not None and cache_budget.kind == "tokens":
+        policy.check_budget(int(cache_budget.amount))
+    policy = within(policy, cache_budget)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     if profile.state_layers and policy.needs.prompt_repeat is not None:
         raise UnsupportedModelError(
@@ -140,9 +140,9 @@ def compress(
         if loses_by_bias(spec):
             warn_of_bias(spec, model)
         policy.check_codec(spec)
-        if spec.tiered and chosen is not None and chosen.kind == "bytes":
+        if spec.tiered and cache_budget is not None and cache_budget.kind == "bytes":
             raise BudgetError(
-                f"budget {chosen}: with codec {spec.name!r} nothing leaves, so no number of bytes is kept; give "
+                f"budget {cache_budget}: with codec {spec.name!r} nothing leaves, so no number of bytes is kept; give "
                 "tokens or a share for the upper tier, and memory_limit for the bytes"
             )
         if profile.latent is not None:
@@ -150,7 +150,7 @@ def compress(
                 f"codec {spec.name!r}: this model stores latents (MLA), which have no groups of channels; use "
                 "codec='bf16'"
             )
-    check_bytes_by_layer(stored, policy, chosen)
+    check_bytes_by_layer(stored, policy, cache_budget)
     shared_limit = MemoryLimit(limit)
 
     def pool_set(storage: Format) -> PoolSet:
@@ -160,14 +160,20 @@ def compress(
     settings: dict[str, Any] = {
         "method": method,
         "codec": codec_text(codec),
-        "budget": None if chosen is None else [chosen.kind, chosen.amount, chosen.at_least],
+        "budget": None if cache_budget is None else [cache_budget.kind, cache_budget.amount, cache_budget.at_least],
         "page_slots": page_slots,
         "between_chunks": between_chunks,
         "options": options,
         "calibration": os.fspath(calibration) if isinstance(calibration, os.PathLike) else calibration,
     }
     return _Maker(
-        policy, chosen, pools, between_chunks, native_layers, attach, settings if isinstance(method, str) else None
+        policy,
+        cache_budget,
+        pools,
+        between_chunks,
+        native_layers,
+        attach,
+        settings if isinstance(method, str) else None,
     ).make(model, profile)
 
 
@@ -242,10 +248,10 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
         return None
     if budget is None and not policy.needs_budget:
         return None
-    chosen = DEFAULT if budget is None else Budget.parse(budget)
-    if policy.keeps_all and chosen.kind == "bytes":
+    parsed = DEFAULT if budget is None else Budget.parse(budget)
+    if policy.keeps_all and parsed.kind == "bytes":
         raise BudgetError(
-            f"budget {chosen}: this method keeps everything, and its budget is what is attended to; give tokens or a "
+            f"budget {parsed}: this method keeps everything, and its budget is what is attended to; give tokens or a "
             "share, and memory_limit for the bytes"
         )
-    return chosen
+    return parsed

@@ -28,7 +28,7 @@ from millpond.hf.prompt_parts import part_size
 from millpond.hf.state_layers import States
 from millpond.models.cache_argument import cache_argument
 
-#: What the names begin with; a layer's entries have its number there.
+#: Prefix of the names; a layer's entries have its number there.
 PREFIX = "state"
 _KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
@@ -72,7 +72,7 @@ def restore_states(states: States, stored: dict[str, Tensor], device: torch.devi
 FORMAT = "millpond-document-3"
 #: Files from before pages held means of keys, which are read as formats of that time.
 BEFORE_MEANS = "millpond-document-2"
-#: Numbers of each parameter that tell one model from another.
+#: Numbers of each parameter that distinguish models.
 MARKED_NUMBERS = 64
 
 

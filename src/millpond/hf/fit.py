@@ -27,11 +27,11 @@ from millpond.models.cache_folder import cache_folder
 from millpond.scalar import number
 
 FORMAT = "millpond fit 1"
-#: What stands for a budget that a table chooses.
+#: Budget that is chosen from a table.
 AUTO = "auto"
 #: Share of windows that keep a bound, and the confidence that at least as many do.
 SHARE, CONFIDENCE = 0.95, 0.9
-#: Fewest windows that bound the KL of `SHARE` of all windows with `CONFIDENCE`: the largest of fewer says too little.
+#: Fewest windows that bound the KL of `SHARE` of all windows with `CONFIDENCE`: the largest of fewer is no bound.
 LEAST_WINDOWS = 45
 #: Most bytes of a table's file, most rows, and most windows: beyond what any grid needs.
 MOST_BYTES, MOST_ROWS, MOST_WINDOWS = 1 << 26, 10_000, 100_000

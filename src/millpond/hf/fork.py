@@ -75,8 +75,8 @@ def pages_of(cache: LayerCaches, pool: RefCountedPool[Any]) -> int:
     """Return the pages of a pool that one of several caches holds, shared ones included."""
     tables = [layer_cache.table for layer_cache in cache.layer_caches if layer_cache.table is not None]
     parts: list[PageTable | QuantizedStore] = [*tables, *(part for table in tables for part in table.packed_parts)]
-    held = [part.held() for part in parts if part.pool is pool]
-    return len(np.unique(np.concatenate(held))) if held else 0
+    page_ids = [part.held() for part in parts if part.pool is pool]
+    return len(np.unique(np.concatenate(page_ids))) if page_ids else 0
 
 
 def give_back(layer_caches: list[LayerCache]) -> None:

@@ -183,7 +183,7 @@ def check_goes_on(cache: LayerCaches, ids: Any, kwargs: dict[str, Any]) -> None:
     if not columns or not isinstance(ids, Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
         return
     if isinstance(mask, Tensor) and mask.shape[1] > ids.shape[1]:
-        return  # only what is new, as the mask tells
+        return  # only new tokens, by the mask
     way_out = (
         "; for an unrelated prompt call cache.reset() first, make a cache for each prompt, or leave the cache out "
         "inside the cache's `with` block. To go on, pass the whole text so far and what follows, or only what "

@@ -19,7 +19,7 @@ from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import LatentShape
 from millpond.kernels.args import AttentionShape
 
-#: What may watch the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
+#: Observer of the layers: called with the index of a layer and with q, k, v, mask and shape of each of its passes,
 #: as in `LayerCache.attend`.
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, AttentionShape], None]
 

@@ -225,8 +225,10 @@ class LayerBudgets:
             plain = parts[0].codec.newest(n) + parts[0].slots + self._policy.plan_every + pool.slots
             needed_bytes = plain / pool.slots * (pool.page_bytes + 4)
             for part, after in zip(parts, [*parts[1:], None], strict=True):
-                held = n if after is None else after.codec.newest(n) - part.codec.newest(n) + part.slots + after.slots
-                needed_bytes += (2 * held / part.slots + 2) * (part.pool.page_bytes + 4)
+                n_entries = (
+                    n if after is None else after.codec.newest(n) - part.codec.newest(n) + part.slots + after.slots
+                )
+                needed_bytes += (2 * n_entries / part.slots + 2) * (part.pool.page_bytes + 4)
             return needed_bytes <= free_bytes
 
         return bisect.bisect_left(range(free_bytes), True, key=lambda n: not fits(n + 1)) if free_bytes > 0 else 0

@@ -24,9 +24,9 @@ STATE_ONLY, NEITHER = {"linear_attention", "conv"}, {"moe", "mlp"}
 RESTARTING = {"jamba", "zamba"}
 #: Families whose layers rotate only where they have a sliding window, in a model that has such layers.
 ROTATE_IN_WINDOWS = {"cohere2", "exaone4", "afmoe"}
-#: What model families call the last linear map of their attention.
+#: Names in model families of the last linear map of their attention.
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-#: What configurations call the ids of tokens that stand for pictures and films.
+#: Names in configurations of the ids of tokens for pictures and films.
 IMAGE_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 

@@ -23,7 +23,7 @@ BYPASS = {
     "ctrl",
     "xlnet",
 }
-#: Types that nothing in their configuration tells from those that run, and what keeps them from it.
+#: Types whose configuration looks like those of models that run, and why they do not.
 REFUSED = {
     "diffllama": "attends to the keys of each layer twice, and a cache follows one attention per layer",
     "diffusion_gemma": "writes blocks of text by diffusion, whose tokens see ahead",

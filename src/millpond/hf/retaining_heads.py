@@ -32,12 +32,12 @@ def heads_finder(model: PreTrainedModel) -> FindHeads:
         OptionError: none were given, and none come with the package (when it is called).
         CacheMismatchError: those given are of another model (when it is called).
     """
-    return lambda given: heads_of_package(model) if given is None else _own(model, given, "retaining heads", RETAIN)
+    return lambda heads: heads_of_package(model) if heads is None else _own(model, heads, "retaining heads", RETAIN)
 
 
 def gates_finder(model: PreTrainedModel) -> FindGates:
     """Return a function that finds the gates of `model`, as `heads_finder` finds its heads."""
-    return lambda given: gates_of_package(model) if given is None else _own(model, given, "gates", GATE)
+    return lambda gates: gates_of_package(model) if gates is None else _own(model, gates, "gates", GATE)
 
 
 def heads_of_package(model: PreTrainedModel) -> RetainingHeads:

@@ -79,8 +79,8 @@ class GatePolicy(Policy):
 
     def __post_init__(self) -> None:
         Policy.__post_init__(self)
-        alone = isinstance(self.heads, GatedHeads) and isinstance(self.layers, EvenLayers) and not self.shared
-        if not (alone and self.merge is None and isinstance(self.score, Gated)):
+        is_plain = isinstance(self.heads, GatedHeads) and isinstance(self.layers, EvenLayers) and not self.shared
+        if not (is_plain and self.merge is None and isinstance(self.score, Gated)):
             raise OptionError("a method whose gates say what stays cannot be the score of another method")
         if self.prefill != "once":
             raise OptionError(f'prefill={self.prefill!r}: flags are acted on when a prompt ends; give prefill="once"')

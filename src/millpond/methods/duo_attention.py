@@ -72,8 +72,8 @@ class RetrievalHeads:
     def _far_share(self, view: View) -> Tensor:
         assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
-        near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
-        return attention.masked_fill(near, 0).sum(1) / attention.sum(1)
+        protected = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
+        return attention.masked_fill(protected, 0).sum(1) / attention.sum(1)
 
     def layer_share(self, view: View) -> float:
         """Return the share of a layer's heads that are retrieval heads."""
@@ -128,11 +128,11 @@ class RetrievalLayers:
             raise OptionError(f"shares of retrieval heads for {len(self.shares)} layers; the model has {n_layers}")
 
     def wanted(self, budget: int, least: int, most: Sequence[int]) -> list[float]:
-        room = [max(m - least, 0) for m in most]
-        rest = float((budget - least) * len(most))
-        far = distribute(rest, self.shares, room)
-        near = distribute(rest - sum(far), [1 - share for share in self.shares], room)
-        return [least + a + b for a, b in zip(far, near, strict=True)]
+        free_entries = [max(m - least, 0) for m in most]
+        unprotected = float((budget - least) * len(most))
+        retrieval = distribute(unprotected, self.shares, free_entries)
+        streaming = distribute(unprotected - sum(retrieval), [1 - share for share in self.shares], free_entries)
+        return [least + a + b for a, b in zip(retrieval, streaming, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

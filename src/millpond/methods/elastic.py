@@ -56,10 +56,12 @@ def nearest_in_text(positions: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]
     column = torch.arange(n, device=positions.device).expand_as(positions)
     anchor_before = column.masked_fill(~anchors, -1).cummax(1).values
     right = column.masked_fill(~anchors, n).flip(1).cummin(1).values.flip(1)
-    far = torch.iinfo(torch.int64).max
-    place = positions.long()
-    to_left = (place - place.gather(1, anchor_before.clamp(min=0))).masked_fill(anchor_before < 0, far)
-    to_right = (place.gather(1, right.clamp(max=n - 1)) - place).masked_fill(right == n, far)
+    unreachable = torch.iinfo(torch.int64).max
+    text_positions = positions.long()
+    to_left = (text_positions - text_positions.gather(1, anchor_before.clamp(min=0))).masked_fill(
+        anchor_before < 0, unreachable
+    )
+    to_right = (text_positions.gather(1, right.clamp(max=n - 1)) - text_positions).masked_fill(right == n, unreachable)
     into = torch.where(to_left <= to_right, anchor_before, right)
     reachable = (anchor_before >= 0) | (right < n)
     return torch.where(reachable, into, column), reachable

@@ -47,10 +47,10 @@ class AlwaysAttended(Protect):
 
     def minimum(self) -> int:
         """Return the smallest budget that leaves room for a block that is looked up."""
-        rest = self.sinks + 2 * self.block
-        if isinstance(self.recent, float):  # the first budget of which the share leaves `rest`
-            return math.floor((rest - 1) / (1 - self.recent)) + 1
-        return rest + self.recent
+        attended = self.sinks + 2 * self.block
+        if isinstance(self.recent, float):  # the first budget of which the share leaves `attended`
+            return math.floor((attended - 1) / (1 - self.recent)) + 1
+        return attended + self.recent
 
     def check(self, budget: int) -> None:
         """Check that sinks, newest entries and one block fit into `budget`.

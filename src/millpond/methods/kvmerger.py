@@ -62,15 +62,15 @@ class RunPivots(WrappedScore):
     def runs(self, view: View, attention: Tensor) -> Tensor:
         """Return (H, N) int64: the number of each entry's run, ascending like positions."""
         free = view.free
-        alone = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
-        free = free & ~alone
+        never_merged = rank_by_value(attention, free, torch.zeros_like(free)) < math.floor(self.top * view.budget)
+        free = free & ~never_merged
         joinable = free & F.pad(free[:, :-1], (1, 0))
-        alike = self._across(F.pad(beside(view.stored("keys")), (1, 0)))
+        similarity = self._across(F.pad(beside(view.stored("keys")), (1, 0)))
         if self.eps is not None:
-            joins = joinable & (alike > self.eps)
+            joins = joinable & (similarity > self.eps)
         else:
             excess = (view.counts - view.budget).clamp(min=0)
-            joins = joinable & (rank_by_value(alike, joinable, torch.zeros_like(free)) < excess[:, None])
+            joins = joinable & (rank_by_value(similarity, joinable, torch.zeros_like(free)) < excess[:, None])
         return (~joins).cumsum(1) - 1
 
     def _across(self, x: Tensor) -> Tensor:

@@ -193,8 +193,8 @@ class BlockSparse:
             worth[own_block:] = torch.inf
             max_blocks = max(self.blocks, len(worth) - own_block)
             selected = worth.argsort(descending=True, stable=True)[:max_blocks].sort().values
-            places = (starts[selected, None] + torch.arange(BLOCK, device=starts.device)).flatten()
-            return places[places < end]
+            columns = (starts[selected, None] + torch.arange(BLOCK, device=starts.device)).flatten()
+            return columns[columns < end]
 
         return look
 

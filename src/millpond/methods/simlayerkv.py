@@ -45,8 +45,8 @@ class LazyLayers:
         """
         assert view.signal is not None, "the cache provides the signal that a score declares"
         attention = view.signal.double().masked_fill(~view.valid, 0)
-        near = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
-        return float(attention.masked_fill(~near, 0).sum() / attention.sum())
+        protected = (view.positions < self.sinks) | (view.positions >= view.seen - self.recent)
+        return float(attention.masked_fill(~protected, 0).sum() / attention.sum())
 
     def decide(self, measured: Sequence[float]) -> LayerAllocation:
         """Return the allocation for the measurements of all layers."""
@@ -69,8 +69,8 @@ class Divided:
         eager = len(self.lazy) - sum(self.lazy)
         if not eager:
             return [float(budget)] * len(self.lazy)
-        rest = (budget * len(self.lazy) - least * sum(self.lazy)) / eager
-        return [float(least) if lazy else rest for lazy in self.lazy]
+        eager_entries = (budget * len(self.lazy) - least * sum(self.lazy)) / eager
+        return [float(least) if lazy else eager_entries for lazy in self.lazy]
 
 
 @method("simlayerkv", paper="arXiv:2410.13846")

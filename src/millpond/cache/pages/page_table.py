@@ -305,17 +305,17 @@ class PageTable:
             self.quantized.stepped(not grows_always)
             self._lengths.behind |= not grows_always and self.lens.device.type != "cpu"
         if self._lengths.behind:
-            return  # which regions grew depends on where their victims lay, which the host asks for when it must
+            return  # which regions grew depends on the slots of their victims, which the host reads when it must
         if self.lens.device.type != "cpu":
             grew = np.repeat(active, self.n_kv_heads) & (grows_always | (self._lengths.host < self._budgets.capacities))
             self._lengths.host[:] += grew.astype(np.int32)
 
-    def merged(self, due: npt.NDArray[np.bool_], before: Ints) -> None:
+    def merged(self, due: npt.NDArray[np.bool_], previous_lens: Ints) -> None:
         """Update the lengths after a merge brought the `due` (S,) sequences to their capacities.
 
-        Pages beyond them return to the pool; `before` (R,) are the entries before the merge.
+        Pages beyond them return to the pool; `previous_lens` (R,) are the entries before the merge.
         """
-        removed = np.where(np.repeat(due, self.n_kv_heads), np.maximum(before - self._budgets.capacities, 0), 0)
+        removed = np.where(np.repeat(due, self.n_kv_heads), np.maximum(previous_lens - self._budgets.capacities, 0), 0)
         if self.lens.device.type != "cpu":
             self._lengths.host[:] -= removed
         keep = -(-self._lengths.host // self.pool.slots)

@@ -151,13 +151,13 @@ class PoolSet:
         tables = None if codec.calibration is None else codec.calibration.tables(layer, codec)
         key = (codec.name, 0 if tables is None else layer, key_dim, value_dim, device)
         if key not in self._packed:
-            kept = kept_dim(codec, key_dim)
-            if codec.prune and kept == key_dim:
+            n_kept = kept_dim(codec, key_dim)
+            if codec.prune and n_kept == key_dim:
                 raise OptionError(
                     f"codec {codec.name!r} drops key channels in multiples of {MULTIPLE}, and {codec.prune:.0%} of "
                     f"head_dim={key_dim} is less; use a codec that drops none"
                 )
-            layout = codec.layout(kept, value_dim, tables=tables)
+            layout = codec.layout(n_kept, value_dim, tables=tables)
             self._packed[key] = QuantizedPool(layout, device, masses=self._masses, memory_limit=self._memory_limit)
         return self._packed[key]
 

@@ -260,7 +260,7 @@ class RefCountedPool(Generic[A]):
 
     def trim(self, keep: int = 0) -> int:
         """Free arenas without live pages, except for `keep` free pages; return the bytes freed."""
-        before, spare = self.nbytes, self.n_free - keep
+        previous_bytes, spare = self.nbytes, self.n_free - keep
         holders = self.by_arena()
         sizes = (holders >= 0).sum(1)
         unused = np.flatnonzero((sizes > 0) & (sizes <= spare) & ~(holders > 0).any(1))[::-1].tolist()
@@ -272,7 +272,7 @@ class RefCountedPool(Generic[A]):
                 if n <= spare and (number or self.n_pages == n):
                     self.resize(number, 0)
                     spare -= n
-        return before - self.nbytes
+        return previous_bytes - self.nbytes
 
     # ------------------------------------------------------------------ arenas
 
@@ -324,8 +324,8 @@ class RefCountedPool(Generic[A]):
         """Allocate free pages, if possible `missing`; return how many."""
         n = self._in_arenas(missing)
         if self.limit_bytes is not None and not self.pinned:
-            held = self.nbytes if self.memory_limit is None else self.memory_limit.nbytes
-            n = n if held + n * self.page_bytes <= self.limit_bytes else missing
+            used_bytes = self.nbytes if self.memory_limit is None else self.memory_limit.nbytes
+            n = n if used_bytes + n * self.page_bytes <= self.limit_bytes else missing
         self._extend_by(n)
         return n
 

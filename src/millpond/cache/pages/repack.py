@@ -42,12 +42,12 @@ class _Repacking:
     def __init__(self, pool: RefCountedPool[Any]) -> None:
         self.pool, self.step = pool, pool.arrays.pages_per_arena
         self.new_ids: PageIds = np.arange(pool.end, dtype=np.int32)
-        held = np.zeros(pool.end, dtype=np.int64)
+        n_known_holders = np.zeros(pool.end, dtype=np.int64)
         for holder in pool.holders:
             for ids in holder.held_in(pool):
-                np.add.at(held, ids, 1)
+                np.add.at(n_known_holders, ids, 1)
         refs = pool.refs(self.new_ids)
-        self.fixed: Mask = (refs > 0) & (held != refs)
+        self.fixed: Mask = (refs > 0) & (n_known_holders != refs)
 
     def give_back(self, n: int) -> int:
         n_missing = min(n, self.pool.n_free)

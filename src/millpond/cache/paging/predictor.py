@@ -45,10 +45,10 @@ class DiscardLabels:
         first_quantum, end_quantum = (last >> _QUANTUM_BITS), (now >> _QUANTUM_BITS)
         if end_quantum - self._begin > len(self._held):
             self._forget(end_quantum)
-        held = self._held[max(first_quantum - self._begin, 0) : end_quantum - self._begin]
-        if pages is not None and held.size and held.max() >= pages:
+        counts = self._held[max(first_quantum - self._begin, 0) : end_quantum - self._begin]
+        if pages is not None and counts.size and counts.max() >= pages:
             return True
-        held += 1
+        counts += 1
         return False
 
     def _forget(self, now: int) -> None:
@@ -205,11 +205,11 @@ class DiscardPredictor:
         """
         if not self._learns or self._pages is None or self._seen < _MIN_SEEN:
             return
-        chosen = self._random.integers(0, min(self._seen, WINDOW), _BATCH)
-        discards = self._discards[chosen]
-        decided = (discards != _OPEN) | ((self._seen - 1 - chosen) % WINDOW >= self._pages)
+        sampled = self._random.integers(0, min(self._seen, WINDOW), _BATCH)
+        discards = self._discards[sampled]
+        decided = (discards != _OPEN) | ((self._seen - 1 - sampled) % WINDOW >= self._pages)
         if decided.any():
-            self._move(self._features[chosen[decided]], np.abs(discards[decided]))
+            self._move(self._features[sampled[decided]], np.abs(discards[decided]))
             self._table = self._weights.tolist()
 
     def _move(self, steps: npt.NDArray[np.uint8], discards: npt.NDArray[np.float32]) -> None:

@@ -87,22 +87,22 @@ class GapClosing:
         """See `CacheRelativePositions`. Gaps close before a pass that would end after the reach."""
         self._base = _padded(self._base, table.n_seq)
         positions = q_pos.cpu().numpy().astype(np.int64)
-        held = int(table.lengths()[sequence].max(initial=0))
-        end, span = positions[-1] - self._base[sequence], positions[0] - self._base[sequence] - held
-        if held and end >= self._reach and span >= min(MIN_CLOSING_DISTANCE, len(positions)):
+        n_entries = int(table.lengths()[sequence].max(initial=0))
+        end, span = positions[-1] - self._base[sequence], positions[0] - self._base[sequence] - n_entries
+        if n_entries and end >= self._reach and span >= min(MIN_CLOSING_DISTANCE, len(positions)):
             self._close(table, sequence, int(positions[0]))
         return frame_prompt(self._rotary, q, k, positions, int(self._base[sequence]))
 
     def frame_positions(self, sequence: int, at: Tensor) -> Tensor:
         """See `CacheRelativePositions`."""
         base = int(self._base[sequence]) if sequence < len(self._base) else 0
-        places = (at - base).clamp(min=0)
+        frames = (at - base).clamp(min=0)
         if sequence not in self._closed:
-            return places
+            return frames
         positions, closed_positions = self._closed[sequence]
         index = torch.searchsorted(positions, at.contiguous()).clamp(max=positions.shape[1] - 1)
         older = (positions.gather(1, index) == at) & (at >= 0)
-        return torch.where(older, closed_positions.gather(1, index), places)
+        return torch.where(older, closed_positions.gather(1, index), frames)
 
     def restart(self, table: PageTable, sequence: int) -> None:
         """See `CacheRelativePositions`."""
@@ -118,8 +118,8 @@ class GapClosing:
         by_position = at.masked_fill(at < 0, position)  # slots without an entry come last
         order = by_position.argsort(1)
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=at.device).expand_as(order))
-        held = (at >= 0).sum(1, keepdim=True)
-        new = (width - held + ranks).masked_fill(at < 0, 0)
+        n_entries = (at >= 0).sum(1, keepdim=True)
+        new = (width - n_entries + ranks).masked_fill(at < 0, 0)
         rewrite_keys(self._rotary, table, sequence, dense, self.frame_positions(sequence, at), new)
         self._closed[sequence] = by_position.gather(1, order), new.gather(1, order)
         self._base[sequence] = position - width

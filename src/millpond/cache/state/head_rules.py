@@ -101,8 +101,10 @@ class HeadRuleState:
         q, lse, q_pos = self._queries[sequence]
         max_queries = self._rules.queries
         if max_queries and len(q_pos) > max_queries:
-            chosen = torch.linspace(0, len(q_pos) - 1, max_queries, dtype=torch.float64, device=q.device).round().long()
-            q, lse, q_pos = q[:, chosen], lse[:, chosen], q_pos[chosen]
+            sampled = (
+                torch.linspace(0, len(q_pos) - 1, max_queries, dtype=torch.float64, device=q.device).round().long()
+            )
+            q, lse, q_pos = q[:, sampled], lse[:, sampled], q_pos[sampled]
         members, n = len(q) // len(keys), positions.shape[1]
         window = min((w for w in (shape.window, end) if w), default=0)
         if window and window <= begin:

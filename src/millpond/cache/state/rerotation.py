@@ -160,7 +160,7 @@ class Rerotation:
         self._ready: Tensor | None = None  # (ahead, S, H, sinks, key_dim): at successive positions
         self._ready_from: np.ndarray = self._base  # (S,) frame position of the first sink at the first of them
         self._sink_writer: tuple[Tensor, list[int], SlotWriter] | None = (
-            None  # page ids, sequences, and where their sinks lie
+            None  # page ids, sequences, and the writer of their sinks
         )
 
     @property
@@ -176,8 +176,8 @@ class Rerotation:
         other = Rerotation(self._rotary, self._sinks)
         if sequences == [] or self._keys is None:
             return other
-        chosen = list(range(len(self._base))) if sequences is None else sequences
-        other._base, other._keys = self._base[chosen], self._keys[chosen]
+        selected = list(range(len(self._base))) if sequences is None else sequences
+        other._base, other._keys = self._base[selected], self._keys[selected]
         return other
 
     def join(self, other: Rerotation, n_seq: int) -> None:
@@ -274,9 +274,9 @@ class Rerotation:
 
     def _write_sinks(self, table: PageTable, positions: np.ndarray) -> None:
         """Write the sinks' keys before queries at `positions` (S,), -1 for none."""
-        held = table.lengths()[:, 0]
-        first = positions - held  # where the first sink belongs, in the text
-        moved = np.flatnonzero((held > self._sinks) & (first > 0))
+        n_entries = table.lengths()[:, 0]
+        first = positions - n_entries  # where the first sink belongs, in the text
+        moved = np.flatnonzero((n_entries > self._sinks) & (first > 0))
         if self._sinks and len(moved):
             keys = self._sink_keys(moved, (first - self._base)[moved])
             self._writer_of(table, moved.tolist()).put(table.pool.arrays.keys, keys.flatten(0, 2))

@@ -162,11 +162,11 @@ class FairShares(TextMarks[SpanShare]):
         spans, shares = self._spans[sequence, :n], self._shares[sequence, :n]
         end = np.array([[seen]])
         tokens = self._seen(end - visible, end)[sequence, :n]
-        held = torch.zeros(len(positions), n, dtype=torch.int64, device=positions.device)
+        aside_counts = torch.zeros(len(positions), n, dtype=torch.int64, device=positions.device)
         if aside is not None:
             for index, (begin, last) in enumerate(spans.tolist()):
-                held[:, index] = (aside & (positions >= begin) & (positions < last)).sum(1)
-        return FairSpans(spans, tokens, visible, shares * budget, held)
+                aside_counts[:, index] = (aside & (positions >= begin) & (positions < last)).sum(1)
+        return FairSpans(spans, tokens, visible, shares * budget, aside_counts)
 
 
 class BatchMarks:

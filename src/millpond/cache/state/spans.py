@@ -75,8 +75,8 @@ class TextMarks(Generic[T]):
             raise CacheMismatchError(
                 f"spans of sequence {beyond[0]} are marked, and the prompt has sequences 0 to {n_seq - 1}"
             )
-        every = self._next.get(None, ())
-        self._set([self._joined([*every, *self._next.get(s, ())]) for s in range(n_seq)])
+        common_marks = self._next.get(None, ())
+        self._set([self._joined([*common_marks, *self._next.get(s, ())]) for s in range(n_seq)])
         self._next = {}
 
     def add(self, marks: Sequence[T], sequence: int) -> None:

@@ -87,9 +87,9 @@ class TokenIds:
         self._ids, self._coming, self._first = self._ids.new_zeros(0, 1), None, 0
 
     def _grow(self, n_seq: int, columns: int, device: torch.device) -> None:
-        held = self._ids.shape[1]
-        if len(self._ids) == n_seq and columns <= held:
+        capacity = self._ids.shape[1]
+        if len(self._ids) == n_seq and columns <= capacity:
             return
-        grown = torch.zeros(n_seq, max(columns, 2 * held), dtype=torch.int64, device=device)
-        grown[: len(self._ids), : held - 1] = self._ids[:, : held - 1]
+        grown = torch.zeros(n_seq, max(columns, 2 * capacity), dtype=torch.int64, device=device)
+        grown[: len(self._ids), : capacity - 1] = self._ids[:, : capacity - 1]
         self._ids = grown

@@ -16,7 +16,7 @@ from millpond.models.lean.watch import own_forward
 #: Smaller weights stay with torch: there the call costs more than the reading (measured on the bundled model).
 MIN_BYTES = 2**19
 
-#: Models whose weights come to less stay in pages of the usual size.
+#: Models with fewer bytes of weights stay in pages of the usual size.
 MIN_ADVISED = 2**25
 
 #: Layers whose weights are in huge pages, if the system has given some.

@@ -108,9 +108,9 @@ class ModelRotation:
             return _in_place(wide.clone() if wide is x else wide, *self._cached_turns(wide, positions, inverse))
         cos, sin = self._turns(wide, positions, inverse)
         n = cos.shape[-1] * self._per_angle
-        head, rest = wide[..., :n], wide[..., n:]
+        head, unrotated = wide[..., :n], wide[..., n:]
         turned, _ = self._apply(head, head[:, :1], cos, sin)  # the second one is turned as well
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        return torch.cat([turned, unrotated], -1) if unrotated.shape[-1] else turned
 
     def _turns(self, wide: Tensor, positions: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (1 or B, n, dim) of positions (B, n), in the type of `wide`."""
