@@ -26,7 +26,7 @@ from millpond.methods.qfilters import query_directions
 from millpond.models.cache_argument import cache_argument
 from millpond.policy.needs import BLOCK, HeadPrompt, Pattern
 
-#: What the search chooses from: kind and two numbers. A query reads some 800 entries with each.
+#: Candidates of the search: kind and two numbers. A query reads some 800 entries with each.
 CANDIDATES = (
     ("a_shape", 100, 800),
     ("vertical_slash", 30, 800),

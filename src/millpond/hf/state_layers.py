@@ -20,7 +20,7 @@ from millpond.hf.shared_keys import readers_of
 
 #: Attributes of a layer of states that hold them: a number of the state -> a tensor, or None before the first token.
 _PARTS = ("conv_states", "recurrent_states")
-#: What else changes with the tokens read, by number of the state.
+#: Other attributes that change with the tokens read, by number of the state.
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 
 

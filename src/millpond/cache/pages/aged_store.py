@@ -157,5 +157,5 @@ class AgedStore:
             begin += width
 
 
-#: What regions hold as codes.
+#: Quantized part of regions.
 QuantizedPart = QuantizedStore | AgedStore
