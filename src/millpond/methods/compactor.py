@@ -99,9 +99,7 @@ def compactor(
     seed: Annotated[int, "of the random projection", SEEDS] = 0,
     decode: GrowInPaper = "grow",
 ) -> Policy:
-    """Keep entries whose keys are outliers of their head, and attended ones.
-
-    The later question does not matter.
+    """Keep entries with outlying keys, and attended ones, for any later question.
 
     s_j = blend * z(l_j) + z(a_j). l_j = x_j^T (X^T X)^-1 x_j is the leverage score of the centred key in a Gaussian
     sketch; a_j = ||v_j|| * attention, averaged over three neighbours; z standardises over the layer's entries. By
