@@ -111,8 +111,8 @@ def test_what_is_held_is_never_more_than_was_counted(method: str, codec: str, mo
 
     def watched(self: RefCountedPool[Any], n: int) -> np.ndarray:
         ids = allocate(self, n)
-        assert isinstance(self.account, MemoryLimit)
-        held.append(self.account.live_bytes)
+        assert isinstance(self.memory_limit, MemoryLimit)
+        held.append(self.memory_limit.live_bytes)
         return ids
 
     monkeypatch.setattr(RefCountedPool, "allocate", watched)

@@ -74,7 +74,7 @@ class PrefixCache:
             state.private_cache.begin_with(
                 tables_of(path),
                 torch.from_numpy(state.ids_array).to(path[0].pools[0].arrays.device),
-                None if sums is None else path[-1].sums[sums].whole(),
+                None if sums is None else path[-1].sums[sums].complete(),
             )
         return len(path) * state.group.slots
 

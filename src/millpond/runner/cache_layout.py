@@ -10,7 +10,7 @@ from millpond.budget import Budget
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.pages.pool import PagePool, QuantizedPool
 from millpond.cache.pages.pool_set import LayerPools
-from millpond.cache.state.rerotation import places_ahead
+from millpond.cache.state.rerotation import positions_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError
 from millpond.hf.layer_budgets import LayerBudgets, within
@@ -122,7 +122,7 @@ class CacheLayout:
         blocks = 0 if lookup is None else total // lookup.protect.block
         return sum(
             layer.key_dim * layer.n_queries * (queries * size + blocks * wide)
-            + layer.key_dim * layer.n_kv_heads * sinks * (wide + places_ahead(sinks) * size)
+            + layer.key_dim * layer.n_kv_heads * sinks * (wide + positions_ahead(sinks) * size)
             for layer in self._layers
         )
 

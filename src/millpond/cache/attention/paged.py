@@ -207,11 +207,11 @@ class PagedAttention:
         self, table: PageTable, runs: SharedPrefixRuns, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run a step without eviction and scores: a sequence's own entries, then shared ones."""
-        lens = table.lens - runs.taken
-        own = PageRegions(table.pool.arrays, runs.own, lens)
+        lens = table.lens - runs.shared_lens
+        own = PageRegions(table.pool.arrays, runs.own_pages, lens)
         regions = StepRegions(own, table.capacities, table.recent, q_pos, KEEP_ALL, self.shape)
         out, lse, _ = ops.decode(DecodeArgs(q, k, v, regions))
-        table.lens.copy_(lens + runs.taken)
+        table.lens.copy_(lens + runs.shared_lens)
         out = runs.attend(q, out.contiguous(), lse, self.shape)
         idle = (q_pos < 0)[:, None]
         return out.masked_fill_(idle[..., None], 0), lse.masked_fill_(idle, -torch.inf)

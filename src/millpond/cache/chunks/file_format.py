@@ -1,7 +1,7 @@
-"""One file of a chunk store: a safetensors file whose header is sealed and whose tensors have checksums.
+"""File of a chunk store: a safetensors file whose header is sealed and whose tensors have checksums.
 
-The header holds the format, the mark of the model, what is known of the variant, and a checksum of each tensor, all
-under a checksum of their own.
+The header holds the format, the mark of the model, the facts of the variant, and a checksum of each tensor, all under a
+checksum of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from millpond.errors import DataError
 
 #: Name of the format of the files, and of the file that names the model of a folder.
 FORMAT = "millpond-chunk-1"
-#: Longest header that is read, in bytes.
-MOST_HEADER = 16 << 20
+#: Bytes of the longest header that is read.
+MAX_HEADER = 16 << 20
 
 
 class TornFileError(DataError):
@@ -35,7 +35,7 @@ class ForeignFileError(DataError):
 
 
 def serialized(variant: StoredVariant, mark: str) -> bytes:
-    """The bytes of the file of a variant."""
+    """Return the bytes of the file of a variant."""
     tensors = {name: t.contiguous() for name, t in variant.tensors.items()}
     sums = {name: _checksum(name, t) for name, t in tensors.items()}
     about = json.dumps({"format": FORMAT, "mark": mark, "facts": asdict(variant.facts), "tensors": sums})
@@ -43,18 +43,22 @@ def serialized(variant: StoredVariant, mark: str) -> bytes:
 
 
 def header(path: Path, mark: str, chunk: str) -> VariantFacts:
-    """What the header of a file says.
+    """Return the facts in the header of a file.
 
     Raises:
-        TornFileError: it is not as it was written. ForeignFileError: of another model or chunk. OSError: it is gone.
+        TornFileError: it is not as it was written.
+        ForeignFileError: it is of another model or chunk.
+        OSError: it is missing.
     """
     with path.open("rb") as file:
         first = file.read(8)
-        return _facts(_parse(first + file.read(min(int.from_bytes(first, "little"), MOST_HEADER))), mark, chunk)
+        return _facts(_parse(first + file.read(min(int.from_bytes(first, "little"), MAX_HEADER))), mark, chunk)
 
 
 def content(path: Path, mark: str, chunk: str) -> tuple[VariantFacts, dict[str, Tensor]]:
-    """Facts and tensors of a file, verified. The file is read whole, so that one that is cut later harms nothing.
+    """Return the facts and tensors of a file, verified.
+
+    The file is read at once, so that one that is cut later harms nothing.
 
     Raises:
         TornFileError, ForeignFileError, OSError: as `header`.
@@ -75,28 +79,30 @@ def content(path: Path, mark: str, chunk: str) -> tuple[VariantFacts, dict[str, 
 
 
 def _facts(about: dict[str, Any], mark: str, chunk: str) -> VariantFacts:
-    """
+    """Return the facts of a parsed header.
+
     Raises:
         ForeignFileError: of another model or chunk.
     """
     if about.get("format") != FORMAT or about.get("mark") != mark:
         raise ForeignFileError("a file of another model or format")
-    given = dict(about["facts"])
-    given |= {name: tuple(given[name]) for name in ("before", "received")}
-    facts = VariantFacts(**given)
+    fields = dict(about["facts"])
+    fields |= {name: tuple(fields[name]) for name in ("before", "received")}
+    facts = VariantFacts(**fields)
     if facts.chunk != chunk:
         raise ForeignFileError("a file of another chunk")
     return facts
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """What is said in the header of a file that begins with `data`.
+    """Return the content of the header of a file that begins with `data`.
 
     Raises:
-        TornFileError: it is not as it was written. ForeignFileError: it is no file of a chunk store.
+        TornFileError: it is not as it was written.
+        ForeignFileError: it is no file of a chunk store.
     """
     end = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 8 < end <= min(len(data), 8 + MOST_HEADER):
+    if len(data) < 8 or not 8 < end <= min(len(data), 8 + MAX_HEADER):
         raise TornFileError("the file is cut")
     try:
         metadata = json.loads(data[8:end])["__metadata__"]
@@ -107,13 +113,13 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not intact:
         raise TornFileError("its header is not as it was written")
     try:
-        found: dict[str, Any] = json.loads(about)
-        known = {"format", "mark", "facts", "tensors"} <= found.keys()
+        about_fields: dict[str, Any] = json.loads(about)
+        is_complete = {"format", "mark", "facts", "tensors"} <= about_fields.keys()
     except (ValueError, AttributeError) as error:
         raise ForeignFileError(f"its header says nothing of a chunk: {error}") from error
-    if not known:
+    if not is_complete:
         raise ForeignFileError("its header says nothing of a chunk")
-    return found
+    return about_fields
 
 
 def _seal(about: str) -> str:

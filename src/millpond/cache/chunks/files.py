@@ -27,14 +27,20 @@ SUFFIX, _NAME = ".safetensors", "store.json"
 
 
 class ChunkFiles:
-    """The folder of one store; safe for several threads, of which none waits for what another one reads.
+    """Folder of one store, with a file per variant.
+
+    It is safe for several threads, of which none waits for what another one reads.
 
     Args:
-        folder: is made where it does not exist. limit: most bytes of all files. rule: which files leave for room.
-        new_request: numbers for uses by other processes.
+        folder: Path of the folder; it is made if it does not exist.
+        limit: Most bytes of all files.
+        shape: Shape of the variants.
+        rule: Rule that chooses the files to evict.
+        new_request: Function that numbers uses by other processes.
 
     Attributes:
-        counts: of torn, foreign, removed and evicted files, of write_failures and read_failures. nbytes: of all files.
+        counts: Counts of torn, foreign, removed and evicted files, of write_failures and read_failures.
+        nbytes: Bytes of all files.
 
     Raises:
         OptionError: the folder holds chunks of another model, or cannot be made.
@@ -55,24 +61,24 @@ class ChunkFiles:
     # ------------------------------------------------------------------ reading
 
     def names(self, chunk: str) -> list[str]:
-        """Variants of a chunk."""
+        """Return the names of the variants of a chunk."""
         try:
-            found = os.listdir(self._home(chunk))
+            names = os.listdir(self._home(chunk))
         except FileNotFoundError:
             return []
         except OSError:
             self._count("read_failures")
             return []
-        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
+        return sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
 
     def facts(self, place: Place) -> VariantFacts | None:
-        """What the header of a file says; None for a file that is gone or bad, which is removed."""
+        """Return the facts in a file's header; None for a missing or bad one, which is removed."""
         return self._guarded(place, lambda path: header(path, self._shape.mark, place.chunk))
 
     def read(self, place: Place, use: ChunkUse) -> StoredVariant | None:
-        """A variant, for a prompt; None for a file that is gone or bad, which is removed."""
-        found = self._guarded(place, lambda path: self._variant(path, place.chunk))
-        if found is not None:
+        """Return a variant, for a prompt; None for a missing or bad file, which is removed."""
+        variant = self._guarded(place, lambda path: self._variant(path, place.chunk))
+        if variant is not None:
             now = time.time_ns()
             try:
                 os.utime(self._path(place), ns=(now, now))
@@ -81,10 +87,10 @@ class ChunkFiles:
             with self._lock:
                 self._used[place] = now
                 self._rule.use(place, use)
-        return found
+        return variant
 
     def _guarded(self, place: Place, read: Callable[[Path], T]) -> T | None:
-        """What `read` finds in a file; None where it is gone or bad, and then counted."""
+        """Return what `read` returns for a file; None if it is missing or bad, which is counted."""
         try:
             return read(self._path(place))
         except ForeignFileError:
@@ -98,9 +104,11 @@ class ChunkFiles:
         return None
 
     def _variant(self, path: Path, chunk: str) -> StoredVariant:
-        """
+        """Read a variant.
+
         Raises:
-            TornFileError, ForeignFileError: see there. OSError: it cannot be read.
+            TornFileError, ForeignFileError: see there.
+            OSError: it cannot be read.
         """
         facts, tensors = content(path, self._shape.mark, chunk)
         if not self._shape.fits(facts.n_tokens, tensors):
@@ -110,7 +118,7 @@ class ChunkFiles:
     # ------------------------------------------------------------------ writing
 
     def write(self, variant: StoredVariant, use: ChunkUse) -> bool:
-        """Write a variant; False where it cannot be written, and then nothing is left of it."""
+        """Write a variant; return False if it cannot be written, and then leave nothing of it."""
         data = serialized(variant, self._shape.mark)
         if len(data) > self.limit:
             return False
@@ -131,10 +139,10 @@ class ChunkFiles:
         return True
 
     def remove(self, place: Place) -> None:
-        """Remove a variant's file; one that is gone is no error."""
-        gone = remove_file(self._path(place))
+        """Remove a variant's file; a missing one is no error."""
+        freed_bytes = remove_file(self._path(place))
         with self._lock:
-            self.nbytes -= gone
+            self.nbytes -= freed_bytes
             self.counts["removed"] += 1
             self._forget(place)
 
@@ -149,7 +157,10 @@ class ChunkFiles:
             self._rule.unpin(place)
 
     def _make_room(self, newest: Place) -> None:
-        """Remove files in the order of the rule, all processes' alike, until the rest fits; at last the newest."""
+        """Remove files of all processes in the order of the rule until the rest fits.
+
+        The newest is removed last.
+        """
         self.nbytes = self._look()
         self._rule.pin(newest)
         while self.nbytes > self.limit and (place := self._rule.victim()) is not None:
@@ -170,11 +181,14 @@ class ChunkFiles:
     # ------------------------------------------------------------------ the folder
 
     def _look(self) -> int:
-        """Bytes of all files. The rule sees those that other processes wrote, used and removed."""
-        files = sorted(self._stats(), key=lambda one: one[1])
-        there = {place for place, _, _ in files}
+        """Return the bytes of all files, and let the rule follow other processes.
+
+        They may have written, used and removed files.
+        """
+        files = sorted(self._stats(), key=lambda stat: stat[1])
+        present = {place for place, _, _ in files}
         for place in self._rule:
-            if place not in there:
+            if place not in present:
                 self._forget(place)
         for place, used, _ in files:
             if used > self._used.get(place, -1):
@@ -194,10 +208,10 @@ class ChunkFiles:
     def _stats(self) -> Iterator[tuple[Place, int, int]]:
         for path in self._all(SUFFIX):
             try:
-                found = path.stat()
+                stat = path.stat()
             except OSError:  # another process has removed it
                 continue
-            yield Place(path.parent.name, path.name.removesuffix(SUFFIX)), found.st_mtime_ns, found.st_size
+            yield Place(path.parent.name, path.name.removesuffix(SUFFIX)), stat.st_mtime_ns, stat.st_size
 
     def _all(self, suffix: str) -> list[Path]:
         try:
@@ -218,7 +232,7 @@ class ChunkFiles:
 
 
 def variant_files(folder: Path, suffix: str = SUFFIX) -> list[Path]:
-    """The files of a store.
+    """Return the paths of a store's files.
 
     Raises:
         OSError: the folder cannot be read.
@@ -227,7 +241,7 @@ def variant_files(folder: Path, suffix: str = SUFFIX) -> list[Path]:
 
 
 def mark_of(folder: Path) -> str | None:
-    """The mark of the model that a folder is of; None where it says none.
+    """Return the mark of the model of a folder; None if it names none.
 
     Raises:
         OptionError: it cannot be read.
@@ -241,27 +255,27 @@ def mark_of(folder: Path) -> str | None:
 
 
 def _claim(folder: Path, mark: str) -> None:
-    """Let a folder be of one model and one format.
+    """Mark a folder as that of one model and one format.
 
     Raises:
         OptionError: it is of another model or in another format, or cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = mark_of(folder)
-        if found is None:
-            own = folder / _NAME
-            publish(write_part(own, json.dumps({"format": FORMAT, "mark": mark}).encode()), own)
+        folder_mark = mark_of(folder)
+        if folder_mark is None:
+            mark_file = folder / _NAME
+            publish(write_part(mark_file, json.dumps({"format": FORMAT, "mark": mark}).encode()), mark_file)
             return
     except OSError as error:
         raise OptionError(f"chunks cannot be stored in {str(folder)!r} ({error}); name another folder") from error
-    if found == mark:
+    if folder_mark == mark:
         return
-    model, _, rest = found.partition("-")
+    model, _, folder_format = folder_mark.partition("-")
     if model == mark.partition("-")[0]:
         raise OptionError(
-            f"{str(folder)!r} holds chunks in another format; open it with dtype={rest or 'auto'!r}, or name another "
-            "folder"
+            f"{str(folder)!r} holds chunks in another format; open it with dtype={folder_format or 'auto'!r}, or name "
+            "another folder"
         )
     raise OptionError(
         f"{str(folder)!r} holds chunks of another model, dtype or format of weights; name another folder, or empty it "
@@ -271,10 +285,13 @@ def _claim(folder: Path, mark: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a store.
+    """File of a store.
 
     Attributes:
-        size: in bytes. facts: what its header says; None for a file that is bad, and `why`.
+        path: Path of the file.
+        size: Size in bytes.
+        facts: Facts in its header; None for a bad file, with the reason in `why`.
+        why: Reason why it is bad; "" for a good file.
     """
 
     path: Path
@@ -284,7 +301,11 @@ class StoredFile:
 
 
 def list_files(folder: Path, *, verify: bool = False) -> list[StoredFile]:
-    """The files of a store, by chunk; with `verify` every tensor is compared with its checksum.
+    """Return the files of a store, by chunk.
+
+    Args:
+        folder: Folder of the store.
+        verify: Whether to compare every tensor with its checksum.
 
     Raises:
         OptionError: the folder is no chunk store.
