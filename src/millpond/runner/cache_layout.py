@@ -14,7 +14,7 @@ from millpond.cache.pages.pool_set import LayerPools
 from millpond.cache.state.rerotation import places_ahead
 from millpond.codec import Codec
 from millpond.errors import OptionError
-from millpond.hf.layer_budgets import LayerBudgets, within
+from millpond.hf.layer_budgets import LayerBudgets
 from millpond.policy.needs import Needs
 from millpond.policy.policy import Policy
 from millpond.policy.scores.attention import Recency
@@ -209,18 +209,6 @@ class _RequestBudgets(LayerBudgets):
 
     def _entries_of_bytes(self, table: PageTable, amount: int) -> int:
         return super()._entries_of_bytes(table, amount * table.n_seq)
-
-
-def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:
-    """Return the policy under a budget.
-
-    Raises:
-        BudgetError: a budget in tokens that is smaller than what the policy protects.
-    """
-    policy = within(policy, budget)
-    if budget is not None and budget.kind == "tokens":
-        policy.check_budget(int(budget.amount))
-    return policy
 
 
 def check_packable(method: str, needs: Needs) -> None:

@@ -18,10 +18,10 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.memory_estimate import estimate, keeps_pages
 from millpond.engine.offload.model_size import ModelSize
 from millpond.errors import OptionError
-from millpond.hf.compress import budget_of, policy_of
+from millpond.hf.cache_spec import bounded_policy, budget_of, policy_of
 from millpond.kernels.decode_rules import Evict
 from millpond.presets import AUTO, choose
-from millpond.runner.cache_layout import CacheLayout, bounded_policy, check_packable
+from millpond.runner.cache_layout import CacheLayout, check_packable
 
 
 @dataclass(frozen=True, kw_only=True)
