@@ -167,7 +167,7 @@ def build(
     if prefix_store is not None:
         closing.callback(prefix_store.close)
     rule = rule_named(config.prefix_cache, config.pager)
-    prefix_cache = PrefixCache(memory, packed.layers, rule, config.prompt_block or 1, prefix_store)
+    prefix_cache = PrefixCache(memory, rule, config.prompt_block or 1, prefix_store)
     decode_groups = _decode_groups(config, packed, memory, tokenizer, tier)
     default_cache = decode_groups.complete(CacheOptions())
     cache_factory = decode_groups.group(default_cache).cache_factory
@@ -189,7 +189,7 @@ def build(
         cache_factory=cache_factory,
         prefix_cache=prefix_cache,
         prefix_store=prefix_store,
-        shared_prefixes=SharedPrefixes(memory, scheduler, requests, packed.layers),
+        shared_prefixes=SharedPrefixes(memory, scheduler, requests),
         snapshots=SnapshotStore(packed.layers),
         swap_files=swap_files,
         disk_tier=tier,

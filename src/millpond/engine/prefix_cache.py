@@ -23,7 +23,6 @@ from millpond.engine.outputs import PrefixStats
 from millpond.engine.prompt_marks import MOST_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
-from millpond.runner.packed_model import LayerShape
 
 #: Blocks that are evicted at most to keep the sums of one breakpoint: pages of other blocks may hold their memory back.
 MOST_EVICTED = 64
@@ -37,25 +36,19 @@ class PrefixCache:
     that sum over all queries share up to the breakpoints of prompts, where their sums are kept with the block.
 
     Args:
-        layers: what each layer of the model stores. rule: which blocks go first; None: nothing is shared at all.
+        rule: which blocks go first; None: nothing is shared at all.
         unit: prompts take over multiples of as many tokens; a multiple of the entries of a page, or 1.
         store: of the blocks that leave the memory; None: they are forgotten.
     """
 
     def __init__(
-        self,
-        memory_limit: MemoryLimit,
-        layers: list[LayerShape],
-        rule: PagingRule | None,
-        unit: int = 1,
-        store: BlockStore | None = None,
+        self, memory_limit: MemoryLimit, rule: PagingRule | None, unit: int = 1, store: BlockStore | None = None
     ) -> None:
         self.tree = PrefixTree(rule, None if rule is None else SumMemory(memory_limit), store)
         self._store = store
         self._rule = rule
         self._hits = self._misses = 0
         self._memory_limit = memory_limit
-        self._layers = layers
         self._enabled = rule is not None
         self._unit = unit
         self._secret = secrets.token_bytes(32)
@@ -229,7 +222,7 @@ class PrefixCache:
         """Pages that the plan of a request's prompt takes in addition to those that it frees before."""
         if self._memory_limit.limit_bytes is None:
             return {}
-        return plan_pages(state.group.cache_factory, self._layers, len(state.ids), state.private_cache)
+        return plan_pages(state.group.cache_factory, len(state.ids), state.private_cache)
 
     def _access(self, state: RequestState) -> int:
         """The number of a prompt's one access to its blocks, in however many parts they are kept."""

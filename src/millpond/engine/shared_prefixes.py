@@ -25,20 +25,17 @@ from millpond.engine.request_table import RequestTable
 from millpond.engine.scheduler import Scheduler
 from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
 from millpond.runner.cache_factory import CacheFactory
-from millpond.runner.packed_model import LayerShape
 
 
 class SharedPrefixes:
     """Adds shared prefixes, lets requests begin with them, and lets them go when nothing needs them any more.
 
     Args:
-        requests: the engine's, shared prefixes among them. layers: what each layer of the model stores.
+        requests: the engine's, shared prefixes among them.
     """
 
-    def __init__(
-        self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable, layers: list[LayerShape]
-    ) -> None:
-        self._memory_limit, self._scheduler, self._requests, self._layers = memory_limit, scheduler, requests, layers
+    def __init__(self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable) -> None:
+        self._memory_limit, self._scheduler, self._requests = memory_limit, scheduler, requests
         self._names = count()
 
     def plan(self, states: Sequence[RequestState], levels: int | None) -> BatchPlan:
@@ -50,7 +47,7 @@ class SharedPrefixes:
         plan = plan_batch([state.ids_array for state in states], answers, levels=levels)
         if cache_factory is None:
             return plan
-        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, self._layers, plan.most_pinned, 0).prefill)
+        return replace(plan, pinned_bytes=estimate_prefix(cache_factory, plan.most_pinned, 0).prefill)
 
     def add_planned(
         self, states: Sequence[RequestState], levels: int | None, take_in: Callable[[RequestState], None]
@@ -85,7 +82,7 @@ class SharedPrefixes:
         """
         if group.cache_factory.within_context(len(ids)) != len(ids) or len(ids) == group.cache_factory.reach:
             return None  # gaps close before its end
-        alone = estimate_prefix(group.cache_factory, self._layers, len(ids), 0)
+        alone = estimate_prefix(group.cache_factory, len(ids), 0)
         if not can_begin(group.cache_factory) or not self._fits_after(None, alone.prefill):
             return None
         name = next(name for number in self._names if (name := f"shared prefix {number}") not in self._requests)
@@ -93,7 +90,7 @@ class SharedPrefixes:
         scheduled = SchedulerRequest(name, len(tokens), alone, num_answers=0, is_shared_prefix=True)
         shared_prefix = RequestState(Request(request_id=name, prompt=tokens), tokens, scheduled, group, [], Times(0.0))
         if parent is not None:
-            behind = estimate_prefix(group.cache_factory, self._layers, len(tokens), len(parent.ids))
+            behind = estimate_prefix(group.cache_factory, len(tokens), len(parent.ids))
             if self._fits_after(parent, behind.prefill):
                 self._attach(shared_prefix, parent)
                 scheduled.memory_need = behind
@@ -112,7 +109,6 @@ class SharedPrefixes:
         while shared_prefix is not None:
             need = estimate_after_prefix(
                 state.group.cache_factory,
-                self._layers,
                 state.whole_need,
                 len(state.ids),
                 state.scheduled.num_answers,
@@ -138,7 +134,7 @@ class SharedPrefixes:
     def on_prompt_planned(self, state: RequestState) -> None:
         """The prompt of a request was planned: unless its pages stay, those of its shared prefix are not needed any
         more."""
-        if state.shared_prefix is not None and not keeps_pages(state.group.cache_factory, self._layers):
+        if state.shared_prefix is not None and not keeps_pages(state.group.cache_factory):
             self.detach(state)
 
     def detach(self, state: RequestState, *, swapped: bool = False) -> None:

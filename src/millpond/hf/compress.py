@@ -8,29 +8,25 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millpond.budget import DEFAULT, Budget, parse_bytes
+from millpond.budget import Budget, parse_bytes
 from millpond.cache.pages.memory_limit import MemoryLimit
 from millpond.cache.pages.pool import DEFAULT_SLOTS, check_slots
 from millpond.cache.pages.pool_set import LayerPools, PoolSet, pools_by_layer
-from millpond.codec import CodecSpec, Format, LayerCodecs, codec_text, codecs_of, resolve
+from millpond.codec import CodecSpec, Format, codec_text, codecs_of
 from millpond.errors import BudgetError, OptionError, UnsupportedModelError
 from millpond.hf.attention import switch_attention
 from millpond.hf.cache import MillpondCache
-from millpond.hf.calibration.load import CalibrationSource, calibrated, ropes_of
+from millpond.hf.cache_spec import CacheSpec, policy_of
+from millpond.hf.calibration.load import CalibrationSource, ropes_of
 from millpond.hf.fit import FitSource, check_given
 from millpond.hf.fit import chosen as chosen_row
 from millpond.hf.generation import use_generate
-from millpond.hf.key_biases import loses_by_bias, warn_of_bias, with_key_scales
-from millpond.hf.layer_budgets import within
+from millpond.hf.key_biases import loses_by_bias, warn_of_bias
 from millpond.hf.model_profile import ModelProfile, entry_dims
 from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_native_layers
-from millpond.hf.retaining_heads import gates_finder, heads_finder
-from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
-from millpond.hf.tokenizer_source import TokenizerSource
-from millpond.methods import METHODS
 from millpond.policy.policy import Policy
 from millpond.presets import choose
 from millpond.scalar import number
@@ -117,46 +113,40 @@ def compress(
         budget, codec = row.budget, row.codec
     page_slots = number(page_slots)
     check_slots(page_slots)
-    policy = policy_of(method, options).with_tokens(TokenizerSource(tokenizer))
-    policy = policy.with_heads(heads_finder(model)).with_gates(gates_finder(model))
-    cache_budget = budget_of(method, budget, policy)
-    if cache_budget is not None and cache_budget.kind == "tokens":
-        policy.check_budget(int(cache_budget.amount))
-    policy = within(policy, cache_budget)
+    policy = policy_of(method, options)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
+    spec = CacheSpec.of(model, profile, policy, method, budget, codec, tokenizer=tokenizer, calibration=calibration)
+    policy, cache_budget = spec.policy, spec.budget
     if profile.state_layers and policy.needs.prompt_repeat is not None:
         raise UnsupportedModelError(
             f"method {method!r} repeats the prompt, and takes it back after: the states of layers "
             f"{', '.join(map(str, profile.state_layers))} of this hybrid cannot go back; use another method"
         )
-    check_shared(profile, policy, method if isinstance(method, str) else "a policy")
     if policy.prefill == "chunks" and profile.latent is not None:
         raise UnsupportedModelError(
             f"{profile.name} expands the latents (MLA) of all that is kept in each pass, so nothing can leave inside "
             "it; use prefill='once'"
         )
-    stored = with_key_scales(calibrated(resolve(codec), calibration, model, profile.n_layers), profile, model)
-    for spec in codecs_of(stored):
-        if loses_by_bias(spec):
-            warn_of_bias(spec, model)
-        policy.check_codec(spec)
-        if spec.tiered and cache_budget is not None and cache_budget.kind == "bytes":
+    spec.check()
+    for storage in codecs_of(spec.stored):
+        if loses_by_bias(storage):
+            warn_of_bias(storage, model)
+        if storage.tiered and cache_budget is not None and cache_budget.kind == "bytes":
             raise BudgetError(
-                f"budget {cache_budget}: with codec {spec.name!r} nothing leaves, so no number of bytes is kept; give "
-                "tokens or a share for the upper tier, and memory_limit for the bytes"
+                f"budget {cache_budget}: with codec {storage.name!r} nothing leaves, so no number of bytes is kept; "
+                "give tokens or a share for the upper tier, and memory_limit for the bytes"
             )
         if profile.latent is not None:
             raise OptionError(
-                f"codec {spec.name!r}: this model stores latents (MLA), which have no groups of channels; use "
+                f"codec {storage.name!r}: this model stores latents (MLA), which have no groups of channels; use "
                 "codec='bf16'"
             )
-    check_bytes_by_layer(stored, policy, cache_budget)
     shared_limit = MemoryLimit(limit)
 
     def pool_set(storage: Format) -> PoolSet:
         return PoolSet(storage, page_slots, shared_limit, masses=policy.mass_bias, ropes=ropes_of(storage, profile))
 
-    pools = pools_by_layer(stored, profile.n_layers, pool_set)
+    pools = pools_by_layer(spec.stored, profile.n_layers, pool_set)
     settings: dict[str, Any] = {
         "method": method,
         "codec": codec_text(codec),
@@ -215,43 +205,3 @@ class _Maker:
         if self.attach:
             cache.on_close(use_generate(model, cache))
         return cache
-
-
-def check_bytes_by_layer(stored: LayerCodecs | Format, policy: Policy, budget: Budget | None) -> None:
-    """Check that a budget in bytes can be divided among the layers.
-
-    Raises:
-        BudgetError: bytes that all layers compete for, whose entries have different sizes.
-    """
-    if isinstance(stored, LayerCodecs) and budget is not None and budget.kind == "bytes" and policy.needs_all_layers:
-        raise BudgetError(
-            f"budget {budget}: this method lets all layers compete for entries, which codec {stored.name!r} stores in "
-            "different sizes, so no number of entries has these bytes; give tokens or a share, or one codec"
-        )
-
-
-def policy_of(method: str | Policy, options: dict[str, Any]) -> Policy:
-    if isinstance(method, str):
-        return METHODS.get(method)(**options)
-    if not isinstance(method, Policy):
-        raise OptionError(f"method={method!r} is neither the name of a method nor a Policy")
-    if options:
-        raise OptionError(f"{', '.join(options)}: options belong to a named method; a Policy has its own settings")
-    return method
-
-
-def budget_of(method: str | Policy, budget: str | int | float | Budget | None, policy: Policy) -> Budget | None:
-    if not policy.takes_budget:
-        if budget is not None:
-            named = f"method {method!r}" if isinstance(method, str) else "this policy"
-            raise BudgetError(f"{named} keeps everything and takes no budget; leave it out, or use memory_limit")
-        return None
-    if budget is None and not policy.needs_budget:
-        return None
-    parsed = DEFAULT if budget is None else Budget.parse(budget)
-    if policy.keeps_all and parsed.kind == "bytes":
-        raise BudgetError(
-            f"budget {parsed}: this method keeps everything, and its budget is what is attended to; give tokens or a "
-            "share, and memory_limit for the bytes"
-        )
-    return parsed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from millpond.budget import DEFAULT, Budget
 from millpond.cache.layer.layer_cache import LayerCache
@@ -237,8 +236,3 @@ class LayerBudgets:
 def _max_plain(quantized: QuantizedStore) -> int:
     """Return the number of plain entries at which a page of codes is made."""
     return quantized.codec.sinks + quantized.codec.residual + quantized.slots
-
-
-def within(policy: Policy, budget: Budget | None) -> Policy:
-    """Return the policy under a budget: one in bytes also bounds growth while decoding."""
-    return replace(policy, bounded=True) if budget is not None and budget.kind == "bytes" else policy

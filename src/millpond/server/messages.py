@@ -126,6 +126,17 @@ class Message(Body):
         return self.cache_control is not None or any(part.cache_control is not None for part in parts)
 
     @property
+    def text(self) -> str:
+        """All text of it."""
+        content = self.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a part of it is marked as a chunk."""
+        return isinstance(self.content, list) and any(part.chunk for part in self.content)
+
+    @property
     def length(self) -> int:
         """Characters of its text, about."""
         content = self.content or ""

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millpond.budget import Budget
 from millpond.codec import codecs_of, resolve
 from millpond.errors import BudgetError, DataError, OptionError
+from millpond.hf.cache_spec import policy_of
 from millpond.hf.calibration.load import model_mark
-from millpond.hf.compress import compress, policy_of
+from millpond.hf.compress import compress
 from millpond.hf.fit import LEAST_WINDOWS, MOST_WINDOWS, Fit, FitRow, default_path
 from millpond.hf.model_support import unwrapped
 from millpond.policy.policy import Policy

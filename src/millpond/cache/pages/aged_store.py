@@ -5,7 +5,7 @@ Each tier is a `QuantizedStore` with pages of its own. Slots are counted through
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millpond.cache.pages.page_lists import Rows
-from millpond.cache.pages.quantized_store import Ints, QuantizedStore
+from millpond.cache.pages.quantized_store import Ints, NewCodes, QuantizedStore
 from millpond.codec.spec import Codec
 from millpond.kernels.args import PaddedEntries, joined
 from millpond.kernels.packed.regions import PackedRegions
@@ -97,6 +97,26 @@ class AgedStore:
 
     def collect_statistics(self, sequence: int, q: Tensor, k: Tensor) -> None:
         """Do nothing: no tier by age depends on a prompt."""
+
+    def absorb(
+        self,
+        sequence: int,
+        new: NewCodes | None = None,
+        *,
+        kept: Tensor | None = None,
+        scores: Tensor | None = None,
+        emptied: npt.NDArray[np.bool_] | None = None,
+        write_rest: Callable[[], None] | None = None,
+    ) -> None:
+        """See `QuantizedStore.absorb`; what is quantized joins the newest tier, of which pages are `emptied`."""
+        columns = [slice(0, 0)] * len(self.parts)
+        if kept is not None:
+            columns = [own for _, own in self._columns(self.rows(sequence))]
+        olds = [(None if kept is None else kept[:, own], None if scores is None else scores[:, own]) for own in columns]
+        first, *others = self.parts
+        first.absorb(sequence, new, kept=olds[0][0], scores=olds[0][1], emptied=emptied, write_rest=write_rest)
+        for part, (kept_own, scores_own) in zip(others, olds[1:], strict=True):
+            part.absorb(sequence, kept=kept_own, scores=scores_own)
 
     def mark_evicted(self, rows: Rows, leave: Tensor) -> None:
         """Make tombstones of entries of some regions, leave (n, width) bool by slot."""

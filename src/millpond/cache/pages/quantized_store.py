@@ -6,7 +6,8 @@ slot; a page whose slots are all dead returns to the pool. See docs/explanation/
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,28 @@ from millpond.cache.pages.ref_counted_pool import PageIds, RefCountedPool
 from millpond.cache.pages.rope_tables import GrowingRope
 from millpond.codec.basis import Basis
 from millpond.codec.spec import Codec
+from millpond.errors import PoolFullError
 from millpond.kernels import ops
 from millpond.kernels.args import EntryRows, PaddedEntries
 from millpond.kernels.eager.pages import gather, scatter
 from millpond.kernels.packed.regions import PackedRegions
 
 Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class NewCodes:
+    """Entries of a sequence to quantize.
+
+    Attributes:
+        count: Number of entries of each KV head, (H,).
+        index: Their rows of `entries`, (H, width); each head has `count` of them.
+        entries: Entries as numbers, among others.
+    """
+
+    count: Tensor
+    index: Tensor
+    entries: PaddedEntries
 
 
 class QuantizedStore:
@@ -214,14 +231,50 @@ class QuantizedStore:
         """
         self._keys.collect(sequence, q, k)
 
-    def write(self, sequence: int, count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
-        """Quantize rows index (H, width) of `entries`, count (H,) per head, after the stored ones.
+    def absorb(
+        self,
+        sequence: int,
+        new: NewCodes | None = None,
+        *,
+        kept: Tensor | None = None,
+        scores: Tensor | None = None,
+        emptied: npt.NDArray[np.bool_] | None = None,
+        write_rest: Callable[[], None] | None = None,
+    ) -> None:
+        """Quantize entries of a sequence after its quantized ones, and evict others.
+
+        Args:
+            sequence: Sequence in the table.
+            new: Entries to quantize; None for none.
+            kept: Which entries of the slots in use now stay, (H, n) bool; others become tombstones. None for all.
+            scores: Accumulators of the entries that stay, (H, n) float32; None to leave them.
+            emptied: Pages in use now to free, (H, pages) bool; their entries are dead, or in `new`.
+            write_rest: Writes the entries that are not quantized, once there is room for those that are.
 
         Raises:
-            PoolFullError: the pool is full; nothing was changed.
+            PoolFullError: a pool is full; nothing was changed.
             NumericsError: a number that the format cannot hold.
         """
-        self.write_all(np.array([sequence]), count, index.int().contiguous(), entries)
+        rows = self.rows(sequence)
+        lens = self.lens[rows].copy()
+        alive = None if kept is None or not kept.shape[1] else self.positions(rows)[:, : kept.shape[1]] >= 0
+        if new is not None:
+            self.write_all(np.array([sequence]), new.count, new.index.int().contiguous(), new.entries)
+        try:
+            if write_rest is not None:
+                write_rest()
+        except PoolFullError:
+            self.lens[rows] = lens
+            self._pages.cut(rows, -(-lens // self.slots))
+            self._changed()
+            raise
+        if kept is not None and alive is not None:  # of a shorter head the first of `new` lie in these slots
+            self.mark_evicted(rows, alive & ~kept)
+            if scores is not None:
+                changed = scores != self.scores(rows)[:, : kept.shape[1]]
+                self.rescore(rows, scores, alive & kept & changed)
+        if emptied is not None:
+            self._drop_pages(rows, emptied)
 
     def write_all(self, sequences: npt.NDArray[np.int64], count: Tensor, index: Tensor, entries: PaddedEntries) -> None:
         """Quantize entries of several sequences, after the quantized ones of their regions.
@@ -245,13 +298,6 @@ class QuantizedStore:
         start = self._there(self.lens[rows])
         ops.write_packed(self.regions(rows), EntryRows(start, count.int(), index, *entries))
         self.lens[rows] += more
-        self._changed()
-
-    def unwrite(self, sequence: int, count: Tensor) -> None:
-        """Undo a `write` of count (H,) entries; nothing else was written since."""
-        rows = self.rows(sequence)
-        self.lens[rows] -= count.cpu().numpy().astype(np.int32)
-        self._pages.cut(rows, -(-self.lens[rows] // self.slots))
         self._changed()
 
     def mark_evicted(self, rows: Rows, leave: Tensor) -> None:
@@ -318,20 +364,6 @@ class QuantizedStore:
         regions = self.regions(rows)
         part = replace(regions, table=self._there(page_ids), lens=self._there(lens))
         return ops.read_packed(part, int(lens.max(initial=0)), self.head_dim)
-
-    def drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
-        """Free the `chosen` pages (n, pages) of some regions, with all their entries."""
-        if not chosen.any():
-            return
-        positions = self.positions(rows).cpu().numpy()
-        for r in np.flatnonzero(chosen.any(1)).tolist():
-            row, columns = rows.start + r, np.flatnonzero(chosen[r])
-            for column in columns.tolist():
-                part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
-                self.n_evicted[row] -= int((positions[r, part] < 0).sum())
-            self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
-        self._pages.drop(rows, chosen)
-        self._changed()
 
     def forget(self, sequence: int) -> None:
         """Free all pages of a sequence."""
@@ -434,6 +466,20 @@ class QuantizedStore:
         return self.held()
 
     # ------------------------------------------------------------------ internal
+
+    def _drop_pages(self, rows: slice, chosen: npt.NDArray[np.bool_]) -> None:
+        """Give the `chosen` pages (n, pages) of some regions back, with all that lies in them."""
+        if not chosen.any():
+            return
+        positions = self.positions(rows).cpu().numpy()
+        for r in np.flatnonzero(chosen.any(1)).tolist():
+            row, columns = rows.start + r, np.flatnonzero(chosen[r])
+            for column in columns.tolist():
+                part = slice(column * self.slots, min((column + 1) * self.slots, int(self.lens[row])))
+                self.n_evicted[row] -= int((positions[r, part] < 0).sum())
+            self.lens[row] -= int(np.minimum(self.lens[row] - columns * self.slots, self.slots).sum())
+        self._pages.drop(rows, chosen)
+        self._changed()
 
     def _there(self, numbers: npt.NDArray[Any]) -> Tensor:
         """Return numbers as the kernels read them, on the pool's device."""
