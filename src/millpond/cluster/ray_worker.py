@@ -15,9 +15,10 @@ import numpy as np
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.local_process import LocalProcess
 from millpond.cluster.messages import StartMessage, WorkerReport
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker
 from millpond.engine.async_llm import AsyncLLM
+from millpond.engine.cluster_figures import Role
 from millpond.engine.outputs import CacheSnapshot
 from millpond.engine.request import CacheOptions, Request
 from millpond.errors import MillpondError, OptionError
