@@ -13,6 +13,7 @@ import torch
 
 from millpond.kernels.eager.packed_pages import read_packed
 from millpond.kernels.native import library
+from millpond.kernels.native.abi import attend, decode_rows, window_signal
 from millpond.kernels.native.decoder_rows import (
     Behind,
     Layers,
@@ -28,9 +29,7 @@ from millpond.kernels.native.decoder_rows import (
 from millpond.kernels.native.library import NativeKernelsWarning, use_huge_pages
 from millpond.kernels.native.ops import (
     admit,
-    attend,
     decode,
-    decode_rows,
     linear,
     mean_rows,
     merge_slots,
@@ -38,7 +37,6 @@ from millpond.kernels.native.ops import (
     prefill,
     race,
     read,
-    window_signal,
     write,
 )
 from millpond.kernels.native.pages import write_packed

@@ -12,9 +12,9 @@ from torch import Tensor
 from millpond.kernels.args import StepRegions
 from millpond.kernels.linear import has_products
 from millpond.kernels.native import library
-from millpond.kernels.native.abi import decode_struct
+from millpond.kernels.native.abi import DecodeValues, decode_struct
 from millpond.kernels.native.pages import PACKED_BYTES, regions_struct
-from millpond.kernels.native.structs import DTYPES, INT32, entry_point, pool_numbers, rule_numbers
+from millpond.kernels.native.structs import DTYPES, INT32, entry_point
 from millpond.kernels.quantized_weight import GROUP, QuantizedWeight, Weight
 from millpond.kernels.thread_count import thread_count
 
@@ -406,36 +406,12 @@ class Layers:
         evicted = torch.empty(len(x) * k.shape[1], dtype=INT32)
         before, turn = first.heads_struct(x, cos, sin, *heads)
         behind = Behind.struct(seen, x, x)
-        structs, kept = [COUNT(len(regions))], []
+        structs, kept = [COUNT(len(regions))], list[DecodeValues]()
         for (into, rest), r, sums in zip(self._parts, regions, lse, strict=True):
-            shape, plain = r.shape, r.plain
             if r.packed is not None:
-                r.packed.check(len(plain.table), plain.pages.key_dim)
-            sinks = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
-            kept.append(sinks)  # a struct keeps no tensor
-            decoding = decode_struct(
-                q,
-                k,
-                v,
-                plain.pages.bases,
-                plain.table,
-                plain.lens,
-                r.caps,
-                r.recent,
-                r.q_pos,
-                sinks,
-                pool_numbers(plain.pages),
-                rule_numbers(r.rule),
-                shape.window,
-                shape.scale,
-                shape.softcap,
-                r.rule.decay,
-                seen,
-                sums,
-                evicted,
-                r.kept,
-                r.least,
-            )
+                r.packed.check(len(r.plain.table), r.plain.pages.key_dim)
+            kept.append(values := DecodeValues.of(q, k, v, r))  # a struct keeps no tensor
+            decoding = decode_struct(values, seen, sums, evicted)
             packed = NOT_PACKED if r.packed is None else regions_struct(r.packed)
             structs += (before, into.same, turn, decoding, packed, behind, rest.same)
         if self._call(b"".join(structs)):

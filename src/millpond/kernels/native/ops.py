@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from struct import Struct
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.args import (
-    AttendArgs,
-    AttendOutput,
     DecodeArgs,
     DecodeOutput,
-    DecodeRowsArgs,
     EntryRows,
     HeadRuleArgs,
     MergeArgs,
@@ -21,10 +19,7 @@ from millpond.kernels.args import (
     PageRegions,
     PrefillArgs,
     PrefillOutput,
-    WindowSignalArgs,
 )
-from millpond.kernels.decode_rules import KEEP_ALL
-from millpond.kernels.eager.attention import empty_output
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.native.pages import regions_struct
 from millpond.kernels.native.structs import (
@@ -35,7 +30,6 @@ from millpond.kernels.native.structs import (
     flat_indices,
     pool_numbers,
     readable_rows,
-    rule_numbers,
 )
 from millpond.kernels.thread_count import thread_count
 
@@ -57,7 +51,7 @@ LIBRARY.define(
     "read(Tensor bases, Tensor table, Tensor lens, int width, int[] pool) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-LIBRARY.impl("decode", abi.decode, "CPU")
+LIBRARY.impl("decode", lambda *values: abi.decode(abi.DecodeValues(*values)), "CPU")
 LIBRARY.impl("prefill", abi.prefill, "CPU")
 LIBRARY.impl("write", abi.write, "CPU")
 LIBRARY.impl("read", abi.read, "CPU")
@@ -65,47 +59,17 @@ LIBRARY.impl("linear", decoder_rows.linear, "CPU")
 
 
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
-def _decode_shapes(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    bases: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    caps: Tensor,
-    recent: Tensor,
-    q_pos: Tensor,
-    sink_logits: Tensor | None,
-    pool: list[int],
-    rule: list[int],
-    window: int,
-    scale: float,
-    softcap: float,
-    decay: float,
-    kept: Tensor | None = None,
-    least: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n_seq, n_heads, _ = q.shape
-    out = q.new_empty((n_seq, n_heads, pool[3]))
-    lse = q.new_empty((n_seq, n_heads), dtype=torch.float32)
-    return out, lse, q.new_empty((n_seq * k_new.shape[1],), dtype=torch.int32)
+def _decode_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    step = abi.DecodeValues(*values)
+    n_seq, n_heads, _ = step.q.shape
+    out = step.q.new_empty((n_seq, n_heads, step.pool[3]))
+    lse = step.q.new_empty((n_seq, n_heads), dtype=torch.float32)
+    return out, lse, step.q.new_empty((n_seq * step.k_new.shape[1],), dtype=torch.int32)
 
 
 @torch.library.register_fake("millpond::prefill", lib=LIBRARY)
-def _prefill_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None,
-    past_log_masses: Tensor | None,
-    sink_logits: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    colsum: int,
-    decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _prefill_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, colsum, _ = others
     sums = v.shape[:2] if colsum >= 0 else (0, 0)
     return (
         q.new_empty((*q.shape[:2], v.shape[-1])),
@@ -115,19 +79,7 @@ def _prefill_shapes(
 
 
 @torch.library.register_fake("millpond::write", lib=LIBRARY)
-def _write_shapes(
-    bases: Tensor,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    log_masses: Tensor | None,
-    pool: list[int],
-) -> None:
+def _write_shapes(*_: Any) -> None:
     return None
 
 
@@ -149,61 +101,12 @@ def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decode(args: DecodeArgs) -> DecodeOutput:
-    regions = args.regions
-    plain, rule, shape = regions.plain, regions.rule, regions.shape
-    values = (
-        args.q,
-        args.k_new,
-        args.v_new,
-        plain.pages.bases,
-        plain.table,
-        plain.lens,
-        regions.caps,
-        regions.recent,
-        regions.q_pos,
-        shape.sink_logits,
-        pool_numbers(plain.pages),
-        rule_numbers(rule),
-        shape.window,
-        shape.scale,
-        shape.softcap,
-        rule.decay,
-        regions.kept,
-        regions.least,
-    )
-    if regions.packed is not None:
-        return DecodeOutput(*abi.decode(*values, regions_struct(regions.packed)))
-    call = torch.ops.millpond.decode.default if torch.compiler.is_compiling() else abi.decode
-    return DecodeOutput(*call(*values))
-
-
-def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
-    (pages, table, lens), shape = args.regions.parts, args.shape
-    return AttendOutput(
-        *abi.decode_rows(
-            args.q,
-            args.k_new,
-            args.v_new,
-            pages.bases,
-            table,
-            lens,
-            args.q_pos,
-            shape.sink_logits,
-            pool_numbers(pages),
-            rule_numbers(KEEP_ALL),
-            shape.window,
-            shape.scale,
-            shape.softcap,
-        )
-    )
-
-
-def attend(args: AttendArgs) -> AttendOutput:
-    q, (pages, table, lens) = args.q, args.regions.parts
-    members = torch.arange(len(q)) if args.members is None else args.members
-    out, lse = empty_output(q, pages.value_dim) if args.partial is None else args.partial
-    abi.attend(q, pages.bases, table, lens, members, out, lse, pool_numbers(pages), args.scale, args.softcap)
-    return AttendOutput(out, lse)
+    values = abi.DecodeValues.of(args.q, args.k_new, args.v_new, args.regions)
+    if args.regions.packed is not None:
+        return DecodeOutput(*abi.decode(values, regions_struct(args.regions.packed)))
+    if torch.compiler.is_compiling():
+        return DecodeOutput(*torch.ops.millpond.decode.default(*values))
+    return DecodeOutput(*abi.decode(values))
 
 
 def prefill(args: PrefillArgs) -> PrefillOutput:
@@ -223,23 +126,6 @@ def prefill(args: PrefillArgs) -> PrefillOutput:
         args.decay,
     )
     return PrefillOutput(out, lse, sums if args.colsum is not None else None)
-
-
-def window_signal(args: WindowSignalArgs) -> Tensor:
-    shape = args.shape
-    return abi.window_signal(
-        args.q,
-        args.k,
-        args.q_pos,
-        args.k_pos,
-        args.log_masses,
-        shape.sink_logits,
-        args.lse,
-        shape.window,
-        shape.scale,
-        shape.softcap,
-        int(args.reduce),
-    )
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:

@@ -45,6 +45,11 @@ def flat_indices(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def address_of(x: Tensor | None) -> int:
+    """Return the address of a tensor's numbers; 0 for none."""
+    return 0 if x is None else x.data_ptr()
+
+
 def shared_rows(x: Tensor | None) -> tuple[int, int]:
     """Return address and stride of rows, one per KV head or one for all."""
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0) if len(x) > 1 else 0)
