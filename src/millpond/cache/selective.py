@@ -60,24 +60,16 @@ class BlockRetrieval:
         self._known: PerSequence[Blocks] = PerSequence() if known is None else known
 
     def attend(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        budget: int,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, sequence: int, args: PrefillArgs, budget: int, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         """Attend as `SelectiveAttention.attend`.
 
         The budget is that of the sequence until its next pass of many tokens.
         """
-        old = self._known.get(sequence)
+        q, old = args.q, self._known.get(sequence)
         none = Blocks(budget, q.new_zeros(0, len(q), q.shape[-1], dtype=wide(q.dtype)), q.new_zeros(len(q), 0).float())
         self._known[sequence] = (old or none)._replace(budget=budget)
-        return self._attend(sequence, q, q_pos, lambda at: (k[:, at], v[:, at]), shape, rotary)
+        return self._attend(sequence, q, args.q_pos, lambda at: (args.k[:, at], args.v[:, at]), args.shape, rotary)
 
     def decode(
         self,
@@ -236,21 +228,14 @@ class SparsePrefill:
         self._layer = layer
 
     def attend(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        budget: int,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, sequence: int, args: PrefillArgs, budget: int, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         """Attend as `SelectiveAttention.attend`: head by head, in blocks of rows."""
+        q, k, v, shape = args.q, args.k, args.v, args.shape
         patterns = self._patterns.patterns(self._layer, len(q))
         if all(pattern.covers(k.shape[1]) for pattern in patterns):
             past = torch.arange(k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)[None]
-            out, lse, _ = ops.prefill(PrefillArgs(q, k, v, q_pos, shape, past if past.shape[1] else None))
+            out, lse, _ = ops.prefill(replace(args, past_pos=past if past.shape[1] else None))
             return out, lse
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -321,27 +306,16 @@ class SelectiveAttention(Protocol):
         ...
 
     def attend(
-        self,
-        sequence: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        budget: int,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, sequence: int, args: PrefillArgs, budget: int, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor]:
         """Attend from new queries to stored and new entries, of all positions in order.
 
         Args:
             sequence: Sequence in the table.
-            q: Queries (Hq, Q, key_dim).
-            k: Keys (H, N, key_dim).
-            v: Values (H, N, value_dim).
-            q_pos: Positions (Q,) int32 of the queries, the last Q of 0 .. N - 1.
+            args: Queries, the entries of all positions 0 .. N - 1, of which those of the queries are the last, and the
+                shape of the layer.
             budget: Entries per head that a query may attend to.
-            shape: Scale, soft cap and window of the layer.
-            rotary: Rotary embedding of q and k; None for none.
+            rotary: Rotary embedding of queries and keys; None for none.
 
         Returns:
             out (Hq, Q, value_dim); lse (Hq, Q) float32.

@@ -104,29 +104,11 @@ def chat(
         config = {**kept, "calibration": cache.calibration, "kv_memory": kv_memory, "weights": weights}
         config |= {"overflow": overflow, "trust_remote_code": trust_remote_code, "budget_floor": budget_floor}
         config |= {} if kept_session is None else {"cache_dir": kept_session.cache_dir}
-        place = device_of_engine(device, disk, weights, memory)
-        who: AbstractContextManager[ChatBackend] = _here(
-            model or "pond-recall",
-            None if dtype == "auto" else dtype,
-            memory,
-            disk,
-            config,
-            drawn,
-            place,
-            device_memory,
-        )
-    elif (
-        kv_memory
-        or memory
-        or disk
-        or device
-        or device_memory
-        or weights
-        or dtype != "auto"
-        or cache.calibration
-        or cache.fit
-        or overflow != "refuse"
-        or trust_remote_code
+        place = {"memory": memory, "disk": disk, "device": device_of_engine(device, disk, weights, memory)}
+        place |= {"dtype": None if dtype == "auto" else dtype, "device_memory": device_memory}
+        who: AbstractContextManager[ChatBackend] = _here(model or "pond-recall", config, drawn, place)
+    elif any((kv_memory, memory, disk, device, device_memory, weights, cache.calibration, cache.fit)) or (
+        dtype != "auto" or overflow != "refuse" or trust_remote_code
     ):
         raise OptionError(
             "--kv-memory, --memory, --disk, --device, --device-memory, --weights, --dtype, --calibration, --fit, "
@@ -222,31 +204,14 @@ def _answer(partner: ChatBackend, messages: list[Message], write: Callable[[str]
 
 
 @contextmanager
-def _here(
-    model: str,
-    dtype: str | None,
-    memory: str | None,
-    disk: Path | None,
-    config: dict[str, Any],
-    drawn: dict[str, Any],
-    device: str | None,
-    device_memory: str | None,
-) -> Iterator[LocalBackend]:
+def _here(model: str, config: dict[str, Any], drawn: dict[str, Any], place: dict[str, Any]) -> Iterator[LocalBackend]:
     from millpond.engine.config import EngineConfig
     from millpond.engine.llm import LLM
     from millpond.engine.sampling.params import SamplingParams
 
     params = SamplingParams(**drawn)
     with errors().status(f"loading {model}"):
-        llm = LLM(
-            model,
-            EngineConfig(**config),
-            dtype=dtype,
-            memory=memory,
-            disk=disk,
-            device=device,
-            device_memory=device_memory,
-        )
+        llm = LLM(model, EngineConfig(**config), **place)
     with llm:
         yield LocalBackend(llm, params, model)
 

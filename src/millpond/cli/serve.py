@@ -15,15 +15,9 @@ from millpond.cli.console import errors
 from millpond.cli.options import (
     CacheChoice,
     ChunkDtype,
-    DeviceMemory,
-    DeviceName,
-    Disk,
-    DtypeName,
-    Memory,
+    EnginePlace,
     ModelName,
     OptionGroup,
-    Threads,
-    device_of_engine,
     expand_groups,
     optional,
     parse_options,
@@ -281,12 +275,7 @@ def serve(
     served_name: Annotated[str | None, optional(help="The model's name for clients. Default: as --model.")] = None,
     cache: CacheChoice,
     engine: EngineChoice,
-    memory: Memory = None,
-    disk: Disk = None,
-    device: DeviceName = None,
-    device_memory: DeviceMemory = None,
-    dtype: DtypeName = "auto",
-    threads: Threads = None,
+    place: EnginePlace,
     tool_parser: Annotated[str, option_of(ServerSettings, "tool_parser")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line per request.")] = False,
     workers: Workers,
@@ -303,34 +292,21 @@ def serve(
 
     settings = ServerSettings(**limits.settings, **access.as_settings(), tool_parser=tool_parser)
     config = EngineConfig(**cache.for_request(), calibration=cache.calibration, **engine.as_arguments())
-    name, kind, layout = (
-        served_name or name_of(model),
-        None if dtype == "auto" else dtype,
-        workers.as_arguments(threads),
-    )
+    name, layout = served_name or name_of(model), workers.as_arguments(place.threads)
     llm: ServedLLM
     if workers.several:
         from millpond.cluster.async_llm import AsyncClusterLLM
 
-        if device is not None or device_memory is not None:
+        if place.device is not None or place.device_memory is not None:
             raise OptionError("workers compute on a CPU: leave --device and --device-memory out with workers")
-        if memory is not None or disk is not None or config.chunk_store is not None or config.cache_dir is not None:
+        if any(one is not None for one in (place.memory, place.disk, config.chunk_store, config.cache_dir)):
             raise OptionError(
                 "--memory, --disk, --chunk-store and --cache-dir are those of one engine: leave them out with workers"
             )
-        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=threads, **layout)
+        kind = None if place.dtype == "auto" else place.dtype
+        llm = AsyncClusterLLM(model, config, model_name=name, dtype=kind, threads=place.threads, **layout)
     else:
-        llm = AsyncLLM(
-            model,
-            config,
-            model_name=name,
-            dtype=kind,
-            threads=threads,
-            memory=memory,
-            disk=disk,
-            device=device_of_engine(device, disk, config.weights, memory),
-            device_memory=device_memory,
-        )
+        llm = AsyncLLM(model, config, model_name=name, **place.as_arguments(config.weights))
     if not settings.api_keys and host not in ("127.0.0.1", "localhost", "::1"):
         errors().print(
             f"[yellow]note:[/] anyone who can reach {escape(host)} may use the model; --api-key limits that to holders "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from millpond.budget import parse_bytes
-from millpond.engine.cluster_figures import Role
 from millpond.errors import OptionError
 from millpond.setting import check_settings, setting
+
+if TYPE_CHECKING:
+    from millpond.engine.cluster_figures import Role
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,8 +169,8 @@ class PagedAttention:
         sequence, q, q_pos, entries, budget = chunk
         selective = self._sequence_state.selective
         if selective is not None and not self.shape.window:
-            k, v = entries.keys, entries.values
-            return *selective.attend(sequence, q, k, v, q_pos, budget(), self.shape, self.rotary), None
+            args = PrefillArgs(q, entries.keys, entries.values, q_pos, self.shape)
+            return *selective.attend(sequence, args, budget(), self.rotary), None
         n_past = entries.positions.shape[1] - len(q_pos)
         past, masses = (
             None if t is None or not n_past else t[:, :n_past] for t in (entries.positions, entries.log_masses)
