@@ -22,6 +22,7 @@ from millpond.kernels.native.structs import (
     pool_numbers,
     readable_rows,
     rule_numbers,
+    run,
     shared_rows,
 )
 from millpond.kernels.thread_count import thread_count
@@ -88,8 +89,7 @@ def decode(values: DecodeValues, packed: bytes = b"") -> tuple[Tensor, Tensor, T
     )
     tensors = (q, k_new, v_new, bases, table, lens, caps, recent, q_pos, sinks)
     struct = decode_struct(DecodeValues(*tensors, *values[10:16], *spans), *result)
-    if entry_point("mp_decode_packed" if packed else "mp_decode")(struct + packed):
-        raise MemoryError("no memory for the work space of the decode kernel")
+    run("mp_decode_packed" if packed else "mp_decode", "the decode kernel", struct + packed)
     return result
 
 
@@ -159,8 +159,8 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
     tensors = (*first, pages.bases, flat_indices(table), lens, unused, unused, by_column, sinks)
     numbers = (pool_numbers(pages), rule_numbers(KEEP_ALL), shape.window, shape.scale, shape.softcap, 1.0)
     struct = decode_struct(DecodeValues(*tensors, *numbers), out, lse, unused)
-    if entry_point("mp_decode_rows")(struct + COLUMNS_OF_TOKENS(n_columns, *(x.stride(2) for x in new))):
-        raise MemoryError("no memory for the work space of the decode kernel")
+    columns = COLUMNS_OF_TOKENS(n_columns, *(x.stride(2) for x in new))
+    run("mp_decode_rows", "the decode kernel", struct + columns)
     return AttendOutput(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
 
 
@@ -218,34 +218,31 @@ def _call_prefill(
         numbers: Scale, softcap and decay.
     """
     (q, k, v), (past_columns, value_dim, window, reduce) = rows, shown
-    failed = entry_point("mp_prefill")(
-        PREFILL(
-            *map(address_of, rows),
-            *(DTYPES[x.dtype] for x in (q, k, k if v is None else v)),
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *((0, 0) if v is None else v.stride()[:2]),
-            q_pos.data_ptr(),
-            *shared_rows(past[0]),
-            *shared_rows(past[1]),
-            address_of(sink_logits),
-            *map(address_of, results),
-            len(q),
-            len(k),
-            q.shape[1],
-            k.shape[1],
-            past_columns,
-            q.shape[2],
-            value_dim,
-            window,
-            reduce,
-            thread_count(),
-            int(lse_known),
-            *numbers,
-        )
+    struct = PREFILL(
+        *map(address_of, rows),
+        *(DTYPES[x.dtype] for x in (q, k, k if v is None else v)),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *((0, 0) if v is None else v.stride()[:2]),
+        q_pos.data_ptr(),
+        *shared_rows(past[0]),
+        *shared_rows(past[1]),
+        address_of(sink_logits),
+        *map(address_of, results),
+        len(q),
+        len(k),
+        q.shape[1],
+        k.shape[1],
+        past_columns,
+        q.shape[2],
+        value_dim,
+        window,
+        reduce,
+        thread_count(),
+        int(lse_known),
+        *numbers,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the prefill kernel")
+    run("mp_prefill", "the prefill kernel", struct)
 
 
 def attend(args: AttendArgs) -> AttendOutput:
@@ -256,31 +253,28 @@ def attend(args: AttendArgs) -> AttendOutput:
     table, lens = flat_indices(table), flat_indices(lens)
     if not len(members) or not table.numel():
         return AttendOutput(out, lse)
-    failed = entry_point("mp_attend")(
-        ATTEND(
-            pages.bases.data_ptr(),
-            pages.bases.shape[1],
-            *pool_numbers(pages),
-            q.data_ptr(),
-            DTYPES[q.dtype],
-            *q.stride()[:2],
-            table.data_ptr(),
-            table.stride(0),
-            lens.data_ptr(),
-            members.data_ptr(),
-            out.data_ptr(),
-            DTYPES[out.dtype],
-            lse.data_ptr(),
-            len(members),
-            q.shape[1],
-            len(table),
-            thread_count(),
-            args.scale,
-            args.softcap,
-        )
+    struct = ATTEND(
+        pages.bases.data_ptr(),
+        pages.bases.shape[1],
+        *pool_numbers(pages),
+        q.data_ptr(),
+        DTYPES[q.dtype],
+        *q.stride()[:2],
+        table.data_ptr(),
+        table.stride(0),
+        lens.data_ptr(),
+        members.data_ptr(),
+        out.data_ptr(),
+        DTYPES[out.dtype],
+        lse.data_ptr(),
+        len(members),
+        q.shape[1],
+        len(table),
+        thread_count(),
+        args.scale,
+        args.softcap,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the attention to shared entries")
+    run("mp_attend", "the attention to shared entries", struct)
     return AttendOutput(out, lse)
 
 

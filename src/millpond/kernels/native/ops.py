@@ -30,6 +30,7 @@ from millpond.kernels.native.structs import (
     flat_indices,
     pool_numbers,
     readable_rows,
+    run,
 )
 from millpond.kernels.thread_count import thread_count
 
@@ -218,42 +219,39 @@ def merge_slots(args: MergeArgs) -> None:
         raise OptionError("memory is written in place: it must be a contiguous float64 tensor")
     local = args.local if args.local is None else readable_rows(args.local.float())
     n_seq = q_pos.shape[0]
-    failed = entry_point("mp_merge_slots")(
-        MERGE(
-            pages.bases.data_ptr(),
-            pages.bases.shape[1],
-            *pool_numbers(pages),
-            table.data_ptr(),
-            table.stride(0),
-            lens.data_ptr(),
-            caps.data_ptr(),
-            recent.data_ptr(),
-            q_pos.data_ptr(),
-            memory.data_ptr(),
-            0 if local is None else local.data_ptr(),
-            0 if local is None else local.stride(0),
-            n_seq,
-            lens.shape[0] // n_seq if n_seq else 0,
-            leave.evict,
-            leave.sinks,
-            leave.seed & 0xFFFFFFFF,
-            rule.weigh,
-            rule.closed,
-            rule.targets,
-            rule.over,
-            rule.average,
-            rule.draw,
-            rule.bias,
-            rule.masses and pages.masses,
-            thread_count(),
-            rule.threshold,
-            rule.rate,
-            rule.cover,
-            rule.most,
-        )
+    struct = MERGE(
+        pages.bases.data_ptr(),
+        pages.bases.shape[1],
+        *pool_numbers(pages),
+        table.data_ptr(),
+        table.stride(0),
+        lens.data_ptr(),
+        caps.data_ptr(),
+        recent.data_ptr(),
+        q_pos.data_ptr(),
+        memory.data_ptr(),
+        0 if local is None else local.data_ptr(),
+        0 if local is None else local.stride(0),
+        n_seq,
+        lens.shape[0] // n_seq if n_seq else 0,
+        leave.evict,
+        leave.sinks,
+        leave.seed & 0xFFFFFFFF,
+        rule.weigh,
+        rule.closed,
+        rule.targets,
+        rule.over,
+        rule.average,
+        rule.draw,
+        rule.bias,
+        rule.masses and pages.masses,
+        thread_count(),
+        rule.threshold,
+        rule.rate,
+        rule.cover,
+        rule.most,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the merging kernel")
+    run("mp_merge_slots", "the merging kernel", struct)
 
 
 def _flags(mask: Tensor) -> Tensor:
@@ -271,26 +269,23 @@ def nearest(
     if values is not None:
         of_values = (values.data_ptr(), DTYPES[values.dtype], *keys.stride()[:2], *values.stride()[:2], values.shape[2])
     address, dtype, *strides, value_dim = of_values
-    failed = entry_point("mp_nearest")(
-        NEAREST(
-            keys.data_ptr(),
-            address,
-            DTYPES[keys.dtype],
-            dtype,
-            *strides,
-            sources.data_ptr(),
-            targets.data_ptr(),
-            into.data_ptr(),
-            alike.data_ptr(),
-            *keys.shape[:2],
-            keys.shape[2],
-            value_dim,
-            thread_count(),
-            floor,
-        )
+    struct = NEAREST(
+        keys.data_ptr(),
+        address,
+        DTYPES[keys.dtype],
+        dtype,
+        *strides,
+        sources.data_ptr(),
+        targets.data_ptr(),
+        into.data_ptr(),
+        alike.data_ptr(),
+        *keys.shape[:2],
+        keys.shape[2],
+        value_dim,
+        thread_count(),
+        floor,
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the likeness kernel")
+    run("mp_nearest", "the likeness kernel", struct)
     return into, alike
 
 
@@ -298,22 +293,19 @@ def mean_rows(x: Tensor, weight: Tensor, own: Tensor, into: Tensor, leaves: Tens
     x, into, leaves = readable_rows(x), into.contiguous(), _flags(leaves)
     weight, own = weight.double().contiguous(), own.double().contiguous()
     out = torch.empty(x.shape, dtype=torch.float32)
-    failed = entry_point("mp_mean_rows")(
-        MEAN(
-            x.data_ptr(),
-            DTYPES[x.dtype],
-            *x.stride()[:2],
-            weight.data_ptr(),
-            own.data_ptr(),
-            into.data_ptr(),
-            leaves.data_ptr(),
-            out.data_ptr(),
-            *x.shape,
-            thread_count(),
-        )
+    struct = MEAN(
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        *x.stride()[:2],
+        weight.data_ptr(),
+        own.data_ptr(),
+        into.data_ptr(),
+        leaves.data_ptr(),
+        out.data_ptr(),
+        *x.shape,
+        thread_count(),
     )
-    if failed:
-        raise MemoryError("no memory for the work space of the merging kernel")
+    run("mp_mean_rows", "the merging kernel", struct)
     return out
 
 

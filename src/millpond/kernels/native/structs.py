@@ -32,6 +32,16 @@ def entry_point(name: str) -> Call:
     return function
 
 
+def run(name: str, purpose: str, struct: bytes) -> None:
+    """Call the C function of that name.
+
+    Raises:
+        MemoryError: there is no work space for its purpose.
+    """
+    if entry_point(name)(struct):
+        raise MemoryError(f"no memory for the work space of {purpose}")
+
+
 def readable_rows(x: Tensor) -> Tensor:
     """Return the tensor with contiguous rows in a dtype that the kernels read."""
     x = x if x.dtype in DTYPES else x.float()
