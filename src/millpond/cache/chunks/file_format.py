@@ -19,6 +19,7 @@ from torch import Tensor
 
 from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 from millpond.errors import DataError
+from millpond.typed_json import as_type
 
 #: Name of the format of the files, and of the file that names the model of a folder.
 FORMAT = "millpond-chunk-1"
@@ -81,9 +82,10 @@ def _facts(about: dict[str, Any], mark: str, chunk: str) -> VariantFacts:
     """
     if about.get("format") != FORMAT or about.get("mark") != mark:
         raise ForeignFileError("a file of another model or format")
-    given = dict(about["facts"])
-    given |= {name: tuple(given[name]) for name in ("before", "received")}
-    facts = VariantFacts(**given)
+    try:
+        facts: VariantFacts = as_type(VariantFacts, about["facts"])
+    except TypeError as error:
+        raise ForeignFileError(f"its header says nothing of a chunk: {error}") from error
     if facts.chunk != chunk:
         raise ForeignFileError("a file of another chunk")
     return facts

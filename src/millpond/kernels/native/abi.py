@@ -37,7 +37,10 @@ PREFILL = Struct("=32q3d").pack
 
 
 class DecodeValues(NamedTuple):
-    """Tensors of `DecodeArgs` and numbers of a decoding step, in the order of the schema of `millpond::decode`."""
+    """Tensors of `DecodeArgs` and numbers of a decoding step.
+
+    Their order is that of the schema of `millpond::decode`.
+    """
 
     q: Tensor
     k_new: Tensor
@@ -60,7 +63,7 @@ class DecodeValues(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k_new: Tensor, v_new: Tensor, regions: StepRegions) -> DecodeValues:
-        """Return the values of a step of a layer over the plain part of its regions; its sinks are ready to be read."""
+        """Return the values of a step of a layer over its plain regions, sinks in float32."""
         (pages, table, lens), rule, shape = regions.plain.parts, regions.rule, regions.shape
         tensors = (q, k_new, v_new, pages.bases, table, lens, regions.caps, regions.recent, regions.q_pos)
         lists, window, scale = (pool_numbers(pages), rule_numbers(rule)), shape.window, shape.scale

@@ -16,7 +16,7 @@ COLUMNS = 128
 
 
 def _scan_struct(x: Tensor, y: Tensor, sets: int, results: tuple[int, ...], threshold: float = 0.0) -> bytes:
-    """Return the C struct of products of the rows x (H, N, dim) and y (H * sets, n, dim), and of their results."""
+    """Return the C struct of products of rows x (H, N, dim) and y (H * sets, n, dim)."""
     rows = (x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype], *x.stride()[:2], *y.stride()[:2])
     return SCAN(*rows, *x.shape[:2], sets, y.shape[1], x.shape[2], *results, thread_count(), threshold)
 
