@@ -42,41 +42,6 @@ from millpond.kernels.native.ops import (
 from millpond.kernels.native.pages import write_packed
 from millpond.kernels.native.row_products import absolute_sums, newest_alike
 
-__all__ = [
-    "Behind",
-    "Layers",
-    "Linears",
-    "NativeKernelsWarning",
-    "absolute_sums",
-    "admit",
-    "attend",
-    "decode",
-    "decode_rows",
-    "gate",
-    "gemm",
-    "gemm_serves",
-    "is_available",
-    "isa",
-    "largest",
-    "linear",
-    "mean_rows",
-    "merge_slots",
-    "nearest",
-    "newest_alike",
-    "norm",
-    "prefill",
-    "race",
-    "read",
-    "read_bandwidth",
-    "read_packed",
-    "rotate_",
-    "use_huge_pages",
-    "widen",
-    "window_signal",
-    "write",
-    "write_packed",
-]
-
 
 @cache
 def _found() -> bool:
