@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -11,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from millpond.budget import FLOOR
-from millpond.cli.console import errors
+from millpond.cli.console import errors, size
 from millpond.cli.options import (
     CacheChoice,
     ChunkDtype,
@@ -22,7 +24,6 @@ from millpond.cli.options import (
     optional,
     parse_options,
 )
-from millpond.cli.serve_summary import show_requests, summary
 from millpond.cli.setting_options import option_of
 from millpond.cluster.settings import ClusterSettings
 from millpond.cpu_limit import usable_cpus
@@ -31,6 +32,10 @@ from millpond.errors import OptionError
 from millpond.install_command import install_command
 from millpond.server.settings import ServerSettings
 from millpond.setting import settings_of
+
+if TYPE_CHECKING:
+    from millpond.server.llm_protocol import ServedLLM
+    from millpond.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from millpond.cache.chunks.store import ChunkStore
@@ -335,3 +340,46 @@ def name_of(model: str) -> str:
     if path.suffix.lower() == ".gguf":
         return path.stem
     return path.resolve().name if path.is_dir() else model
+
+
+#: Addresses that stand for every one of a machine.
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def summary(llm: ServedLLM, settings: ServerSettings, host: str, port: int) -> list[str]:
+    """Return the lines that a server prints when it listens.
+
+    Args:
+        llm: The model.
+        settings: Settings of the server.
+        host: Address on which it listens.
+        port: Port that it has.
+    """
+    stats, cache = llm.stats(), llm.cache
+    own = _EVERY.get(host, host)
+    address = f"http://{f'[{own}]' if ':' in own else own}:{port}"
+    weights = f", {size(stats.weight_bytes)} of weights" if stats.weight_bytes else ""
+    room = "no limit (--kv-memory)" if stats.kv_limit is None else f"at most {size(stats.kv_limit)}"
+    kept = [f"method {cache.method}" if cache.method else "", f"budget {cache.budget}" if cache.budget else ""]
+    kept += [f"format {cache.codec or 'of the model'}"]
+    keys = f"one of {len(settings.api_keys)} is needed" if settings.api_keys else "none is needed"
+    everywhere = ", and at every other address of this machine" if host in _EVERY else ""
+    return [
+        f"model    {llm.model_name}{weights}, context of {llm.context_length:,} tokens",
+        f"cache    {', '.join(part for part in kept if part)}; memory for keys and values: {room}",
+        f"OpenAI   {address}/v1{everywhere}",
+        f"others   {address} (Anthropic's clients, llama.cpp's /infill; /openapi.json describes all)",
+        f"page     {address}/",
+        f"key      {keys}",
+    ]
+
+
+def show_requests() -> None:
+    """Write a line per request to stderr from now on."""
+    from millpond.server.request_log import LOG
+
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    LOG.handlers[:] = [lines]
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False

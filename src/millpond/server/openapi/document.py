@@ -21,11 +21,12 @@ from millpond.server.openapi.answers import (
     ErrorAnswer,
     ResponseAnswer,
 )
-from millpond.server.openapi.infill import InfillChunk, Infilled
 from millpond.server.openapi.info import (
     ClusterWorkers,
     Detokenized,
     Health,
+    InfillChunk,
+    Infilled,
     MemoryOfLayer,
     ServedModel,
     ServedModels,
