@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from millpond.errors import OptionError
-from millpond.kernels.args import AttendArgs, AttendOutput, DecodeRowsArgs, StepRegions, WindowSignalArgs
+from millpond.kernels.args import (
+    AttendArgs,
+    AttendOutput,
+    DecodeRowsArgs,
+    EntryRows,
+    PrefillArgs,
+    StepRegions,
+    WindowSignalArgs,
+)
 from millpond.kernels.decode_rules import KEEP_ALL, MOST_LEAST
 from millpond.kernels.eager.attention import empty_output
 from millpond.kernels.native.structs import (
@@ -167,34 +175,23 @@ def decode_rows(args: DecodeRowsArgs) -> AttendOutput:
     return AttendOutput(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    past_pos: Tensor | None,
-    past_log_masses: Tensor | None,
-    sink_logits: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-    colsum: int,
-    decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a prefill; `colsum` is a Reduce, or -1 for an empty third result."""
-    q, k, v, q_pos = readable_rows(q), readable_rows(k), readable_rows(v), flat_indices(q_pos)
-    past_pos = past_pos if past_pos is None else flat_indices(past_pos)
-    past_log_masses = past_log_masses if past_log_masses is None else readable_rows(past_log_masses.float())
-    sink_logits = sink_logits if sink_logits is None else sink_logits.float().contiguous()
+def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a prefill; the third result is empty where no sums are requested."""
+    q, k, v, q_pos = readable_rows(args.q), readable_rows(args.k), readable_rows(args.v), flat_indices(args.q_pos)
+    past_pos = None if args.past_pos is None else flat_indices(args.past_pos)
+    past_log_masses = None if args.past_log_masses is None else readable_rows(args.past_log_masses.float())
+    shape, summed = args.shape, args.colsum is not None
+    sink_logits = None if shape.sink_logits is None else shape.sink_logits.float().contiguous()
     n_heads, n_queries, _ = q.shape
     n_kv_heads, n_columns, value_dim = v.shape
     out = torch.empty((n_heads, n_queries, value_dim), dtype=q.dtype)
     lse = torch.empty((n_heads, n_queries), dtype=torch.float32)
-    sums = torch.zeros((n_kv_heads, n_columns) if colsum >= 0 else (0, 0), dtype=torch.float32)
+    sums = torch.zeros((n_kv_heads, n_columns) if summed else (0, 0), dtype=torch.float32)
     if n_queries:
-        past, results = (past_pos, past_log_masses), (out, lse, sums if colsum >= 0 else None)
-        shown = (n_columns - n_queries, value_dim, window, max(colsum, 0))
-        _call_prefill((q, k, v), q_pos, past, sink_logits, results, shown, False, (scale, softcap, decay))
+        past, results = (past_pos, past_log_masses), (out, lse, sums if summed else None)
+        shown = (n_columns - n_queries, value_dim, shape.window, int(args.colsum or 0))
+        numbers = (shape.scale, shape.softcap, args.decay)
+        _call_prefill((q, k, v), q_pos, past, sink_logits, results, shown, False, numbers)
     return out, lse, sums
 
 
@@ -302,27 +299,15 @@ def window_signal(args: WindowSignalArgs) -> Tensor:
     return sums
 
 
-def write(
-    bases: Tensor,
-    table: Tensor,
-    start: Tensor,
-    count: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scores: Tensor | None,
-    log_masses: Tensor | None,
-    pool: list[int],
-) -> None:
-    if index.numel() == 0:
+def write(bases: Tensor, table: Tensor, rows: EntryRows, pool: list[int]) -> None:
+    if rows.index.numel() == 0:
         return
-    table, start, count, index = flat_indices(table), flat_indices(start), flat_indices(count), flat_indices(index)
-    keys, values = readable_rows(keys), readable_rows(values)
+    table, start, count, index = map(flat_indices, (table, rows.start, rows.count, rows.index))
+    keys, values, positions = readable_rows(rows.keys), readable_rows(rows.values), rows.positions
     if positions.dtype is not INT32:
         raise OptionError(f"positions are int32, not {positions.dtype}")
-    scores = scores if scores is None else scores.float()
-    log_masses = log_masses if log_masses is None else log_masses.float()
+    scores = None if rows.scores is None else rows.scores.float()
+    log_masses = None if rows.log_masses is None else rows.log_masses.float()
     entry_point("mp_write")(
         WRITE(
             bases.data_ptr(),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millpond.errors import OptionError
 from millpond.kernels.args import (
+    AttentionShape,
     DecodeArgs,
     DecodeOutput,
     EntryRows,
@@ -20,6 +21,7 @@ from millpond.kernels.args import (
     PrefillArgs,
     PrefillOutput,
 )
+from millpond.kernels.decode_rules import Reduce
 from millpond.kernels.native import abi, decoder_rows
 from millpond.kernels.native.pages import regions_struct
 from millpond.kernels.native.structs import (
@@ -53,10 +55,16 @@ LIBRARY.define(
 )
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.impl("decode", lambda *values: abi.decode(abi.DecodeValues(*values)), "CPU")
-LIBRARY.impl("prefill", abi.prefill, "CPU")
-LIBRARY.impl("write", abi.write, "CPU")
+LIBRARY.impl("prefill", lambda *values: abi.prefill(_prefill_args(*values)), "CPU")
+LIBRARY.impl("write", lambda bases, table, *rest: abi.write(bases, table, EntryRows(*rest[:-1]), rest[-1]), "CPU")
 LIBRARY.impl("read", abi.read, "CPU")
 LIBRARY.impl("linear", decoder_rows.linear, "CPU")
+
+
+def _prefill_args(*values: Any) -> PrefillArgs:
+    q, k, v, q_pos, past_pos, past_log_masses, sinks, window, scale, softcap, colsum, decay = values
+    shape, reduce = AttentionShape(scale, softcap, window, sinks), None if colsum < 0 else Reduce(colsum)
+    return PrefillArgs(q, k, v, q_pos, shape, past_pos, past_log_masses, reduce, decay)
 
 
 @torch.library.register_fake("millpond::decode", lib=LIBRARY)
@@ -111,39 +119,30 @@ def decode(args: DecodeArgs) -> DecodeOutput:
 
 
 def prefill(args: PrefillArgs) -> PrefillOutput:
-    call, shape = torch.ops.millpond.prefill.default if torch.compiler.is_compiling() else abi.prefill, args.shape
-    out, lse, sums = call(
-        args.q,
-        args.k,
-        args.v,
-        args.q_pos,
-        args.past_pos,
-        args.past_log_masses,
-        shape.sink_logits,
-        shape.window,
-        shape.scale,
-        shape.softcap,
-        -1 if args.colsum is None else int(args.colsum),
-        args.decay,
-    )
+    shape = args.shape
+    if torch.compiler.is_compiling():
+        tensors = (args.q, args.k, args.v, args.q_pos, args.past_pos, args.past_log_masses, shape.sink_logits)
+        numbers = (
+            shape.window,
+            shape.scale,
+            shape.softcap,
+            -1 if args.colsum is None else int(args.colsum),
+            args.decay,
+        )
+        out, lse, sums = torch.ops.millpond.prefill.default(*tensors, *numbers)
+    else:
+        out, lse, sums = abi.prefill(args)
     return PrefillOutput(out, lse, sums if args.colsum is not None else None)
 
 
 def write(regions: PageRegions, rows: EntryRows) -> None:
-    call, pages = torch.ops.millpond.write.default if torch.compiler.is_compiling() else abi.write, regions.pages
-    call(
-        pages.bases,
-        regions.table,
-        rows.start,
-        rows.count,
-        rows.index,
-        rows.keys,
-        rows.values,
-        rows.positions,
-        rows.scores,
-        rows.log_masses,
-        pool_numbers(pages),
-    )
+    pages, table = regions.pages, regions.table
+    if torch.compiler.is_compiling():
+        entries = (rows.keys, rows.values, rows.positions, rows.scores, rows.log_masses)
+        where = (pages.bases, table, rows.start, rows.count, rows.index)
+        torch.ops.millpond.write.default(*where, *entries, pool_numbers(pages))
+    else:
+        abi.write(pages.bases, table, rows, pool_numbers(pages))
 
 
 def read(regions: PageRegions, width: int) -> PaddedEntries:
