@@ -28,19 +28,20 @@ from millpond.kernels.native.decoder_rows import (
 )
 from millpond.kernels.native.library import NativeKernelsWarning, use_huge_pages
 from millpond.kernels.native.ops import (
+    absolute_sums,
     admit,
     decode,
     linear,
     mean_rows,
     merge_slots,
     nearest,
+    newest_alike,
     prefill,
     race,
     read,
     write,
 )
 from millpond.kernels.native.pages import write_packed
-from millpond.kernels.native.row_products import absolute_sums, newest_alike
 
 
 @cache
