@@ -14,7 +14,7 @@ from millpond.cache.entries.compaction import rows_at
 from millpond.cache.pages.page_table import PageTable
 from millpond.cache.types import PerSequence, RotaryEmbedding
 from millpond.kernels import ops
-from millpond.kernels.args import AttentionShape, EntryRows, PrefillArgs
+from millpond.kernels.args import AttentionShape, DecodeArgs, EntryRows, PrefillArgs
 from millpond.kernels.eager.softmax import soft_cap, softmax_with_sink, wide
 from millpond.policy.needs import BLOCK, BlockLookup, HeadPrompt, Needs, Pattern, PromptPatterns
 
@@ -71,17 +71,9 @@ class BlockRetrieval:
         self._known[sequence] = (old or none)._replace(budget=budget)
         return self._attend(sequence, q, args.q_pos, lambda at: (args.k[:, at], args.v[:, at]), args.shape, rotary)
 
-    def decode(
-        self,
-        table: PageTable,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor]:
         """Decode as `SelectiveAttention.decode`: each sequence reads only its selection."""
+        q, k, v, q_pos = args.q, args.k_new, args.v_new, args.regions.q_pos
         arrays, slots = table.pool.arrays, table.pool.slots
         counts = (q_pos >= 0).int().repeat_interleave(table.n_kv_heads)
         rows, values = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
@@ -99,7 +91,7 @@ class BlockRetrieval:
                 return rows_at(arrays.keys, ids), rows_at(arrays.values, ids)
 
             own, at = q[sequence][:, None], q_pos[sequence : sequence + 1]
-            found = self._attend(sequence, own, at, fetch, shape, rotary)
+            found = self._attend(sequence, own, at, fetch, args.regions.shape, rotary)
             out[sequence], lse[sequence] = found[0][:, 0], found[1][:, 0]
         return out, lse
 
@@ -245,16 +237,7 @@ class SparsePrefill:
             _attend_head(q[head], k[own], v[own], pattern, one, out[head], lse[head])
         return out, lse
 
-    def decode(
-        self,
-        table: PageTable,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
+    def decode(self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None) -> None:
         """Return None: a step attends to everything."""
 
     def tensors(self, sequence: int) -> dict[str, Tensor]:
@@ -323,14 +306,7 @@ class SelectiveAttention(Protocol):
         ...
 
     def decode(
-        self,
-        table: PageTable,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_pos: Tensor,
-        shape: AttentionShape,
-        rotary: RotaryEmbedding | None,
+        self, table: PageTable, args: DecodeArgs, rotary: RotaryEmbedding | None
     ) -> tuple[Tensor, Tensor] | None:
         """Store the new entries and attend, as in a step; None to attend to everything."""
         ...

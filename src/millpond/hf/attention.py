@@ -128,14 +128,7 @@ def break_off() -> None:
 
 
 def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
+    *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """The padding mask (B, kv_length), and a way to make the stock mask if a stock cache is used.
 
@@ -144,18 +137,10 @@ def mask(
     A model called without a mask says of the new tokens alone, in (B, q_length), that none is a pad. A pass on another
     cache gets the mask that it would get without a switch, so that it may end after the switch was undone.
     """
+    sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     own = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
     if own is not None and not _pending.ours:
-        made: Tensor = own(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
+        made: Tensor = own(**sizes, attention_mask=attention_mask, **kwargs)
         return made
     if attention_mask is not None and stock_attention.is_remembered(attention_mask):
         return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
@@ -165,17 +150,7 @@ def mask(
         result = attention_mask[:, -kv_length:].bool()
     if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
         result = result[:, None, None]
-    stock_attention.remember(
-        result,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
+    stock_attention.remember(result, **sizes, attention_mask=attention_mask, **kwargs)
     return result
 
 

@@ -186,7 +186,8 @@ class PagedAttention:
         """
         selective = self._sequence_state.selective
         if selective is not None and not self.shape.window:
-            found = selective.decode(table, q, k, v, q_pos, self.shape, self.rotary)
+            args = DecodeArgs(q, k, v, table.step_regions(rule, self.shape, q_pos))
+            found = selective.decode(table, args, self.rotary)
             if found is not None:
                 return found
         if table.aged is not None:
