@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from millpond.cluster.router import Load, PrefixLedger, choose
-from millpond.cluster.settings import Role
 from millpond.engine.chunks.prompt import Prompt
+from millpond.engine.cluster_figures import Role
 from millpond.engine.request import CacheOptions, Request
 from tests.helpers.cluster.local import LocalCluster
 from tests.helpers.cluster.routing import BLOCK, SimulatedWorkers

@@ -135,14 +135,7 @@ def break_off() -> None:
 
 
 def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
+    *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
     """Return the padding mask (B, kv_length), with a way to make the stock mask attached.
 
@@ -150,18 +143,10 @@ def mask(
     the model is called without a mask, all new tokens count as real, (B, q_length). A pass over a stock cache receives
     the stock mask, so it stays correct if compression is switched off before the pass ends.
     """
+    sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     own = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
     if own is not None and not _pending.ours:
-        made: Tensor = own(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
+        made: Tensor = own(**sizes, attention_mask=attention_mask, **kwargs)
         return made
     if attention_mask is not None and stock_attention.is_remembered(attention_mask):
         return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
@@ -171,17 +156,7 @@ def mask(
         result = attention_mask[:, -kv_length:].bool()
     if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
         result = result[:, None, None]
-    stock_attention.remember(
-        result,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
+    stock_attention.remember(result, **sizes, attention_mask=attention_mask, **kwargs)
     return result
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import PreTrainedModel
 
@@ -25,6 +25,7 @@ from millpond.hf.calibration.load import model_mark
 from millpond.methods import METHODS
 from millpond.models.cache_folder import cache_folder
 from millpond.scalar import number
+from millpond.typed_json import Number, as_type
 
 FORMAT = "millpond fit 1"
 #: Budget that is chosen from a table.
@@ -71,8 +72,8 @@ class FitRow:
 
     budget: str | None
     codec: str
-    bytes_share: float
-    kl: tuple[float, ...]
+    bytes_share: Annotated[float, Number()]
+    kl: tuple[Annotated[float, Number()], ...]
 
     @property
     def bound(self) -> float:
@@ -284,35 +285,22 @@ def check_given(budget: object, max_kl: object, fit: object) -> bool:
 def _table(found: Any) -> Fit:
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    rows, options = found.pop("rows"), found.pop("options")
-    for name, kind in (
-        ("model", str),
-        ("name", str),
-        ("method", str),
-        ("text", str),
-        ("context", int),
-        ("continuation", int),
-    ):
-        if not isinstance(found[name], kind):
-            raise ValueError(f"{name} is no {kind.__name__}")
-    if not (isinstance(rows, list) and 0 < len(rows) <= MOST_ROWS and isinstance(options, dict)):
+    table: Fit = as_type(Fit, found)
+    if not 0 < len(table.rows) <= MOST_ROWS:
         raise ValueError(f"it has 1 to {MOST_ROWS} rows, and options")
-    made = tuple(_row(row) for row in rows)
-    if len({len(row.kl) for row in made}) != 1:
+    for row in table.rows:
+        _check_row(row)
+    if len({len(row.kl) for row in table.rows}) != 1:
         raise ValueError("its rows have different windows")
-    return Fit(**found, options=options, rows=made)
+    return table
 
 
-def _row(found: Any) -> FitRow:
-    if not isinstance(found["budget"], str | None) or not isinstance(found["codec"], str):
-        raise ValueError("a row names a budget, or none, and a codec")
-    row = FitRow(found["budget"], found["codec"], float(found["bytes_share"]), tuple(map(float, found["kl"])))
+def _check_row(row: FitRow) -> None:
     if row.budget is not None:
         Budget.parse(row.budget)
     resolve(row.codec)
-    if not (0 < len(row.kl) <= MOST_WINDOWS and all(map(math.isfinite, (row.bytes_share, *row.kl)))):
+    if not 0 < len(row.kl) <= MOST_WINDOWS:
         raise ValueError(f"a row has 1 to {MOST_WINDOWS} windows, and finite numbers")
-    return row
 
 
 def _written(options: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ def remember(
     padding: Tensor,
     *,
     q_length: int,
-    mask_function: Callable[..., Any] | None,
+    mask_function: Callable[..., Any] | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     local_size: int | None = None,

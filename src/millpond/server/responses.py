@@ -15,18 +15,22 @@ from millpond.engine.request import Request
 from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
 from millpond.server.messages import (
+    LIST,
     MAX_NAME,
     MAX_TOOLS,
     NAMES,
+    TEXT,
     Body,
     CalledFunction,
     Function,
     Message,
     Name,
+    TextOr,
     Tool,
     ToolCall,
     arguments_of,
     length_of,
+    text_or_list,
 )
 from millpond.server.messages import TextPart as ChatPart
 from millpond.server.schemas import Label, ObjectFormat, StreamOptions, TextFormat, TokenFields
@@ -269,14 +273,6 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-#: Tags of what is a text or a list; that of lists replaces an error, where "" says nothing more.
-_TEXT, _LIST = "text", ""
-
-
-def _kind(value: Any) -> str:
-    return _TEXT if isinstance(value, str) else _LIST
-
-
 class InputPart(Body):
     """A piece of a message; fields of our own answers other than the text are ignored."""
 
@@ -292,9 +288,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)], Discriminator(_kind)
-    ]
+    content: TextOr[InputPart]
     id: Label | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Label | None = None
@@ -334,9 +328,7 @@ class FunctionOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: Name
-    output: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputPart], Field(fail_fast=True), Tag(_LIST)], Discriminator(_kind)
-    ]
+    output: TextOr[InputPart]
     id: Label | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -415,8 +407,8 @@ class ResponseBody(TokenFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        Annotated[str, Tag(_TEXT)] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(_LIST)],
-        Discriminator(_kind),
+        Annotated[str, Tag(TEXT)] | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag(LIST)],
+        Discriminator(text_or_list),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)

@@ -14,8 +14,9 @@ import numpy as np
 from millpond.cluster.handle import WorkerLostError
 from millpond.cluster.llm import Cluster, ClusterLLM
 from millpond.cluster.messages import StartMessage, WorkerReport
-from millpond.cluster.settings import ClusterSettings, Role
+from millpond.cluster.settings import ClusterSettings
 from millpond.cluster.worker import EngineWorker
+from millpond.engine.cluster_figures import Role
 from millpond.engine.config import EngineConfig
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from millpond.engine.offload.machine import ROWS, WEIGHTS, CallTimes, MachineConstants
+from millpond.engine.offload.machine import ROWS, WEIGHTS, MachineConstants
 from millpond.engine.offload.measure import hardware, measure
 from millpond.models.cache_folder import cache_folder
 from millpond.models.weights.packed_file import Report
 from millpond.option_files import read_file
+from millpond.typed_json import as_type
 
 #: Changes when the meaning of a field does.
 FORMAT = 2
 _MOST_BYTES = 65536
-_RATES = ("read_per_s", "burst_per_s", "memory_per_s", "attention")
 
 
 def machine_constants(
@@ -88,34 +87,16 @@ def read(place: Path) -> MachineConstants | None:
         return None
 
 
-def _checked(found: Mapping[str, Any]) -> MachineConstants:
+def _checked(found: dict[str, Any]) -> MachineConstants:
     """
     Raises:
         ValueError, TypeError, KeyError, AttributeError: it is none.
     """
-    if found["format"] != FORMAT or found["accelerator"] is not None or set(found["flops"]) != set(WEIGHTS):
+    if found.pop("format") != FORMAT or found.keys() != {one.name for one in fields(MachineConstants) if one.init}:
         raise ValueError("another format")
-    flops = {dtype: {int(rows): _rate(rate) for rows, rate in found["flops"][dtype].items()} for dtype in WEIGHTS}
-    if any(tuple(sorted(table)) != ROWS for table in flops.values()):
+    constants: MachineConstants = as_type(MachineConstants, found)
+    if constants.accelerator is not None or constants.flops.keys() != set(WEIGHTS):
+        raise ValueError("another machine")
+    if any(tuple(sorted(table)) != ROWS for table in constants.flops.values()):
         raise ValueError("other rows")
-    texts = {name: found[name] for name in ("folder", "hardware", "date")}
-    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(found["settled"], bool):
-        raise ValueError("no texts")
-    counts = {name: found[name] for name in ("threads", "cores")}
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts.values()):
-        raise ValueError("no number of threads or cores")
-    rest: dict[str, Any] = texts | counts | {name: _rate(found[name]) for name in _RATES}
-    rest |= {name: _rate_or_0(found[name]) for name in ("write_per_s", "read_cpu_s")}
-    for name in ("calls", "disk_calls"):
-        rest[name] = CallTimes(**{part: _rate_or_0(seconds) for part, seconds in found[name].items()})
-    return MachineConstants(flops=flops, settled=found["settled"], **rest)
-
-
-def _rate_or_0(value: Any) -> float:
-    return 0.0 if value == 0 and not isinstance(value, bool) else _rate(value)
-
-
-def _rate(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{value!r} is no rate")
-    return float(value)
+    return constants

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from millpond.cache.atomic_files import publish, write_part
 from millpond.errors import DataError, OptionError, unknown
 from millpond.option_files import read_file
+from millpond.typed_json import Number, as_type
+
+_Figure = Annotated[float, Number(at_least=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +32,16 @@ class Prediction:
         what_if: tokens per second of the best plan when one thing changes, by a name of the change.
     """
 
-    seconds: float
-    prefill_s: float
-    decode_s: float
-    tokens_per_s: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    seconds: _Figure
+    prefill_s: _Figure
+    decode_s: _Figure
+    tokens_per_s: _Figure
+    prefill_tokens_per_s: _Figure
+    decode_tokens_per_s: _Figure
     prefill_bound: str
     decode_bound: str
-    bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    what_if: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, Mapping[str, Annotated[int, Number(at_least=0)]]] = field(default_factory=dict)
+    what_if: Mapping[str, _Figure] = field(default_factory=dict)
 
     def total(self, tier: str) -> int:
         """Bytes of all purposes in a tier."""
@@ -323,27 +325,9 @@ def _prediction(given: Any) -> Prediction:
         DataError: it is not what `to_json` writes.
     """
     try:
-        texts = {name: given[name] for name in ("prefill_bound", "decode_bound")}
-        numbers = {field.name: given[field.name] for field in fields(Prediction) if field.type == "float"}
-        of_bytes = {tier: {str(name): n for name, n in parts.items()} for tier, parts in given["bytes"].items()}
-        what_if = {str(name): value for name, value in given["what_if"].items()}
-        good = (
-            set(given) == {field.name for field in fields(Prediction)}
-            and all(isinstance(text, str) for text in texts.values())
-            and all(map(_is_rate, [*numbers.values(), *what_if.values()]))
-            and all(tier in TIERS and all(map(_is_count, parts.values())) for tier, parts in of_bytes.items())
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+        prediction: Prediction = as_type(Prediction, given)
+    except TypeError as error:
         raise DataError(f"plan: a damaged prediction ({error!r}); leave it out") from error
-    if not good:
+    if not prediction.bytes.keys() <= set(TIERS):
         raise DataError("plan: a damaged prediction; leave it out")
-    parts: Mapping[str, Any] = {**texts, **numbers, "bytes": of_bytes, "what_if": what_if}
-    return Prediction(**parts)
-
-
-def _is_rate(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
-
-
-def _is_count(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int) and value >= 0
+    return prediction

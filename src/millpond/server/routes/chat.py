@@ -24,9 +24,8 @@ from millpond.server.request_mapping import (
     schema_of,
     wants_progress,
 )
-from millpond.server.schemas import ChatBody
+from millpond.server.schemas import ChatBody, StructuralTag, two_of
 from millpond.server.service import Service
-from millpond.server.structured_outputs import StructuralTag, two_of
 from millpond.server.text_reader import PLAIN_STOP
 from millpond.server.tools.response_format import ToolCallFormat
 from millpond.server.tools.tool_choice import Tools, tools_of
