@@ -23,9 +23,10 @@ from millpond.hf.generation import use_generate
 from millpond.hf.key_biases import loses_by_bias, warn_of_bias, with_key_scales
 from millpond.hf.layer_budgets import within
 from millpond.hf.model_profile import ModelProfile, entry_dims
-from millpond.hf.model_support import check_shared, supported, unwrapped
+from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_native_layers
 from millpond.hf.retaining_heads import gates_finder, heads_finder
+from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation
 from millpond.hf.tokenizer_source import TokenizerSource

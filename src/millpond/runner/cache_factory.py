@@ -26,8 +26,8 @@ from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.compress import budget_of, check_bytes_by_layer, policy_of
 from millpond.hf.key_biases import with_key_scales
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.model_support import check_shared
 from millpond.hf.retaining_heads import gates_finder, heads_finder
+from millpond.hf.shared_keys import check_shared
 from millpond.hf.signals.output_projection import attach_output_projections
 from millpond.hf.signals.rotary import ModelRotation, attach_rotations, rolling_rotations
 from millpond.hf.tokenizer_source import TokenizerSource
