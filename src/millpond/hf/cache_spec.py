@@ -13,8 +13,8 @@ from millpond.errors import BudgetError, OptionError
 from millpond.hf.calibration.load import CalibrationSource, calibrated
 from millpond.hf.key_biases import with_key_scales
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.model_support import check_shared
 from millpond.hf.retaining_heads import gates_finder, heads_finder
+from millpond.hf.shared_keys import check_shared
 from millpond.hf.tokenizer_source import TokenizerSource
 from millpond.methods import METHODS
 from millpond.policy.policy import Policy

@@ -16,7 +16,7 @@ from millpond.errors import CacheMismatchError, OptionError, UnsupportedModelErr
 from millpond.hf.forward_hooks import ForwardHooks
 from millpond.hf.layer import MillpondLayer
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.model_support import readers_of
+from millpond.hf.shared_keys import readers_of
 
 #: Attributes of a layer of states that hold them: a number of the state -> a tensor, or None before the first token.
 _PARTS = ("conv_states", "recurrent_states")

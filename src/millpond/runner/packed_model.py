@@ -20,9 +20,10 @@ from millpond.errors import OptionError, UnsupportedModelError, unknown
 from millpond.hf.attention import begin_pass, check_window, end_pass, switch_attention
 from millpond.hf.grad_mode import no_autograd
 from millpond.hf.model_profile import ModelProfile
-from millpond.hf.model_support import readers_of, supported, unwrapped
+from millpond.hf.model_support import supported, unwrapped
 from millpond.hf.native_layers.decoder_layers import use_lean_layers
 from millpond.hf.native_layers.linears import use_native_linears
+from millpond.hf.shared_keys import readers_of
 from millpond.hf.signals.rotary import CHANGING
 from millpond.kernels.quantized_weight import FORMATS
 from millpond.models.cache_argument import cache_argument

@@ -34,7 +34,7 @@ from millpond.server.messages import (
 )
 from millpond.server.messages import TextPart as ChatPart
 from millpond.server.schemas import Label, ObjectFormat, StreamOptions, TextFormat, TokenFields
-from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event
+from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, pieces_of
 from millpond.server.tools.tool_choice import Tools
 from millpond.server.usage import choice_stats, for_chat, usage
 
@@ -72,20 +72,12 @@ class ResponsesCall:
             item = self.message() | {"content": [self.part(completion.text, completion)]}
             return self.ended(model, output, [item])
         reader = self.tools.reader(self.held)
-        items: list[dict[str, Any]] = []
-        called = arguments = ""
-        for event in [*reader.add(completion.text), *reader.finish()]:
-            match event:
-                case Content(text) | CallBreaks(text):
-                    if not items or items[-1]["type"] != "message":
-                        items.append(self.message() | {"content": [self.part("")]})
-                    items[-1]["content"][0]["text"] += text
-                case CallBegins(name):
-                    called, arguments = name, ""
-                case Arguments(text):
-                    arguments += text
-                case CallEnds():
-                    items.append(self.call(called) | {"arguments": arguments})
+        items = [
+            self.message() | {"content": [self.part(piece.text)]}
+            if piece.name is None
+            else self.call(piece.name) | {"arguments": piece.text}
+            for piece in pieces_of([*reader.add(completion.text), *reader.finish()])
+        ]
         return self.ended(model, output, items or [self.message() | {"content": [self.part("")]}])
 
     def events(self, model: str) -> ResponseEvents:

@@ -338,11 +338,26 @@ def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | 
     assert left is not None, "the host has a limit"
     if searched:
         return min(left, config.kv_limit or left)
-    if config.kv_limit is not None and config.kv_limit > left:
+    try:
+        return kv_of(left, "memory", config.kv_limit)
+    except BudgetError:
         if streamed is not None:
             streamed.close()
+        raise
+
+
+def kv_of(left: int, limit: str, wanted: int | None) -> int:
+    """Bytes for KV, of those that are left.
+
+    Args:
+        limit: the option that leaves them. wanted: `kv_memory` in bytes; None: all.
+
+    Raises:
+        BudgetError: more are wanted than are left.
+    """
+    if wanted is not None and wanted > left:
         raise BudgetError(
-            f"kv_memory={config.kv_limit:,} bytes is more than the {left:,} that memory leaves for KV; lower it, or "
-            "raise memory"
+            f"kv_memory={wanted:,} bytes is more than the {left:,} that {limit} leaves for KV; lower it, or raise "
+            f"{limit}"
         )
-    return left if config.kv_limit is None else config.kv_limit
+    return left if wanted is None else wanted

@@ -14,7 +14,7 @@ from millpond.engine.config import EngineConfig
 from millpond.engine.offload.cost import StepMemory
 from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
-from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of
+from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Capabilities, Plan, spread
 from millpond.engine.offload.planner import Workload, usual
 from millpond.errors import BudgetError, OptionError
@@ -197,7 +197,9 @@ def open_on_device(
         **streaming,
     )
     try:
-        config = replace(config, kv_memory=_kv_memory(ledger, config))
+        left = ledger.free(DEVICE)
+        if left is not None:
+            config = replace(config, kv_memory=kv_of(left, "device_memory", config.kv_limit))
         if config.kv_limit is not None:
             ledger.take(DEVICE, "kv", config.kv_limit)
     except BaseException:
@@ -216,20 +218,3 @@ def _placement(
     if found is None:
         return Placement(plan=plan, bytes=where, memory_bytes=limit)
     return Placement(plan=plan, bytes=where, memory_bytes=limit, workload=found.workload, said=(str(found),))
-
-
-def _kv_memory(ledger: Ledger, config: EngineConfig) -> int | None:
-    """Bytes for KV on the device.
-
-    Raises:
-        BudgetError: `kv_memory` is more than what is left.
-    """
-    left, wanted = ledger.free(DEVICE), config.kv_limit
-    if left is None or wanted is None:
-        return wanted if left is None else left
-    if wanted > left:
-        raise BudgetError(
-            f"kv_memory={wanted:,} bytes is more than the {left:,} that device_memory leaves for KV; lower it, or "
-            "raise device_memory"
-        )
-    return wanted

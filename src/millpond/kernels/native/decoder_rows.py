@@ -101,25 +101,8 @@ class Linears:
 
         All tensors are contiguous.
         """
-        n, turning, dim, threads = len(x), cos.shape[-1], q.shape[-1], thread_count()
-        q_row, k_row = self._widths[:2]
-        to = q.data_ptr(), k.data_ptr()
-        return LINEAR_ROWS(x.data_ptr(), 0, *to, v.data_ptr(), *self._unused, n, threads), ROTATE(
-            *to,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            n,
-            q_row // dim,
-            k_row // dim,
-            turning,
-            turning,
-            q_row,
-            dim,
-            k_row,
-            dim,
-            DTYPES[self._dtype],
-            threads,
-        )
+        rows = (x.data_ptr(), 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), *self._unused, len(x), thread_count())
+        return LINEAR_ROWS(*rows), _rotation(q, k, cos, sin)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
         """Return (..., n) of x (..., k) for each part.
@@ -211,23 +194,14 @@ def rotate_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     cos and sin (N, dim), all of one dtype. The numbers of a head are adjacent; rows and heads may be anywhere.
     """
     cos, sin = cos.contiguous(), sin.contiguous()
-    dim = cos.shape[-1]
-    struct = ROTATE(
-        q.data_ptr(),
-        k.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        q.shape[0],
-        q.shape[1],
-        k.shape[1],
-        dim,
-        dim,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        DTYPES[q.dtype],
-        thread_count(),
-    )
-    run("mp_rotate", "the rotation", struct)
+    run("mp_rotate", "the rotation", _rotation(q, k, cos, sin))
+
+
+def _rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bytes:
+    """Return the C struct of `rotate_`; cos and sin are contiguous."""
+    dim, heads = cos.shape[-1], (*q.shape[:2], k.shape[1])
+    addresses, strides = map(torch.Tensor.data_ptr, (q, k, cos, sin)), (*q.stride()[:2], *k.stride()[:2])
+    return ROTATE(*addresses, *heads, dim, dim, *strides, DTYPES[q.dtype], thread_count())
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool = False) -> Tensor:
