@@ -239,6 +239,9 @@ class LatentCache(LayerCache):
             self.attention.expansion.place(span)
         return super().attend(q, k, v, mask, shape)
 
+    def attend_newest(self, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+        return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+
     def reset(self) -> None:
         self.forget()
         super().reset()

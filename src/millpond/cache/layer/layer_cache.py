@@ -205,7 +205,8 @@ class LayerCache(LayerStorage):
     def _close_pass(self, table: PageTable, span: ForwardSpan, out: Tensor) -> Tensor:
         """Count the columns of a pass, and return its attention as the model expects it."""
         self.columns += span.length
-        return out if table.basis is None else table.basis.values(out)
+        basis = table.basis
+        return out if basis is None else basis.values(out)
 
     def _open_table(self, k: Tensor, v: Tensor, shape: AttentionShape) -> PageTable:
         """Return the table of the layer, which the first pass allocates."""
@@ -259,7 +260,13 @@ class LayerCache(LayerStorage):
         Returns:
             (S, Hq, value_dim).
         """
-        return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+        table, span = self._table, self.tracker.span(self.columns, 1, q.shape[0], None, q.device)
+        if table is None or table.basis is not None or not self._is_prepared or not self._decodes(span):
+            return self.attend(q[:, :, None], k[:, :, None], v[:, :, None], None, shape)[:, :, 0]
+        self.attention.shape = shape
+        out = self._decode_step.step(table, q, k, v, span.token(0), self.columns, span.q_pos)
+        self.columns += 1
+        return out
 
     def is_fusable(self, n_seq: int, shape: AttentionShape, changes_basis: bool = False) -> bool:
         """Whether `attend_newest` is `begin_step`, `ops.decode` and `end_step`, and nothing else.
@@ -270,11 +277,9 @@ class LayerCache(LayerStorage):
             changes_basis: Whether the caller hands the numbers over in `basis` and takes the output back from it.
         """
         table = self._table
-        if table is None or not self._opened or self.pending or self.shared is not None or table.is_offloaded:
+        if table is None or table.is_offloaded or not self._is_prepared:
             return False
         if table.basis is not None and not changes_basis:
-            return False
-        if self.policy.scores_entries and self.scores_answers:
             return False
         return self._decodes(self._newest_span(table, n_seq)) and self._decode_step.plain(table, shape)
 
@@ -349,6 +354,13 @@ class LayerCache(LayerStorage):
         return table
 
     # ------------------------------------------------------------------ decoding
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether a decoding step needs no more than its pages: no plan waits, nothing is scored or published."""
+        if not self._opened or self.pending or self.shared is not None:
+            return False
+        return not (self.policy.scores_entries and self.scores_answers)
 
     def _decodes(self, span: ForwardSpan) -> bool:
         """Whether a pass adds one token, or a pad, to every sequence after a prompt that was read."""
