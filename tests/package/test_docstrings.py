@@ -17,7 +17,7 @@ SOURCES = Path(__file__).parents[2] / "src" / "millpond"
 PACKAGES = (
     *("tiers", "codec", "policy", "models", "kernels", "runner", "inspector", "cluster", "cli", "server"),
     *("budget", "cpu_limit", "install_command", "option_files", "option_ranges", "optional", "presets", "registry"),
-    *("scalar", "typed_json"),
+    *("scalar", "typed_json", "setting", "prompt_marks", "errors", "plugins"),
     *("cache", "hf", "methods"),
 )
 #: First words that do not name the subject.

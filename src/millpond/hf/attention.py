@@ -144,20 +144,20 @@ def mask(
     the stock mask, so it stays correct if compression is switched off before the pass ends.
     """
     sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    own = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
-    if own is not None and not _pending.ours:
-        made: Tensor = own(**sizes, attention_mask=attention_mask, **kwargs)
-        return made
+    stock_mask = _STOCK_MASKS.get(before(kwargs.get("config")) or "")
+    if stock_mask is not None and not _pending.ours:
+        stock: Tensor = stock_mask(**sizes, attention_mask=attention_mask, **kwargs)
+        return stock
     if attention_mask is not None and stock_attention.is_remembered(attention_mask):
         return attention_mask  # made by an outer model for the one inside, as transformers keeps its own
     if attention_mask is None:
-        result = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
+        padding = torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, q_length)
     else:
-        result = attention_mask[:, -kv_length:].bool()
+        padding = attention_mask[:, -kv_length:].bool()
     if getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-        result = result[:, None, None]
-    stock_attention.remember(result, **sizes, attention_mask=attention_mask, **kwargs)
-    return result
+        padding = padding[:, None, None]
+    stock_attention.remember(padding, **sizes, attention_mask=attention_mask, **kwargs)
+    return padding
 
 
 def attention(

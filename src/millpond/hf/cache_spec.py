@@ -1,4 +1,4 @@
-"""Policy, budget and number formats of the caches of one kind, read from what a caller names and checked together."""
+"""Policy, budget and number formats of the caches of one kind, read from the names of a caller and checked together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from millpond.policy.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What caches of one kind keep of a model's tokens, and how.
+    """Policy, budget and number formats of the caches of one kind.
 
     Attributes:
         policy: Policy under the budget.
-        budget: Budget of a cache; None: no limit.
+        budget: Budget of a cache; None for no limit.
         stored: Number format of its entries, or of those of each layer.
     """
 
@@ -63,15 +63,16 @@ class CacheSpec:
             UnsupportedModelError: the method does not fit layers that share keys.
             OptionError: no such codec, or its calibration is missing.
             BudgetError: a budget that cannot be parsed, or is smaller than what the method protects.
-            CacheMismatchError: a calibration of another model. DataError: one that cannot be read.
+            CacheMismatchError: a calibration of another model.
+            DataError: a calibration that cannot be read.
         """
         policy = policy.with_tokens(TokenizerSource(tokenizer))
         policy = policy.with_heads(heads_finder(model)).with_gates(gates_finder(model))
-        kept = budget_of(method, budget, policy)
-        policy = bounded_policy(policy, kept)
+        cache_budget = budget_of(method, budget, policy)
+        policy = bounded_policy(policy, cache_budget)
         check_shared(profile, policy, method if isinstance(method, str) else "a policy")
         stored = calibrated(resolve(codec), calibration, model, profile.n_layers)
-        return cls(policy, kept, with_key_scales(stored, profile, model))
+        return cls(policy, cache_budget, with_key_scales(stored, profile, model))
 
     def check(self) -> None:
         """Check the number formats.
@@ -107,7 +108,7 @@ def policy_of(method: str | Policy, options: dict[str, Any]) -> Policy:
 
 
 def budget_of(method: str | Policy, budget: str | int | float | Budget | None, policy: Policy) -> Budget | None:
-    """Return the budget of a cache; None: no limit.
+    """Return the budget of a cache; None for no limit.
 
     Raises:
         BudgetError: a budget that cannot be parsed, or that the method does not take.
@@ -119,13 +120,13 @@ def budget_of(method: str | Policy, budget: str | int | float | Budget | None, p
         return None
     if budget is None and not policy.needs_budget:
         return None
-    chosen = DEFAULT if budget is None else Budget.parse(budget)
-    if policy.keeps_all and chosen.kind == "bytes":
+    parsed = DEFAULT if budget is None else Budget.parse(budget)
+    if policy.keeps_all and parsed.kind == "bytes":
         raise BudgetError(
-            f"budget {chosen}: this method keeps everything, and its budget is what is attended to; give tokens or a "
+            f"budget {parsed}: this method keeps everything, and its budget is what is attended to; give tokens or a "
             "share, and memory_limit for the bytes"
         )
-    return chosen
+    return parsed
 
 
 def bounded_policy(policy: Policy, budget: Budget | None) -> Policy:

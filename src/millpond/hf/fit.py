@@ -33,9 +33,9 @@ AUTO = "auto"
 #: Share of windows that keep a bound, and the confidence that at least as many do.
 SHARE, CONFIDENCE = 0.95, 0.9
 #: Fewest windows that bound the KL of `SHARE` of all windows with `CONFIDENCE`: the largest of fewer is no bound.
-LEAST_WINDOWS = 45
+MIN_WINDOWS = 45
 #: Most bytes of a table's file, most rows, and most windows: beyond what any grid needs.
-MOST_BYTES, MOST_ROWS, MOST_WINDOWS = 1 << 26, 10_000, 100_000
+MAX_BYTES, MAX_ROWS, MAX_WINDOWS = 1 << 26, 10_000, 100_000
 WAY_OUT = "measure one with 'millpond fit --text FILE --model MODEL --method METHOD'"
 
 
@@ -128,9 +128,9 @@ class Fit:
         check_bound(AUTO, max_kl)
         rows = self.rows
         windows = min(len(row.kl) for row in rows)
-        if windows < LEAST_WINDOWS:
+        if windows < MIN_WINDOWS:
             raise OptionError(
-                f"this table has {windows} windows, and {LEAST_WINDOWS} are needed to say with {CONFIDENCE:.0%} "
+                f"this table has {windows} windows, and {MIN_WINDOWS} are needed to say with {CONFIDENCE:.0%} "
                 f"confidence what holds in {SHARE:.0%} of them; measure it again"
             )
         if codec is not None:
@@ -202,9 +202,9 @@ def load_fit(path: str | os.PathLike[str]) -> Fit:
     """
     try:
         with open(path, "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise DataError(f"table {os.fspath(path)!r} has more than {MOST_BYTES} bytes, so it is none; {WAY_OUT}")
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise DataError(f"table {os.fspath(path)!r} has more than {MAX_BYTES} bytes, so it is none; {WAY_OUT}")
         fields = json.loads(raw)
     except FileNotFoundError:
         raise DataError(f"there is no table {os.fspath(path)!r}; {WAY_OUT}") from None
@@ -282,12 +282,12 @@ def check_given(budget: object, max_kl: object, fit: object) -> bool:
     return auto
 
 
-def _table(found: Any) -> Fit:
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+def _table(fields: Any) -> Fit:
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    table: Fit = as_type(Fit, found)
-    if not 0 < len(table.rows) <= MOST_ROWS:
-        raise ValueError(f"it has 1 to {MOST_ROWS} rows, and options")
+    table: Fit = as_type(Fit, fields)
+    if not 0 < len(table.rows) <= MAX_ROWS:
+        raise ValueError(f"it has 1 to {MAX_ROWS} rows, and options")
     for row in table.rows:
         _check_row(row)
     if len({len(row.kl) for row in table.rows}) != 1:
@@ -299,9 +299,9 @@ def _check_row(row: FitRow) -> None:
     if row.budget is not None:
         Budget.parse(row.budget)
     resolve(row.codec)
-    if not 0 < len(row.kl) <= MOST_WINDOWS:
-        raise ValueError(f"a row has 1 to {MOST_WINDOWS} windows, and finite numbers")
+    if not 0 < len(row.kl) <= MAX_WINDOWS:
+        raise ValueError(f"a row has 1 to {MAX_WINDOWS} windows, and finite numbers")
 
 
 def _written(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "its defaults"
+    return ", ".join(f"{name}={option!r}" for name, option in options.items()) or "its defaults"

@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from millpond.cache.atomic_files import PART, publish, remove_file, write_part
-from millpond.cache.chunks.tiers import ChunkUse, Place, TierRule
+from millpond.cache.chunks.tiers import ChunkUse, TierRule, VariantKey
 from millpond.cache.chunks.variant import StoredShape, StoredVariant, VariantFacts
 from millpond.cache.paging.rule import PagingRule
 from millpond.errors import DataError, OptionError
@@ -176,7 +176,7 @@ class ChunkFiles:
         self.counts: Counter[str] = Counter()
         self._lock = RLock()
         self._rule, self._new_request = TierRule(rule), new_request
-        self._used: dict[Place, int] = {}  # when a file was used last, in ns as its mtime has it
+        self._used: dict[VariantKey, int] = {}  # when a file was used last, in ns as its mtime has it
         _claim(folder, shape.mark)
         self._remove_left_overs()
         self.nbytes = self._look()
@@ -194,28 +194,28 @@ class ChunkFiles:
             return []
         return sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
 
-    def facts(self, place: Place) -> VariantFacts | None:
+    def facts(self, key: VariantKey) -> VariantFacts | None:
         """Return the facts in a file's header; None for a missing or bad one, which is removed."""
-        return self._guarded(place, lambda path: header(path, self._shape.mark, place.chunk))
+        return self._guarded(key, lambda path: header(path, self._shape.mark, key.chunk))
 
-    def read(self, place: Place, use: ChunkUse) -> StoredVariant | None:
+    def read(self, key: VariantKey, use: ChunkUse) -> StoredVariant | None:
         """Return a variant, for a prompt; None for a missing or bad file, which is removed."""
-        variant = self._guarded(place, lambda path: self._variant(path, place.chunk))
+        variant = self._guarded(key, lambda path: self._variant(path, key.chunk))
         if variant is not None:
             now = time.time_ns()
             try:
-                os.utime(self._path(place), ns=(now, now))
+                os.utime(self._path(key), ns=(now, now))
             except OSError:
                 self._count("read_failures")
             with self._lock:
-                self._used[place] = now
-                self._rule.use(place, use)
+                self._used[key] = now
+                self._rule.use(key, use)
         return variant
 
-    def _guarded(self, place: Place, read: Callable[[Path], T]) -> T | None:
+    def _guarded(self, key: VariantKey, read: Callable[[Path], T]) -> T | None:
         """Return what `read` returns for a file; None if it is missing or bad, which is counted."""
         try:
-            return read(self._path(place))
+            return read(self._path(key))
         except ForeignFileError:
             self._count("foreign")
         except TornFileError:
@@ -223,7 +223,7 @@ class ChunkFiles:
         except OSError:
             self._count("read_failures")
             return None
-        self.remove(place)
+        self.remove(key)
         return None
 
     def _variant(self, path: Path, chunk: str) -> StoredVariant:
@@ -245,8 +245,8 @@ class ChunkFiles:
         data = serialized(variant, self._shape.mark)
         if len(data) > self.limit:
             return False
-        place = Place(variant.facts.chunk, variant.facts.name)
-        path = self._path(place)
+        key = VariantKey(variant.facts.chunk, variant.facts.name)
+        path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             publish(write_part(path, data), path)
@@ -255,51 +255,51 @@ class ChunkFiles:
             return False
         with self._lock:
             self.nbytes += len(data)
-            self._used[place] = time.time_ns()
-            self._rule.use(place, use)
+            self._used[key] = time.time_ns()
+            self._rule.use(key, use)
             if self.nbytes > self.limit:
-                self._make_room(place)
+                self._make_room(key)
         return True
 
-    def remove(self, place: Place) -> None:
+    def remove(self, key: VariantKey) -> None:
         """Remove a variant's file; a missing one is no error."""
-        freed_bytes = remove_file(self._path(place))
+        freed_bytes = remove_file(self._path(key))
         with self._lock:
             self.nbytes -= freed_bytes
             self.counts["removed"] += 1
-            self._forget(place)
+            self._forget(key)
 
-    def pin(self, place: Place) -> None:
+    def pin(self, key: VariantKey) -> None:
         """See `TierRule.pin`."""
         with self._lock:
-            self._rule.pin(place)
+            self._rule.pin(key)
 
-    def unpin(self, place: Place) -> None:
+    def unpin(self, key: VariantKey) -> None:
         """See `TierRule.pin`."""
         with self._lock:
-            self._rule.unpin(place)
+            self._rule.unpin(key)
 
-    def _make_room(self, newest: Place) -> None:
+    def _make_room(self, newest: VariantKey) -> None:
         """Remove files of all processes in the order of the rule until the rest fits.
 
         The newest is removed last.
         """
         self.nbytes = self._look()
         self._rule.pin(newest)
-        while self.nbytes > self.limit and (place := self._rule.victim()) is not None:
-            self._evict(place)
+        while self.nbytes > self.limit and (key := self._rule.victim()) is not None:
+            self._evict(key)
         self._rule.unpin(newest)
         if self.nbytes > self.limit:
             self._evict(newest)
 
-    def _evict(self, place: Place) -> None:
-        self.nbytes -= remove_file(self._path(place))
+    def _evict(self, key: VariantKey) -> None:
+        self.nbytes -= remove_file(self._path(key))
         self.counts["evicted"] += 1
-        self._forget(place)
+        self._forget(key)
 
-    def _forget(self, place: Place) -> None:
-        self._rule.drop(place)
-        self._used.pop(place, None)
+    def _forget(self, key: VariantKey) -> None:
+        self._rule.drop(key)
+        self._used.pop(key, None)
 
     # ------------------------------------------------------------------ the folder
 
@@ -309,14 +309,14 @@ class ChunkFiles:
         They may have written, used and removed files.
         """
         files = sorted(self._stats(), key=lambda stat: stat[1])
-        present = {place for place, _, _ in files}
-        for place in self._rule:
-            if place not in present:
-                self._forget(place)
-        for place, used, _ in files:
-            if used > self._used.get(place, -1):
-                self._used[place] = used
-                self._rule.use(place, ChunkUse(self._new_request()))
+        present = {key for key, _, _ in files}
+        for key in self._rule:
+            if key not in present:
+                self._forget(key)
+        for key, used, _ in files:
+            if used > self._used.get(key, -1):
+                self._used[key] = used
+                self._rule.use(key, ChunkUse(self._new_request()))
         return sum(size for _, _, size in files)
 
     def _remove_left_overs(self) -> None:
@@ -328,13 +328,13 @@ class ChunkFiles:
             except OSError:
                 self._count("read_failures")
 
-    def _stats(self) -> Iterator[tuple[Place, int, int]]:
+    def _stats(self) -> Iterator[tuple[VariantKey, int, int]]:
         for path in self._all(SUFFIX):
             try:
                 stat = path.stat()
             except OSError:  # another process has removed it
                 continue
-            yield Place(path.parent.name, path.name.removesuffix(SUFFIX)), stat.st_mtime_ns, stat.st_size
+            yield VariantKey(path.parent.name, path.name.removesuffix(SUFFIX)), stat.st_mtime_ns, stat.st_size
 
     def _all(self, suffix: str) -> list[Path]:
         try:
@@ -350,8 +350,8 @@ class ChunkFiles:
     def _home(self, chunk: str) -> Path:
         return self.folder / chunk[:2] / chunk
 
-    def _path(self, place: Place) -> Path:
-        return self._home(place.chunk) / f"{place.name}{SUFFIX}"
+    def _path(self, key: VariantKey) -> Path:
+        return self._home(key.chunk) / f"{key.name}{SUFFIX}"
 
 
 def variant_files(folder: Path, suffix: str = SUFFIX) -> list[Path]:

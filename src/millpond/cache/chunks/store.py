@@ -10,7 +10,7 @@ from threading import RLock
 
 from millpond.budget import parse_bytes
 from millpond.cache.chunks.files import ChunkFiles
-from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, Place
+from millpond.cache.chunks.tiers import ChunkUse, MemoryTier, VariantKey
 from millpond.cache.chunks.variant import ChunkVariant, StoredShape, StoredVariant, VariantFacts, check_rest
 from millpond.cache.paging.choose import rule_named
 from millpond.cache.paging.rule import PagingRule
@@ -111,7 +111,7 @@ class ChunkStore:
         self.rule, self._pager = rule, pager
         self._counts: Counter[str] = Counter()
         self._memory = MemoryTier(self.memory, self._new_rule())
-        self._worth: dict[Place, float] = {}
+        self._worth: dict[VariantKey, float] = {}
         self._shape: StoredShape | None = None
         self._files: ChunkFiles | None = None
         self._requests = 0
@@ -179,7 +179,7 @@ class ChunkStore:
         """
         by_name = {facts.name: facts for facts in self.find_held(chunk)}
         for name in [] if self._files is None else self._files.names(chunk):
-            if name not in by_name and (facts := self._files_facts(Place(chunk, name))) is not None:
+            if name not in by_name and (facts := self._files_facts(VariantKey(chunk, name))) is not None:
                 by_name[name] = facts
         return list(by_name.values())
 
@@ -188,9 +188,9 @@ class ChunkStore:
         with self._lock:
             return self._memory.facts(chunk)
 
-    def _files_facts(self, place: Place) -> VariantFacts | None:
+    def _files_facts(self, key: VariantKey) -> VariantFacts | None:
         assert self._files is not None, "of a file"
-        return self._files.facts(place)
+        return self._files.facts(key)
 
     def take(self, facts: VariantFacts, share: float, use: ChunkUse | None = None) -> StoredVariant | None:
         """Return a variant for a prompt that computes `share` of it again.
@@ -201,7 +201,7 @@ class ChunkStore:
         variant = self.take_held(facts, share, use)
         if variant is not None or self._files is None:
             return variant
-        variant = self._files.read(Place(facts.chunk, facts.name), use)
+        variant = self._files.read(VariantKey(facts.chunk, facts.name), use)
         if variant is not None:
             with self._lock:
                 self._counts["disk_hits"] += 1
@@ -212,31 +212,31 @@ class ChunkStore:
     def take_held(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
         """See `take`; None if it is not in memory."""
         with self._lock:
-            variant = self._memory.take(Place(facts.chunk, facts.name), use)
+            variant = self._memory.take(VariantKey(facts.chunk, facts.name), use)
             if variant is not None:
                 self._counts["memory_hits"] += 1
                 self._add_worth(facts, share)
             return variant
 
     def _add_worth(self, facts: VariantFacts, share: float) -> None:
-        place = Place(facts.chunk, facts.name)
-        self._worth[place] = self._worth.get(place, 0) + 1 / max(share, MIN_SHARE)
+        key = VariantKey(facts.chunk, facts.name)
+        self._worth[key] = self._worth.get(key, 0) + 1 / max(share, MIN_SHARE)
 
     def pin(self, facts: VariantFacts) -> None:
         """Keep a variant in use in both tiers until it is unpinned as often."""
-        place = Place(facts.chunk, facts.name)
+        key = VariantKey(facts.chunk, facts.name)
         with self._lock:
-            self._memory.rule.pin(place)
+            self._memory.rule.pin(key)
         if self._files is not None:
-            self._files.pin(place)
+            self._files.pin(key)
 
     def unpin(self, facts: VariantFacts) -> None:
         """See `pin`."""
-        place = Place(facts.chunk, facts.name)
+        key = VariantKey(facts.chunk, facts.name)
         with self._lock:
-            self._memory.rule.unpin(place)
+            self._memory.rule.unpin(key)
         if self._files is not None:
-            self._files.unpin(place)
+            self._files.unpin(key)
 
     def size_of(self, n_tokens: int) -> int:
         """Return the bytes of a variant of a chunk of `n_tokens` tokens."""
@@ -272,21 +272,21 @@ class ChunkStore:
         if any(other.prefix == facts.prefix and other.exact >= facts.exact for other in variants):
             return
         while len(variants) >= self.variants:
-            least_useful = min(variants, key=lambda other: self._worth.get(Place(other.chunk, other.name), 0))
+            least_useful = min(variants, key=lambda other: self._worth.get(VariantKey(other.chunk, other.name), 0))
             variants.remove(least_useful)
-            self._remove(Place(least_useful.chunk, least_useful.name))
+            self._remove(VariantKey(least_useful.chunk, least_useful.name))
         with self._lock:
             self._counts["stored"] += 1
             self._memory.hold(stored, use)
         if self._files is not None and not private:
             self._files.write(stored, use)
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, key: VariantKey) -> None:
         with self._lock:
-            self._memory.drop(place)
-            self._worth.pop(place, None)
+            self._memory.drop(key)
+            self._worth.pop(key, None)
         if self._files is not None:
-            self._files.remove(place)
+            self._files.remove(key)
 
     # ------------------------------------------------------------------ figures
 

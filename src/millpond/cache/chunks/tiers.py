@@ -12,7 +12,7 @@ from millpond.cache.paging.rule import PageFacts, PagingRule
 _NONE = -1
 
 
-class Place(NamedTuple):
+class VariantKey(NamedTuple):
     """Key of a chunk and name of one of its variants."""
 
     chunk: str
@@ -42,76 +42,76 @@ class TierRule:
 
     def __init__(self, rule: PagingRule) -> None:
         self._rule = rule
-        self._numbers: dict[Place, int] = {}
-        self._places: list[Place | None] = []
+        self._numbers: dict[VariantKey, int] = {}
+        self._keys: list[VariantKey | None] = []
         self._last: list[int] = []  # request that used a number last
         self._unused: list[int] = []
-        self._pins: dict[Place, int] = {}
+        self._pins: dict[VariantKey, int] = {}
 
-    def __contains__(self, place: Place) -> bool:
-        return place in self._numbers
+    def __contains__(self, key: VariantKey) -> bool:
+        return key in self._numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[VariantKey]:
         return iter(list(self._numbers))
 
-    def use(self, place: Place, use: ChunkUse) -> None:
+    def use(self, variant_key: VariantKey, use: ChunkUse) -> None:
         """Record that a prompt uses a variant; one prompt counts once.
 
         The variant is new if the tier did not hold it.
         """
-        number = self._numbers.get(place)
+        number = self._numbers.get(variant_key)
         is_known = number is not None
         if number is None:
-            number = self._number_for(place)
+            number = self._number_for(variant_key)
         elif self._last[number] == use.request:
             return
         self._last[number] = use.request
-        key = int.from_bytes(hashlib.blake2b("/".join(place).encode(), digest_size=8).digest(), "little")
+        key = int.from_bytes(hashlib.blake2b("/".join(variant_key).encode(), digest_size=8).digest(), "little")
         n_known = use.depth + 1 if is_known else use.depth
         self._rule.touch(number, PageFacts(key, _NONE, use.request, use.depth, use.length, n_known))
-        if place not in self._pins:
+        if variant_key not in self._pins:
             self._rule.allow(number)
 
-    def drop(self, place: Place) -> None:
+    def drop(self, key: VariantKey) -> None:
         """Forget a variant; a missing one is no error."""
-        number = self._numbers.pop(place, None)
+        number = self._numbers.pop(key, None)
         if number is not None:
             self._rule.drop(number)
-            self._places[number] = None
+            self._keys[number] = None
             self._unused.append(number)
 
-    def pin(self, place: Place) -> None:
+    def pin(self, key: VariantKey) -> None:
         """Keep a variant until it is unpinned as often, whether it is held yet or not."""
-        self._pins[place] = self._pins.get(place, 0) + 1
-        if self._pins[place] == 1 and place in self._numbers:
-            self._rule.forbid(self._numbers[place])
+        self._pins[key] = self._pins.get(key, 0) + 1
+        if self._pins[key] == 1 and key in self._numbers:
+            self._rule.forbid(self._numbers[key])
 
-    def unpin(self, place: Place) -> None:
+    def unpin(self, key: VariantKey) -> None:
         """See `pin`."""
-        self._pins[place] -= 1
-        if not self._pins[place]:
-            del self._pins[place]
-            if place in self._numbers:
-                self._rule.allow(self._numbers[place])
+        self._pins[key] -= 1
+        if not self._pins[key]:
+            del self._pins[key]
+            if key in self._numbers:
+                self._rule.allow(self._numbers[key])
 
-    def victim(self) -> Place | None:
+    def victim(self) -> VariantKey | None:
         """Return the variant to evict next; None if there is none that is not pinned.
 
         It stays until it is dropped.
         """
         number = self._rule.victim()
-        return None if number is None else self._places[number]
+        return None if number is None else self._keys[number]
 
-    def _number_for(self, place: Place) -> int:
+    def _number_for(self, key: VariantKey) -> int:
         if not self._unused:
-            self._unused.append(len(self._places))
-            self._places.append(None)
+            self._unused.append(len(self._keys))
+            self._keys.append(None)
             self._last.append(_NONE)
         number = self._unused.pop()
-        self._numbers[place], self._places[number] = number, place
+        self._numbers[key], self._keys[number] = number, key
         return number
 
 
@@ -138,11 +138,11 @@ class MemoryTier:
         """Return the facts of a chunk's variants."""
         return [variant.facts for variant in self._held.get(chunk, {}).values()]
 
-    def take(self, place: Place, use: ChunkUse) -> StoredVariant | None:
+    def take(self, key: VariantKey, use: ChunkUse) -> StoredVariant | None:
         """Return a variant, for a prompt; None if it is not held."""
-        variant = self._held.get(place.chunk, {}).get(place.name)
+        variant = self._held.get(key.chunk, {}).get(key.name)
         if variant is not None:
-            self.rule.use(place, use)
+            self.rule.use(key, use)
         return variant
 
     def hold(self, variant: StoredVariant, use: ChunkUse) -> None:
@@ -152,23 +152,23 @@ class MemoryTier:
         """
         if variant.nbytes > self._limit:
             return
-        place = Place(variant.facts.chunk, variant.facts.name)
-        self.drop(place)
+        key = VariantKey(variant.facts.chunk, variant.facts.name)
+        self.drop(key)
         while self.nbytes + variant.nbytes > self._limit:
             victim = self.rule.victim()
             if victim is None:
                 return
             self.drop(victim)
             self.evicted += 1
-        self._held.setdefault(place.chunk, {})[place.name] = variant
+        self._held.setdefault(key.chunk, {})[key.name] = variant
         self.nbytes += variant.nbytes
-        self.rule.use(place, use)
+        self.rule.use(key, use)
 
-    def drop(self, place: Place) -> None:
+    def drop(self, key: VariantKey) -> None:
         """Forget a variant; a missing one is no error."""
-        variants = self._held.get(place.chunk, {})
-        if (dropped := variants.pop(place.name, None)) is not None:
+        variants = self._held.get(key.chunk, {})
+        if (dropped := variants.pop(key.name, None)) is not None:
             self.nbytes -= dropped.nbytes
-            self.rule.drop(place)
+            self.rule.drop(key)
             if not variants:
-                del self._held[place.chunk]
+                del self._held[key.chunk]

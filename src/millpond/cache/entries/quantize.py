@@ -313,7 +313,7 @@ def _absorb(
     scores: Tensor | None = None,
     emptied: np.ndarray | None = None,
 ) -> None:
-    """Quantize the candidates `codes` (H, N) bool, and hold those that are `plain` over plain ones.
+    """Quantize the candidates `codes` (H, N) bool, and write the `plain` ones to plain pages.
 
     Codes are made of numbers as plain pages hold them, whether an entry was ever stored in one or not.
 
@@ -323,7 +323,7 @@ def _absorb(
         sequence: Sequence in the table.
         entries: Candidates.
         codes: Candidates that are quantized.
-        plain: Candidates that are held plain; others leave plain pages.
+        plain: Candidates that plain pages hold; these drop all others.
         kept: See `QuantizedStore.absorb`.
         scores: See there.
         emptied: See there.

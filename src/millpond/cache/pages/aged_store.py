@@ -108,15 +108,18 @@ class AgedStore:
         emptied: npt.NDArray[np.bool_] | None = None,
         write_rest: Callable[[], None] | None = None,
     ) -> None:
-        """See `QuantizedStore.absorb`; what is quantized joins the newest tier, of which pages are `emptied`."""
+        """See `QuantizedStore.absorb`; new codes join the newest tier, whose pages are `emptied`."""
         columns = [slice(0, 0)] * len(self.parts)
         if kept is not None:
-            columns = [own for _, own in self._columns(self.rows(sequence))]
-        olds = [(None if kept is None else kept[:, own], None if scores is None else scores[:, own]) for own in columns]
+            columns = [part_columns for _, part_columns in self._columns(self.rows(sequence))]
+        olds = [
+            (None if kept is None else kept[:, part_columns], None if scores is None else scores[:, part_columns])
+            for part_columns in columns
+        ]
         first, *others = self.parts
         first.absorb(sequence, new, kept=olds[0][0], scores=olds[0][1], emptied=emptied, write_rest=write_rest)
-        for part, (kept_own, scores_own) in zip(others, olds[1:], strict=True):
-            part.absorb(sequence, kept=kept_own, scores=scores_own)
+        for part, (kept_part, scores_part) in zip(others, olds[1:], strict=True):
+            part.absorb(sequence, kept=kept_part, scores=scores_part)
 
     def mark_evicted(self, rows: Rows, leave: Tensor) -> None:
         """Make tombstones of entries of some regions, leave (n, width) bool by slot."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from millpond.cache.chunks.store import ChunkStore
-from millpond.cache.chunks.tiers import ChunkUse, Place
+from millpond.cache.chunks.tiers import ChunkUse, VariantKey
 from millpond.cache.chunks.variant import StoredVariant, VariantFacts
 
 
@@ -62,7 +62,7 @@ class LoadedChunks:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store, self.request = store, store.new_request()
-        self._found: dict[Place, StoredVariant] = {}
+        self._found: dict[VariantKey, StoredVariant] = {}
         self.nbytes = 0
         self.on_release: Callable[[], None] | None = None
 
@@ -74,7 +74,7 @@ class LoadedChunks:
 
     def take(self, facts: VariantFacts, share: float, use: ChunkUse) -> StoredVariant | None:
         """See `ChunkSource`."""
-        found = self._found.get(Place(facts.chunk, facts.name))
+        found = self._found.get(VariantKey(facts.chunk, facts.name))
         return self._store.take_held(facts, share, use) if found is None else found
 
     def missed(self) -> None:
@@ -83,7 +83,7 @@ class LoadedChunks:
 
     def add(self, variant: StoredVariant) -> None:
         """One more; the same again changes nothing."""
-        place = Place(variant.facts.chunk, variant.facts.name)
+        place = VariantKey(variant.facts.chunk, variant.facts.name)
         if place not in self._found:
             self._store.pin(variant.facts)
             self._found[place] = variant
