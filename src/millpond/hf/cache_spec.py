@@ -22,7 +22,7 @@ from millpond.policy.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What caches of one kind keep of a model's tokens, and how.
+    """Policy, budget and number formats of caches of one kind.
 
     Attributes:
         policy: Policy under the budget.

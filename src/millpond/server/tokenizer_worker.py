@@ -180,7 +180,10 @@ class TokenizerWorker:
         return await self._run(lambda reader: reader.in_text(text, ids, requested), len(text))
 
     async def _run(self, work: Callable[[TextReader], T], size: int) -> T:
-        """Run `work`, once, on a text of `size` characters; one that turns out longer in the thread of long ones."""
+        """Run `work`, once, on a text of `size` characters.
+
+        One that turns out longer runs in the thread of long ones.
+        """
         if size <= SHORT:
             try:
                 return await in_thread(self._threads[False], work, self._short)

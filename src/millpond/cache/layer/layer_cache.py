@@ -177,9 +177,9 @@ class LayerCache(LayerStorage):
         return self._close_pass(table, span, out)
 
     def _open_pass(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape) -> OpenPass:
-        """Prepare a pass: its table, once a plan that waits for it has run, and its tokens as the layer stores them.
+        """Prepare a pass: its table, and its tokens as the layer stores them.
 
-        Other layers that read the entries of this one see them from now on.
+        A plan that waits for the pass is run first. Other layers that read the entries of this one see them from now on.
 
         Raises:
             PoolFullError: see `attend`.

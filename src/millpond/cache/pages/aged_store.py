@@ -108,7 +108,10 @@ class AgedStore:
         emptied: npt.NDArray[np.bool_] | None = None,
         write_rest: Callable[[], None] | None = None,
     ) -> None:
-        """See `QuantizedStore.absorb`; what is quantized joins the newest tier, of which pages are `emptied`."""
+        """Quantize entries into the newest tier, of which pages are `emptied`.
+
+        See `QuantizedStore.absorb`.
+        """
         columns = [slice(0, 0)] * len(self.parts)
         if kept is not None:
             columns = [own for _, own in self._columns(self.rows(sequence))]
