@@ -179,7 +179,8 @@ class LayerCache(LayerStorage):
     def _open_pass(self, q: Tensor, k: Tensor, v: Tensor, span: ForwardSpan, shape: AttentionShape) -> OpenPass:
         """Prepare a pass: its table, and its tokens as the layer stores them.
 
-        A plan that waits for the pass is run first. Other layers that read the entries of this one see them from now on.
+        A plan that waits for the pass is run first. Other layers that read the entries of this one see them from now
+        on.
 
         Raises:
             PoolFullError: see `attend`.
