@@ -151,6 +151,9 @@ class Engine:
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
         """Take a request in; `step` works on it.
 
+        Only what can never run is refused; the scheduler decides when the request starts. A cluster also adds requests
+        again whose worker it lost: it has accepted them, so what refuses by load must let them pass.
+
         Args:
             grammar, bans: what `grammars` and `bans_of` made of its parameters; None: made here, and the caller waits.
 

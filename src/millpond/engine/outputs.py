@@ -215,7 +215,7 @@ class EngineStats:
 
     Attributes:
         running: requests that read their prompt or decode.
-        waiting: requests that have not begun.
+        waiting: requests that have not begun, shared prefixes of batches that have not begun among them.
         swapped: requests that were preempted.
         kv_bytes: bytes of keys, values and their metadata in pages in use.
         kv_reserved: bytes of all pages, free ones included, and of states.

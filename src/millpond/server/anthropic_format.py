@@ -14,7 +14,7 @@ from millpond.server.answers import StreamCursor, event_text
 from millpond.server.errors import ApiError
 from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, pieces_of
 from millpond.server.tools.tool_choice import Tools
-from millpond.server.usage import choice_stats, openai_reason, usage
+from millpond.server.usage import choice_figures, openai_reason, usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class MessagesCall:
         else:
             full = completion.finish_reason == "length" and len(completion.token_ids) < self.most
             why = "model_context_window_exceeded" if full else "max_tokens"
-        return {"stop_reason": why, "stop_sequence": stopped, "millpond": choice_stats(completion)}
+        return {"stop_reason": why, "stop_sequence": stopped, "millpond": choice_figures(completion)}
 
 
 class MessageEvents:

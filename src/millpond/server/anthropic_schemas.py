@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, field_validator, model_validator
 
 from millpond.server.messages import MAX_NAME, MAX_TOOLS, NAMES, Body, CacheControl, Echo, Name, TextOr, length_of
-from millpond.server.schemas import Label, StopText, TokenFields
+from millpond.server.schemas import ClientNote, StopText, TokenFields
 
 #: Blocks that no model here reads, or that Anthropic's own servers make.
 _UNREAD = {
@@ -236,8 +236,8 @@ class PromptFields(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     # said for Anthropic's servers; no answer of this one depends on them
     speed: Literal["standard"] | None = None
-    user_profile_id: Label | None = None
-    workspace_id: Label | None = None
+    user_profile_id: ClientNote | None = None
+    workspace_id: ClientNote | None = None
     # the only values that can be obeyed
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     container: None = None
@@ -252,7 +252,7 @@ class MessagesBody(PromptFields, TokenFields):
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
-    metadata: Annotated[dict[Label, Label | None], Field(max_length=16)] | None = None  # type: ignore[assignment]
-    inference_geo: Label | None = None
+    metadata: Annotated[dict[ClientNote, ClientNote | None], Field(max_length=16)] | None = None  # type: ignore[assignment]
+    inference_geo: ClientNote | None = None
     diagnostics: None = None
     stop: None = None

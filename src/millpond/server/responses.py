@@ -33,10 +33,10 @@ from millpond.server.messages import (
     text_or_list,
 )
 from millpond.server.messages import TextPart as ChatPart
-from millpond.server.schemas import Label, ObjectFormat, StreamOptions, TextFormat, TokenFields
+from millpond.server.schemas import ClientNote, ObjectFormat, StreamOptions, TextFormat, TokenFields
 from millpond.server.tools.reader import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, pieces_of
 from millpond.server.tools.tool_choice import Tools
-from millpond.server.usage import choice_stats, for_chat, usage
+from millpond.server.usage import choice_figures, for_chat, usage
 
 #: The code of an error in a stream, by its status; OpenAI's words.
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 422: "invalid_prompt"}
@@ -108,7 +108,7 @@ class ResponsesCall:
         more: dict[str, Any] = {"completed_at": int(time.time())} if status == "completed" else {}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
-        more["millpond"] = choice_stats(completion)
+        more["millpond"] = choice_figures(completion)
         return self.response(model, status) | {"output": items, "usage": _usage(output)} | more
 
     def message(self) -> dict[str, Any]:
@@ -281,9 +281,9 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: TextOr[InputPart]
-    id: Label | None = None
+    id: ClientNote | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: Label | None = None
+    phase: ClientNote | None = None
 
     def as_chat(self) -> Message:
         """Return the same as a message of a chat."""
@@ -300,7 +300,7 @@ class FunctionCall(Body):
     call_id: Name
     name: Name
     arguments: str
-    id: Label | None = None
+    id: ClientNote | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     @field_validator("arguments")
@@ -321,7 +321,7 @@ class FunctionOutput(Body):
     type: Literal["function_call_output"]
     call_id: Name
     output: TextOr[InputPart]
-    id: Label | None = None
+    id: ClientNote | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def as_chat(self) -> Message:
@@ -382,7 +382,7 @@ class NamedSchema(Body):
     """JSON that follows a schema; ours is always strict."""
 
     type: Literal["json_schema"]
-    name: Label
+    name: ClientNote
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -420,7 +420,7 @@ class ResponseBody(TokenFields):
     # the only values that can be obeyed
     background: Literal[False] | None = None
     max_tool_calls: int | None = None  # of tools that a server runs itself, of which there are none
-    prompt_cache_retention: Label | None = None
+    prompt_cache_retention: ClientNote | None = None
     truncation: Literal["disabled"] | None = None
     # null is what clients send who mean nothing by them; see `UNSUPPORTED`
     conversation: None = None

@@ -180,8 +180,8 @@ MAX_FILES = 256
 #: Options of one method, and formats of as many layers, at most.
 MAX_SETTINGS, MAX_FORMATS = 64, 1_024
 OptionValue = StrictBool | StrictInt | Annotated[StrictFloat, Field(allow_inf_nan=False)] | Setting | None
-#: A name or a note of a client's own; OpenAI's have 512 characters at most.
-Label = Annotated[str, Field(max_length=512)]
+#: A name or a note of a client's own, which no answer depends on; OpenAI's have 512 characters at most.
+ClientNote = Annotated[str, Field(max_length=512)]
 
 
 class CacheFields(Body):
@@ -257,12 +257,12 @@ class TokenFields(GuidedFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
-    user: Label | None = None
-    metadata: Annotated[dict[Label, Label], Field(max_length=16)] | None = None
+    user: ClientNote | None = None
+    metadata: Annotated[dict[ClientNote, ClientNote], Field(max_length=16)] | None = None
     store: bool | None = None
-    service_tier: Label | None = None
-    prompt_cache_key: Label | None = None
-    safety_identifier: Label | None = None
+    service_tier: ClientNote | None = None
+    prompt_cache_key: ClientNote | None = None
+    safety_identifier: ClientNote | None = None
 
 
 class SamplingFields(TokenFields):
@@ -310,11 +310,11 @@ class InfillBody(TokenFields):
     n_predict: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     n_indent: int = Field(default=0, ge=0, le=MOST_TOKENS)
     t_max_predict_ms: float | None = Field(default=None, ge=0, le=1e12)
-    response_fields: Annotated[list[Label], Field(max_length=64)] | None = None
+    response_fields: Annotated[list[ClientNote], Field(max_length=64)] | None = None
     # said for llama.cpp, which has slots, an order of samplers, and no limit of the prompt's time yet
     id_slot: int | None = None
     cache_prompt: bool | None = None
-    samplers: Annotated[list[Label], Field(max_length=64)] | None = None
+    samplers: Annotated[list[ClientNote], Field(max_length=64)] | None = None
     t_max_prompt_ms: float | None = None
 
 

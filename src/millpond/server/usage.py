@@ -1,4 +1,8 @@
-"""Usage of an answer as OpenAI counts tokens, the cache's size as `millpond`, and log probabilities."""
+"""Usage of an answer as OpenAI counts tokens, figures as `millpond`, and log probabilities.
+
+Two objects have the name `millpond`: `usage.millpond` has the figures of the whole request (`usage`, the schema
+`AnswerFigures`), `choices[].millpond` those of one finished answer (`choice_figures`, the schema `ChoiceFigures`).
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,7 @@ def times(outputs: Sequence[RequestOutput]) -> dict[str, float | None]:
     }
 
 
-def choice_stats(completion: Completion) -> dict[str, Any]:
+def choice_figures(completion: Completion) -> dict[str, Any]:
     """Return what OpenAI's words lack of a finished answer: its true reason, and its cache."""
     stats: dict[str, Any] = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return stats | (sums([completion.kv]) if completion.kv is not None else {}) | _forgotten(completion)
