@@ -204,7 +204,7 @@ def _scheduler(config: EngineConfig) -> Scheduler:
     return Scheduler(
         config.kv_limit,
         step_tokens=config.max_step_tokens,
-        most_running=config.max_running,
+        max_running=config.max_running,
         overcommit=config.overcommit,
         prompt_block=config.prompt_block,
         spread=config.spread_ages,

@@ -1,4 +1,4 @@
-"""Settings of an engine that do not go together with weights or KV on a disk."""
+"""Settings of an engine that conflict with weights or KV on a disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _IN_MEMORY = "needs weights and KV in memory; leave it out where memory= or plan
 
 
 def check_disk(config: EngineConfig, streamed: StreamedLayers | None, tier: DiskTier | None) -> None:
-    """
+    """Check that no setting needs in memory what is on a disk.
+
     Raises:
-        OptionError: a setting that needs in memory what lies on a disk.
+        OptionError: such a setting.
     """
     if tier is not None and config.prefix_cache:
         raise OptionError(

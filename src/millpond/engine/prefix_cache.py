@@ -20,7 +20,7 @@ from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
 from millpond.engine.memory_estimate import plan_pages
 from millpond.engine.outputs import PrefixStats
-from millpond.engine.prompt_marks import MOST_COMPARED, common_ends
+from millpond.engine.prompt_marks import MAX_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
@@ -122,7 +122,7 @@ class PrefixCache:
             and self._shares(other)
             and self._same_key(state, other)
         )
-        alike = list(islice(waiting, MOST_COMPARED))
+        alike = list(islice(waiting, MAX_COMPARED))
         if alike:
             unit = self._tokens_of_unit(state.group.slots)
             state.stops = sorted({*state.stops, *common_ends(state.ids_array, alike, unit)})

@@ -12,10 +12,11 @@ from millpond.models.cache_folder import check_folder
 
 
 def open_prefix_store(config: EngineConfig) -> BlockStore | None:
-    """A store of `prefix_disk` bytes in `prefix_folder`; None where the prefix cache has no disk.
+    """Return a store of `prefix_disk` bytes in `prefix_folder`; None where there is no disk.
 
     Raises:
-        OptionError: a folder that is missing or cannot be written. DataError: no file can be made there.
+        OptionError: a folder that is missing or cannot be written.
+        DataError: no file can be made there.
     """
     if config.prefix_disk is None:
         return None

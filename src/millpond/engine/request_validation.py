@@ -15,7 +15,7 @@ from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_cache import can_share
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
-from millpond.engine.request import MOST_SALT, OnPressure, Request
+from millpond.engine.request import MAX_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler_request import SchedulerRequest
 from millpond.errors import BudgetError, OptionError, unknown
@@ -47,13 +47,13 @@ class RequestValidator:
         self._check_known(request.known, params.n, most)
         if params.stop and self._tokenizer is None:
             raise OptionError("stop texts need a tokenizer; give stop_token_ids, or the engine its tokenizer")
-        if params.n > self._scheduler.most_running:
-            raise OptionError(f"n={params.n} is more than the {self._scheduler.most_running} answers that may run")
+        if params.n > self._scheduler.max_running:
+            raise OptionError(f"n={params.n} is more than the {self._scheduler.max_running} answers that may run")
         if request.deadline is not None and not request.deadline > 0:
             raise OptionError(f"deadline={request.deadline} seconds: must be more than 0")
         salt = request.cache_salt
-        if salt is not None and not 0 < len(salt) <= MOST_SALT:
-            raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
+        if salt is not None and not 0 < len(salt) <= MAX_SALT:
+            raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MAX_SALT}, or be None")
         group = self._decode_groups.group(request.cache)
         group.cache_factory.check_prompt(len(ids))
         most = self._within_budget(request, group, len(ids), most)

@@ -46,7 +46,7 @@ class SharedPrefixes:
         cache_factory = states[0].group.cache_factory if states else None
         if cache_factory is None or not can_begin(cache_factory):
             levels = 0
-        answers = [float(sum(completion.most for completion in state.completions)) for state in states]
+        answers = [float(sum(completion.max_new_tokens for completion in state.completions)) for state in states]
         plan = plan_batch([state.ids_array for state in states], answers, levels=levels)
         if cache_factory is None:
             return plan

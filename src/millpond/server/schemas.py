@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
-from millpond.engine.request import MOST_SALT, OnPressure
+from millpond.engine.request import MAX_SALT, OnPressure
 from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
 from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
 from millpond.server.markdown import MOST_CHARACTERS
@@ -115,7 +115,7 @@ class TokenFields(GuidedFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
     user: Label | None = None

@@ -18,7 +18,7 @@ from millpond.engine.offload.kv_size import KVSize
 from millpond.engine.offload.machine import CallTimes, MachineConstants
 from millpond.engine.offload.model_size import ModelSize
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Ends, Schedule
-from millpond.engine.scheduler import MOST_PIECES, READING_SHARE
+from millpond.engine.scheduler import MAX_PIECES, READING_SHARE
 
 
 class BlockCourse(NamedTuple):
@@ -57,7 +57,7 @@ def block_course(sequences: int, prompt: int, new: int, step_tokens: int) -> Blo
             ends.popleft()
         first = read // prompt
         again += read % prompt
-        read = min(read + max(step_tokens - len(ends), few), (first + MOST_PIECES) * prompt, total)
+        read = min(read + max(step_tokens - len(ends), few), (first + MAX_PIECES) * prompt, total)
         pieces += (read - 1) // prompt - first + 1
         meanwhile += len(ends)
         ends.extend([sweep + new] * (read // prompt - first))
@@ -105,7 +105,7 @@ class StepMemory:
         passing = max(step_tokens, min(running, micro_batch or running) + some)
         rows, item = max(step_tokens, running + some), model.dtype.itemsize
         activations = passing * max(layer.row_bytes for layer in model.layers) + model.widening_bytes
-        logits = min(running + MOST_PIECES, rows) * model.vocabulary * (item + 4)
+        logits = min(running + MAX_PIECES, rows) * model.vocabulary * (item + 4)
         kv = sum(shape.n_kv_heads * (shape.key_dim + shape.value_dim) for shape in model.shapes)
         return cls({"activations": activations, "logits": logits}, kv * item)
 
