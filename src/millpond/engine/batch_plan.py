@@ -332,7 +332,7 @@ def _length(prefixes: Sequence[CommonPrefix], number: int) -> int:
 
 
 def _prefixes(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return nodes `shortest` tokens after the shared prefix above, and the one of each prompt."""
+    """Return nodes `shortest` tokens after the shared prefix above, and that of each prompt."""
     prefixes: list[tuple[int, int, int]] = []
     of_node = np.full(len(tree.depth), -1, dtype=np.int64)
     depths, parents, begins = tree.depth.tolist(), tree.parent.tolist(), tree.begin.tolist()

@@ -135,7 +135,7 @@ class IncrementalDetokenizer:
         return self._whole(self._decode(self._tokens))
 
     def _whole(self, text: str) -> str:
-        """What is not out yet of `text`, all of the tokens' text; only the latest tokens stay, for those to come."""
+        """Return the new text, which is complete; the last piece stays as context."""
         latest = self._tokens[self._n_whole :]
         alone = self._decode(latest)
         new = text[len(self._shown) :] if text.startswith(self._shown) else alone

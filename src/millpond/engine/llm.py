@@ -273,10 +273,10 @@ def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
     dtype, tokenizer, threads = dtype_name(loading.dtype), loading.tokenizer, loading.threads
-    if not loading.asked and not _packed_here(model, dtype, config):
+    if not loading.is_limited and not _packed_here(model, dtype, config):
         if loading.device is not None and not isinstance(model, str | PathLike):
             raise OptionError(f"device={loading.device!r} is for a model that is loaded here; move a loaded one itself")
-        device = loading.place()
+        device = loading.usable_gpu()
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights, config.trust_remote_code)
         if device is not None:
             loaded = loaded.to(device)

@@ -144,8 +144,9 @@ def answer_without_loss(
     """
     if max_tokens is not None and context is not None and n_tokens + max_tokens > context:
         raise OptionError(
-            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {max_tokens:,} new ones are {n_tokens + max_tokens:,}, "
-            f"and the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
+            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {max_tokens:,} new ones are "
+            f"{n_tokens + max_tokens:,}, and the model's context holds {context:,}; lower max_tokens, shorten the "
+            f"prompt, {WAY_OUT}"
         )
     policy = cache_factory.policy
     if policy.keeps_all:
@@ -169,8 +170,8 @@ def answer_without_loss(
         lost = min(max_tokens - free, n_tokens)
         raise WouldForgetError(
             f"on_pressure='refuse': the budget {cache_factory.budget} holds {held:,} entries per KV head, and "
-            f"{n_tokens:,} tokens of prompt with {max_tokens:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of "
-            f"the prompt; lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
+            f"{n_tokens:,} tokens of prompt with {max_tokens:,} new ones could evict {lost:,} "
+            f"({lost / n_tokens:.1%}) of the prompt; lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
         )
     return max_new_tokens
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag
 
 from millpond.engine.request import MAX_SALT, OnPressure
-from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
+from millpond.engine.sampling.params import MAX_ALLOWED, MAX_BAD_WORD, MAX_BAD_WORDS
 from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
 from millpond.server.markdown import MOST_CHARACTERS
 from millpond.server.messages import MAX_NAME, MAX_TOOLS, Body, Message, Name, Tool
@@ -18,7 +18,7 @@ _INT64, MOST_TOKENS = 2**63 - 1, 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MOST_BAD_WORD)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 #: Names in `millpond.forget` at most, and one of them: a call's id has `MAX_NAME` characters at most.
 MAX_FORGETS = 256
@@ -106,8 +106,8 @@ class TokenFields(GuidedFields):
     min_p: float | None = Field(default=None, ge=0, le=1)
     typical_p: float | None = Field(default=None, gt=0, le=1)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MOST_ALLOWED)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from millpond.engine.grammar.compiler import MOST_CHOICES, MOST_GRAMMAR
-from millpond.engine.grammar.patterns import MOST_CHARACTERS
-from millpond.engine.grammar.schema import MOST_BYTES
+from millpond.engine.grammar.compiler import MAX_CHOICES, MAX_GRAMMAR
+from millpond.engine.grammar.patterns import MAX_CHARACTERS
+from millpond.engine.grammar.schema import MAX_BYTES
 from millpond.server.errors import ApiError, of_validation
 from millpond.server.messages import Body
 
@@ -17,11 +17,11 @@ from millpond.server.messages import Body
 MAX_STRUCTURES = 128
 _FEW = Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)
 #: A JSON schema as itself or as its text.
-Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MOST_BYTES)]
-Regex = Annotated[str, Field(max_length=MOST_CHARACTERS)]
-Choices = Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
-Ebnf = Annotated[str, Field(max_length=MOST_GRAMMAR)]
-Tag = dict[str, Any] | Annotated[str, Field(max_length=MOST_BYTES)]
+Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MAX_BYTES)]
+Regex = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+Ebnf = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+Tag = dict[str, Any] | Annotated[str, Field(max_length=MAX_BYTES)]
 
 
 class Structure(Body):
