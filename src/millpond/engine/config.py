@@ -27,7 +27,7 @@ PROMPT_BLOCK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineSettings):
-    """Treatment of requests that name none, and the limits of all requests together.
+    """Settings of an engine: defaults of its requests, and the limits of all of them together.
 
     Its fields say themselves what they mean, see `EngineSettings`; a table is in docs/reference/settings.md.
 

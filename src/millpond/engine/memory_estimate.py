@@ -17,7 +17,7 @@ from millpond.runner.cache_layout import CacheLayout
 from millpond.runner.packed_model import LayerShape
 from millpond.tiers.buffers import ALIGNMENT
 
-#: Bytes that a page of a pool counts for.
+#: Returns the bytes that a page of a pool counts for.
 PageSize = Callable[[RefCountedPool[Any]], int]
 
 
@@ -29,17 +29,22 @@ def estimate(
     n: int,
     on_disk: frozenset[int] | None = None,
 ) -> MemoryNeed:
-    """What a request holds at peak: `prompt` tokens and `n` answers of at most `answer` tokens.
+    """Return the most bytes that a request can hold.
 
-    While the prompt is read all of it is held as it is, since nothing is planned before its end, or the budget and a
-    chunk where each chunk ends with an eviction; what a plan stores as
-    codes, or in pages of fewer bits, is allocated before it is freed. Then a layer holds its budget, with as many more
-    entries as its method adds before it evicts or merges again; or, for methods that keep all or grow while decoding,
-    those of the answer too. The states of a hybrid have one size, and each answer has its own, as it has of what
-    lies outside the pages. Of layers on a disk two are in memory at a time.
+    It has `prompt` tokens and `n` answers of at most `answer` tokens. During prefill: the whole prompt unquantized,
+    since nothing is planned before its end, or budget + one chunk if every chunk evicts; a plan allocates quantized
+    pages, or pages of fewer bits, before it frees the originals. Afterwards per layer: the budget plus what the method
+    adds before it evicts or merges again; methods that keep everything or grow while decoding also hold the answer.
+    Hybrids add one fixed state per answer, as each answer has its own entries outside the pages. Of layers on disk two
+    are in memory at a time.
 
     Args:
-        on_disk: layers whose pages lie on a disk between passes; None: those of the cache factory.
+        layout: Layout of the cache.
+        layers: Shapes of the layers.
+        prompt: Tokens of the prompt.
+        answer: Most tokens of an answer.
+        n: Number of answers.
+        on_disk: Layers whose pages are on a disk between passes; None: those of the layout.
     """
     on_disk = layout.on_disk if on_disk is None else on_disk
     table = [_layer_need(layout, index, layer, prompt, answer, n, _page_bytes) for index, layer in enumerate(layers)]
@@ -56,7 +61,10 @@ def estimate(
 
 
 def estimate_prefix(layout: CacheLayout, layers: Sequence[LayerShape], n_tokens: int, parent: int) -> MemoryNeed:
-    """What a common beginning of `n_tokens` holds besides the pages of its first `parent` tokens, which others hold."""
+    """Return the bytes of a common beginning of `n_tokens`.
+
+    The pages of its first `parent` tokens, which others hold, do not count.
+    """
     n_bytes = 0
     for layer in layers:
         pool = layout.prompt_pool(layer)
@@ -68,10 +76,17 @@ def estimate_prefix(layout: CacheLayout, layers: Sequence[LayerShape], n_tokens:
 def estimate_after_prefix(
     layout: CacheLayout, layers: Sequence[LayerShape], need: MemoryNeed, prompt: int, n: int, begun: int
 ) -> MemoryNeed:
-    """What a request holds besides the full pages of its first `begun` tokens, which others hold longer than it does.
+    """Return the bytes of a request whose beginning others hold longer than it does.
+
+    The full pages of its first `begun` tokens do not count.
 
     Args:
-        need: what it holds alone. The rest: as of `estimate`.
+        layout: As of `estimate`.
+        layers: As of `estimate`.
+        need: Bytes that it holds alone.
+        prompt: As of `estimate`.
+        n: As of `estimate`.
+        begun: Tokens of the beginning.
     """
     if not shares_pages(layout):
         return need
@@ -89,19 +104,22 @@ def estimate_after_prefix(
 
 
 def shares_pages(layout: CacheLayout) -> bool:
-    """Whether the pages of a prompt's beginning stay as they are while the rest of it is read."""
+    """Return whether the pages of a prompt's beginning stay while the rest of it is read."""
     return not layout.policy.observes_all
 
 
 def keeps_pages(layout: CacheLayout, layers: Sequence[LayerShape]) -> bool:
-    """Whether the pages of a prompt stay those of its answers, since no plan writes others."""
+    """Return whether a prompt's pages stay those of its answers, since no plan writes others."""
     plain = all(not layout.packed_pools(layer) and not layer.window for layer in layers)
     kept = all(layout.prompt_pool(layer) is layout.pool(layer) for layer in layers)
     return layout.policy.keeps_all and plain and kept
 
 
 def _resident_part(layout: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int) -> MemoryNeed:
-    """What a layer on the disk holds in memory: positions, scores and masses, and a page of entries of each head."""
+    """Return the bytes in memory of a layer on the disk.
+
+    They are positions, scores and masses, and a page of entries of each head.
+    """
     pool, own = layout.pool(layer), layout.prompt_pool(layer)
     sides = _layer_need(layout, index, layer, prompt, answer, n, side_page_bytes)
     more = own.page_bytes * layer.n_kv_heads, pool.page_bytes * layer.n_kv_heads
@@ -111,7 +129,7 @@ def _resident_part(layout: CacheLayout, index: int, layer: LayerShape, prompt: i
 def _layer_need(
     layout: CacheLayout, index: int, layer: LayerShape, prompt: int, answer: int, n: int, page: PageSize
 ) -> MemoryNeed:
-    """Bytes of one layer, each page of a pool counted as `page` says."""
+    """Return the bytes of one layer, each page of a pool counted as `page` says."""
     pool, own = layout.pool(layer), layout.prompt_pool(layer)
     before, after = decode_entries(layout, index, layer, PageTable(pool, 1, layer.n_kv_heads), prompt, answer)
     heads = layer.n_kv_heads
@@ -128,7 +146,7 @@ def _layer_need(
 
 
 def prefill_entries(layout: CacheLayout, index: int, layer: LayerShape, prompt: int) -> int:
-    """Entries per KV head that a layer holds at most while it reads a prompt of `prompt` tokens."""
+    """Return the most entries per KV head that a layer holds while it reads a prompt."""
     policy, prompt = layout.policy, layout.within_context(prompt)
     if policy.prefill == "once":
         return prompt
@@ -146,26 +164,34 @@ def _page_bytes(pool: RefCountedPool[Any]) -> int:
 
 
 def peak_pages(layout: CacheLayout, layers: Sequence[Pages]) -> Pages:
-    """Pages of all layers; of those on a disk, which are in memory one at a time, those of the largest one."""
+    """Return the pages of all layers.
+
+    Of layers on a disk, which are in memory one at a time, the largest one counts.
+    """
     need: Counter[Pool] = Counter()
-    most: Pages = {}
+    max_pages: Pages = {}
     for index, pages in enumerate(layers):
         if index in layout.on_disk:
-            most = {pool: max(most.get(pool, 0), pages.get(pool, 0)) for pool in {**most, **pages}}
+            max_pages = {pool: max(max_pages.get(pool, 0), pages.get(pool, 0)) for pool in {**max_pages, **pages}}
         else:
             need.update(pages)
-    need.update(most)
+    need.update(max_pages)
     return dict(need)
 
 
 def plan_pages(
     layout: CacheLayout, layers: Sequence[LayerShape], prompt: int, batch_cache: BatchCache | None = None
 ) -> Pages:
-    """Pages that the plan of a prompt takes in addition to those that it frees before.
+    """Return the pages that the plan of a prompt takes besides those that it frees before.
 
-    Codes are written before what was read goes, and so are plain pages of fewer bits than the prompt's. Others are
-    written when the prompt's have gone, but for those that are shared; `batch_cache`: what was read, None where
-    nothing was.
+    Codes are written before the originals are freed, and so are plain pages of fewer bits than the prompt's. Others are
+    written when the prompt's are free, except for shared ones.
+
+    Args:
+        layout: Layout of the cache.
+        layers: Shapes of the layers.
+        prompt: Tokens of the prompt.
+        batch_cache: Cache of what was read; None where nothing was.
     """
     pages: list[Pages] = []
     may_share = shares_pages(layout)  # else the last pass has left none that others hold
@@ -189,14 +215,14 @@ def plan_pages(
 def _held(
     layout: CacheLayout, layer: LayerShape, entries: int, seen: int, page: PageSize, *, settling: bool = False
 ) -> int:
-    """Bytes of `entries` entries per KV head after `seen` tokens: as they are, or but for the newest as codes."""
+    """Return the bytes of entries after `seen` tokens: unquantized, or older ones as codes."""
     pool = layout.pool(layer)
     plain = page(pool) * layer.n_kv_heads * (unquantized(layout, layer, entries) // pool.slots + 1)
     return plain + _codes(layout, layer, entries, seen, page, settling=settling)
 
 
 def unquantized(layout: CacheLayout, layer: LayerShape, entries: int) -> int:
-    """Of `entries` entries per KV head, those that are not quantized."""
+    """Return how many of `entries` entries per KV head are not quantized."""
     packed, codec = layout.packed_pools(layer), layout.codec(layer)
     if not packed or codec is None:
         return entries
@@ -214,15 +240,23 @@ def _codes(
     *,
     settling: bool = False,
 ) -> int:
-    """Bytes of `entries` entries per KV head as codes, up to a page's worth of them dead; of all tokens, in a tier."""
+    """Return the bytes of entries per KV head as codes, up to a page's worth of them dead.
+
+    In a tier the entries are those of all tokens.
+    """
     pages = _code_pages(layout, layer, entries, seen, settling=settling)
     return sum(page(pool) * n for pool, n in zip(layout.packed_pools(layer), pages, strict=True))
 
 
 def _code_pages(layout: CacheLayout, layer: LayerShape, entries: int, seen: int, *, settling: bool) -> list[int]:
-    """Pages of codes of all KV heads, of each tier by age.
+    """Return the pages of codes of all KV heads, of each tier by age.
 
-    settling: a plan writes them: all pass through the first tier.
+    Args:
+        layout: Layout of the cache.
+        layer: Shape of the layer.
+        entries: Entries per KV head.
+        seen: Tokens seen.
+        settling: Whether a plan writes them: all pass through the first tier.
     """
     packed, codec = layout.packed_pools(layer), layout.codec(layer)
     if not packed or codec is None:
@@ -232,20 +266,23 @@ def _code_pages(layout: CacheLayout, layer: LayerShape, entries: int, seen: int,
         factor = 1
     most = seen if codec.tiered else factor * entries
     ends = [tier.newest(entries) for tier in codec.tiers[1:]]
-    found = []
+    pages = []
     for number, (tier, pool) in enumerate(zip(codec.tiers, packed, strict=True)):
         stored = most
         if number < len(ends) and not (settling and number == 0):
             begin = tier.newest(entries)
             stored = min(most, factor * (ends[number] - begin + pool.slots + packed[number + 1].slots))
-        found.append(layer.n_kv_heads * (stored // pool.slots + 2))
-    return found
+        pages.append(layer.n_kv_heads * (stored // pool.slots + 2))
+    return pages
 
 
 def decode_entries(
     layout: CacheLayout, index: int, layer: LayerShape, table: PageTable, prompt: int, answer: int
 ) -> tuple[int, int]:
-    """Entries per KV head, on average over the heads, that a layer holds after the plan, and at most while decoding."""
+    """Return the entries per KV head of a layer after the plan, and at most while decoding.
+
+    On average over the heads.
+    """
     policy, total = layout.policy, prompt + answer
     if policy.keeps_all:
         before, after = prompt, total
@@ -266,7 +303,10 @@ def decode_entries(
 
 
 def _writes_everywhere(layout: CacheLayout) -> bool:
-    """Whether a decoding step writes to more than the last page of a head, so that answers cannot share pages."""
+    """Return whether a decoding step writes to more than the last page of a head.
+
+    Answers cannot share pages then.
+    """
     policy = layout.policy
     rule, by_rules = policy.decode_rule(0), policy.needs.head_rules is not None
     return rule.evict is not Evict.NEVER or rule.signal is not Signal.NONE or by_rules

@@ -219,7 +219,7 @@ def _closed(stored: Mapping[str, Tensor], cache_factory: CacheFactory, n_tokens:
 
 
 def _dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return entries (heads, width, ...) as (entries, ...), without the free slots of each head."""
+    """Return entries (heads, width, ...) as (entries, ...), without the free slots."""
     is_entry = _held(tensors["lens"], tensors["positions"].shape[1])
     return {name: tensor[is_entry] if name in ENTRIES else tensor for name, tensor in tensors.items()}
 
