@@ -51,7 +51,7 @@ def test_requests_of_tasks_that_run_at_once_are_in_one_message_and_in_one_step(m
 
         async def all_of_them() -> list[RequestOutput]:
             found = [asyncio.ensure_future(read(llm, index)) for index in range(len(PROMPTS))]
-            while sum(map(len, worker._asked._waiting.values())) < len(PROMPTS):
+            while sum(map(len, worker._calls._waiting.values())) < len(PROMPTS):
                 await asyncio.sleep(0.001)
             assert len(calls) == 1, "all are submitted together"
             gate.set()

@@ -19,7 +19,7 @@ from millpond.engine.detokenizer import Writer
 from millpond.engine.outputs import RequestOutput
 from millpond.engine.request import Request
 from millpond.engine.sampling.banned_tokens import Bans, Forbidden, sequences_of
-from millpond.engine.sampling.params import MOST_BAD_WORDS, SamplingParams
+from millpond.engine.sampling.params import MAX_BAD_WORDS, SamplingParams
 from millpond.engine.sampling.sampler import BadLogitsError, Sampler
 from millpond.errors import OptionError
 from tests.engine import test_constraint as test_sampling_constrain
@@ -203,7 +203,7 @@ def test_an_engine_without_a_tokenizer_takes_no_words() -> None:
         ({"typical_p": 1.5}, "typical_p=1.5: .* at most 1"),
         ({"bad_words": ("a", " ")}, "bad_words holds ' '"),
         ({"bad_words": ("a" * 101,)}, "101 characters; .* 100"),
-        ({"bad_words": ("a",) * (MOST_BAD_WORDS + 1)}, "1,001 texts and may have 1,000"),
+        ({"bad_words": ("a",) * (MAX_BAD_WORDS + 1)}, "1,001 texts and may have 1,000"),
         ({"allowed_token_ids": ()}, "allowed_token_ids has 0 ids: must have 1 to"),
     ],
 )

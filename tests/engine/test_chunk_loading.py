@@ -180,7 +180,7 @@ def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
 
 def test_a_better_priority_takes_the_bytes_of_those_that_wait(tmp_path: Path) -> None:
     of = engine(tmp_path, loading=1)
-    of._scheduler.most_running = 1
+    of._scheduler.max_running = 1
     add(of, request("runs", PLAIN, 40))
     steps(of, 4)
     add(of, request("last", chunked(A, B)))

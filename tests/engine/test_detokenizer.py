@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from millpond.engine.detokenizer import MOST_TOKENS, IncrementalDetokenizer, Writer
+from millpond.engine.detokenizer import MAX_TOKENS, IncrementalDetokenizer, Writer
 from millpond.engine.sampling.params import SamplingParams
 from millpond.engine.token_bytes import TokenBytes
 from millpond.models.load import load_tokenizer
@@ -193,7 +193,7 @@ def test_broken_bytes_without_end_come_out(n: int, rest: list[int]) -> None:
     tokens = lead[:1] * n + tail + rest
     found = pieces(tokenizer, tokens)
     assert "".join(found) == whole(tokenizer, tokens)
-    assert len(found[-1]) <= MOST_TOKENS + 1
+    assert len(found[-1]) <= MAX_TOKENS + 1
 
 
 def test_broken_bytes_leave_the_characters_beside_them() -> None:
@@ -258,7 +258,7 @@ def test_the_cost_of_a_token_has_a_bound(kind: str, token: int | str) -> None:
 
     watched = Watched()
     pieces(watched, [int(token)] * 300, skip=False)
-    assert watched.longest <= 2 * MOST_TOKENS + 1
+    assert watched.longest <= 2 * MAX_TOKENS + 1
 
 
 class Letters:

@@ -82,8 +82,8 @@ def test_even_ages_hold_the_mean_and_equal_ages_the_largest() -> None:
 
 def test_more_run_together_inside_the_same_memory() -> None:
     """By the ratio of the largest cache to the mean, (2s + 2n) / (2s + n) = 4/3, less what parts and prompts cost."""
-    whole = simulate(Scheduler(LIMIT, step_tokens=256, most_running=15), 240)
-    spread = simulate(Scheduler(LIMIT, step_tokens=256, most_running=15, spread=True), 240)
+    whole = simulate(Scheduler(LIMIT, step_tokens=256, max_running=15), 240)
+    spread = simulate(Scheduler(LIMIT, step_tokens=256, max_running=15, spread=True), 240)
     assert whole[2] == 12
     assert spread[2] == 15
     assert max(whole[1], spread[1]) <= LIMIT
@@ -92,17 +92,17 @@ def test_more_run_together_inside_the_same_memory() -> None:
 
 @pytest.mark.parametrize("n_jobs", [1, 5, 40, 100])
 def test_lengths_of_all_kinds_stay_inside_the_memory(n_jobs: int) -> None:
-    scheduler = Scheduler(LIMIT, step_tokens=100, most_running=20, spread=True)
+    scheduler = Scheduler(LIMIT, step_tokens=100, max_running=20, spread=True)
     _, most_bytes, _ = simulate(scheduler, n_jobs, lambda n: 1 + n * 37 % 150)
     assert most_bytes <= LIMIT
 
 
 def test_few_requests_begin_at_once() -> None:
-    few = Scheduler(None, step_tokens=2048, most_running=8, spread=True)
+    few = Scheduler(None, step_tokens=2048, max_running=8, spread=True)
     for n in range(8):
         few.add(request_of(str(n)))
     assert len(few.plan().prefills) == 8
-    many = Scheduler(None, step_tokens=2048, most_running=8, spread=True)
+    many = Scheduler(None, step_tokens=2048, max_running=8, spread=True)
     for n in range(2 * 8 * FILLINGS):
         many.add(request_of(str(n)))
     begun = []

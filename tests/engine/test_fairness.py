@@ -9,9 +9,9 @@ import pytest
 
 from millpond.engine.fairness import IDLE, FairQueue
 from millpond.engine.scheduler import (
-    MOST_PASSES,
-    MOST_PIECES,
-    MOST_UNTHROTTLED,
+    MAX_PASSES,
+    MAX_PIECES,
+    MAX_UNTHROTTLED,
     PATIENCE,
     PROMPT_SERVICE,
     READING_SHARE,
@@ -86,7 +86,7 @@ def test_twenty_tokens_behind_forty_long_prompts_of_another_client(size: int) ->
 
 
 def test_all_slots_taken_by_another_client() -> None:
-    line = Line(most_running=4)
+    line = Line(max_running=4)
     for _ in range(40):
         line.come("many", 100, 10_000)
     for _ in range(300):
@@ -174,10 +174,10 @@ def test_a_job_that_does_not_fit_holds_up_no_other_client_and_does_not_starve() 
     line.come("runs", 10, 200, 600)
     line.step()
     large = line.come("large", 10, 1, 900)
-    small = [line.come(f"small {n}", 10, 1000, 10) for n in range(2 * MOST_PASSES)]
+    small = [line.come(f"small {n}", 10, 1000, 10) for n in range(2 * MAX_PASSES)]
     for _ in range(20):
         line.step()
-    assert sum(scheduled.is_running for scheduled in small) == MOST_PASSES
+    assert sum(scheduled.is_running for scheduled in small) == MAX_PASSES
     assert large.status is RequestStatus.WAITING
     line.work(large)
 
@@ -251,9 +251,9 @@ def test_many_short_prompts_of_others_are_read_a_few_at_a_time_and_paid_back() -
         line.scheduler.record_step_time(step, seconds)
         took += seconds
         assert len(step.prefills) <= THROTTLED_PIECES
-        assert len(step.decodes) <= 1 + MOST_UNTHROTTLED
+        assert len(step.decodes) <= 1 + MAX_UNTHROTTLED
     assert 100 < took <= 100 * 1.6
-    assert line.scheduler.count(RequestStatus.PREFILL) <= 4 * MOST_PIECES
+    assert line.scheduler.count(RequestStatus.PREFILL) <= 4 * MAX_PIECES
 
 
 def test_few_answers_of_others_decode_in_one_batch_all_the_time() -> None:

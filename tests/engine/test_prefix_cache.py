@@ -11,7 +11,7 @@ import torch
 
 import millpond as mp
 from millpond.engine.engine import Engine
-from millpond.engine.request import MOST_SALT, CacheOptions, Request
+from millpond.engine.request import MAX_SALT, CacheOptions, Request
 from millpond.errors import OptionError
 from tests.helpers.engine.helpers import METHODS, add, budget_of, engine_for, finish, greedy, prompt, tokens
 from tests.helpers.hf.families import generate, shared_model
@@ -117,7 +117,7 @@ def test_prompts_are_shared_by_requests_with_the_same_salt_alone() -> None:
         assert tokens(output) == alone("a", "full")
         return int(output.completions[0].kv.shared_tokens)
 
-    salts = (None, "first salt", "second salt", "o" * MOST_SALT)
+    salts = (None, "first salt", "second salt", "o" * MAX_SALT)
     assert [shared(salt) for salt in salts] == [0] * len(salts)
     assert [shared(salt) > 40 for salt in salts] == [True] * len(salts)
     assert "first salt" not in repr(vars(engine._parts.prefix_cache.tree)), (
@@ -126,10 +126,10 @@ def test_prompts_are_shared_by_requests_with_the_same_salt_alone() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("salt", ["", "x" * (MOST_SALT + 1)])
+@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT + 1)])
 def test_a_salt_out_of_bounds_is_refused(salt: str) -> None:
     engine = engine_for("full")
-    with pytest.raises(OptionError, match=f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}"):
+    with pytest.raises(OptionError, match=f"cache_salt has {len(salt)} characters: must have 1 to {MAX_SALT}"):
         engine.add(replace(request("a", "full"), cache_salt=salt))
     engine.close()
 

@@ -38,7 +38,7 @@ def test_decodes_come_first_and_prompts_fill_the_step() -> None:
 
 
 def test_prompts_are_read_however_many_decode() -> None:
-    scheduler = Scheduler(None, step_tokens=16, most_running=100)
+    scheduler = Scheduler(None, step_tokens=16, max_running=100)
     scheduler.add(request_of("wide", 1, num_answers=50))
     run(scheduler, scheduler.plan())
     scheduler.add(late := request_of("late", 100))
@@ -107,7 +107,7 @@ def test_deadlines() -> None:
     assert scheduler.expired(5.0) == [soon]
 
 
-@pytest.mark.parametrize("wrong", [{"step_tokens": 0}, {"most_running": 0}, {"overcommit": 0.5}])
+@pytest.mark.parametrize("wrong", [{"step_tokens": 0}, {"max_running": 0}, {"overcommit": 0.5}])
 def test_limits_out_of_range(wrong: dict[str, float]) -> None:
     with pytest.raises(OptionError, match="must be at least 1"):
         Scheduler(None, **wrong)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(LIMIT, step_tokens=16, most_running=8)
+        self.scheduler = Scheduler(LIMIT, step_tokens=16, max_running=8)
         self.scheduled: list[SchedulerRequest] = []
         self.left: dict[str, int] = {}
         self.number = 0

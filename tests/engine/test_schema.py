@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millpond.engine.grammar.patterns import check_pattern
-from millpond.engine.grammar.schema import MOST_BYTES, MOST_DEPTH, MOST_SCHEMAS, MOST_VALUES, enforceable
+from millpond.engine.grammar.schema import MAX_BYTES, MAX_DEPTH, MAX_SCHEMAS, MAX_VALUES, enforceable
 from millpond.errors import OptionError
 from tests.engine.test_constraint import byte_tokenizer
 
@@ -93,12 +93,12 @@ def nested(depth: int) -> dict[str, Any]:
     "schema",
     [
         {"enum": [f"value {i}" for i in range(20_000)]},
-        {"anyOf": [{"enum": list(range(i, i + 10))} for i in range(0, MOST_VALUES + 10, 10)]},
-        {"type": "object", "properties": {f"p{i}": {} for i in range(MOST_SCHEMAS + 1)}},
-        {"description": "x" * MOST_BYTES},
+        {"anyOf": [{"enum": list(range(i, i + 10))} for i in range(0, MAX_VALUES + 10, 10)]},
+        {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_SCHEMAS + 1)}},
+        {"description": "x" * MAX_BYTES},
         {"type": "string", "pattern": "a" * 5_000},
         {"type": "string", "maxLength": 10**6},
-        nested(MOST_DEPTH + 2),
+        nested(MAX_DEPTH + 2),
         nested(900),
     ],
 )

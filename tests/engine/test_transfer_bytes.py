@@ -217,6 +217,6 @@ def test_a_buffer_of_another_form_and_headers_that_lie_about_sizes() -> None:
         with pytest.raises(DataError, match=rule):
             unpack(made(entry))
     with pytest.raises(DataError, match=r"a header of .* does not fit"):
-        unpack((container.MOST_HEADER + 1).to_bytes(8, "little") + bytes(100))
+        unpack((container.MAX_HEADER + 1).to_bytes(8, "little") + bytes(100))
     with pytest.raises(DataError, match="its header is no JSON"):
         unpack((2**20).to_bytes(8, "little") + b"[" * 2**20)

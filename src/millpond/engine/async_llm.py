@@ -30,13 +30,13 @@ from millpond.kernels.thread_count import end_own_threads
 from millpond.setting import shows_options, split_options
 
 Call = Callable[[], None]
-#: Between two steps calls may take this share of the last step's time, so that many requests that come do not hold up
-#: those that decode; one call goes at least.
+#: Between two steps calls may take this share of the last step's time, so that many arriving requests do not delay
+#: those that decode; at least one call is made.
 CALLS_SHARE = 0.2
 
 
 class CallQueue:
-    """Calls that wait. Of one client they keep their order; the clients take turns."""
+    """Calls that wait: those of one client keep their order, and the clients take turns."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Call]] = {}  # the client whose turn it is comes first
@@ -45,11 +45,11 @@ class CallQueue:
         return bool(self._waiting)
 
     def put(self, call: Call, client: str = "") -> None:
-        """One more call."""
+        """Add a call."""
         self._waiting.setdefault(client, deque()).append(call)
 
     def take(self) -> Call:
-        """The next call, which waits no longer.
+        """Remove the next call from the queue and return it.
 
         Raises:
             LookupError: none waits.
@@ -76,9 +76,9 @@ class CallQueue:
 
 T = TypeVar("T")
 
-#: Seconds for which calls are made where nothing is in flight, so that requests that come together are in one step.
+#: Seconds for which calls are made where nothing is in flight, so that requests that arrive together are in one step.
 _CALLS_IDLE_S = 0.02
-#: Requests of a step that does not come back that are named.
+#: Most requests that are named of a step that does not end.
 _SHOWN = 8
 
 _log = logging.getLogger(__name__)
@@ -88,14 +88,15 @@ class AsyncLLM:
     """Answers requests of many tasks; safe to use from any event loop and thread.
 
     Args:
-        model: a name or folder, or a loaded transformers decoder.
-        config: settings of the engine; None for the defaults.
-        model_name: name that clients use; None: the model's own.
-        **options: as of `LLM`.
+        model: A name or folder, or a loaded transformers decoder.
+        config: Settings of the engine; None for the defaults.
+        model_name: Name that clients use; None: the model's own.
+        **options: As of `LLM`.
 
     Attributes:
-        leave: called in the engine's thread behind each step, with outputs that are not the last of their requests;
-            True: the request has left the engine, and its stream ends. None: nothing is.
+        plan: As of `LLM`.
+        leave: Called in the engine's thread after each step, with outputs that are not the last of their requests;
+            True: the request has left the engine, and its stream ends. None: nothing is called.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `LLM`.
@@ -117,7 +118,7 @@ class AsyncLLM:
         )
         self.leave: Callable[[Engine, RequestOutput], bool] | None = None
         self._mailboxes: dict[str, Mailbox] = {}  # only the engine's thread reads it
-        self._asked = CallQueue()  # under the lock of `_changed`
+        self._calls = CallQueue()  # under the lock of `_changed`
         self._changed = threading.Condition()
         self._closing = self._stopped = False
         self._failed: BaseException | None = None
@@ -135,7 +136,7 @@ class AsyncLLM:
 
     @property
     def vocab_size(self) -> int:
-        """Ids below it are tokens."""
+        """Number of token ids: those below it are tokens."""
         return self._engine.vocab_size
 
     @property
@@ -150,7 +151,7 @@ class AsyncLLM:
 
     @property
     def cache(self) -> CacheOptions:
-        """How caches are kept where a request does not say."""
+        """Cache options of requests that name none."""
         return self._engine.cache
 
     @property
@@ -159,33 +160,36 @@ class AsyncLLM:
         return self._engine.sessions
 
     def stats(self) -> EngineStats:
-        """The engine after its last step."""
+        """Return the figures of the engine after its last step."""
         return self._engine.stats()
 
     def trouble(self, limit_s: float) -> str | None:
-        """Why nothing moves: the engine's thread ended, or has been at one step for more than `limit_s` seconds.
+        """Return why nothing moves; None: all is well.
 
-        Safe to read from any thread; None: all is well.
+        The engine's thread ended, or has run one step for more than `limit_s` seconds. Safe to call from any thread.
         """
         if self._failed is not None:
             return f"the engine's thread ended with {type(self._failed).__name__}"
         since = self._since
-        if since is not None and (taken := time.monotonic() - since) > limit_s:
+        if since is not None and (elapsed_s := time.monotonic() - since) > limit_s:
             names = self._engine.in_step
-            of = f", with {_shown(names)} in it" if names else ""
-            return f"one step of the engine has taken {taken:.0f} seconds{of}"
+            request_text = f", with {_shown(names)} in it" if names else ""
+            return f"one step of the engine has taken {elapsed_s:.0f} seconds{request_text}"
         return None
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the engine's thread began what it does now; 0 where it waits. Safe to read from any thread."""
+        """Seconds since the engine's thread began its present work; 0 where it waits.
+
+        Safe to read from any thread.
+        """
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
     async def stream(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """The answers of a request as they grow, each time all of them; closing the generator cancels the request.
+        """Yield the answers of a request as they grow, each time all of them.
 
-        A slow reader gets fewer outputs, never old ones.
+        A slow reader gets fewer outputs, never old ones. Closing the generator cancels the request.
 
         Raises:
             MillpondError: the request is refused, or an error ended it.
@@ -203,7 +207,7 @@ class AsyncLLM:
                 self._post(lambda: self._drop(request.request_id, mailbox))
 
     async def _outputs(self, request_id: str, mailbox: Mailbox) -> AsyncGenerator[RequestOutput, None]:
-        """What comes of a request that the engine has."""
+        """Yield the outputs of a request that the engine has."""
         try:
             while not mailbox.finished:
                 output = await mailbox.next()
@@ -217,43 +221,49 @@ class AsyncLLM:
                 self._post(lambda: self._drop(request_id, mailbox))
 
     async def export_request(self, request_id: str) -> bytes:
-        """See `Engine.export_request`; the stream of the request ends without a last output."""
+        """End a request and return its bytes, see `Engine.export_request`.
 
-        def leave(engine: Engine) -> bytes:
+        The stream of the request ends without a last output.
+        """
+
+        def export(engine: Engine) -> bytes:
             data = engine.export_request(request_id)
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
                 mailbox.end()
             return data
 
-        return await self.call(leave)
+        return await self.call(export)
 
     async def import_request(
         self, data: bytes | memoryview, request: Request | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See `Engine.import_request`: the request continues here, and its outputs come as those of `stream`.
+        """Continue a request of another engine, see `Engine.import_request`.
+
+        Its outputs arrive as those of `stream`.
 
         Raises:
             MillpondError: it is refused; nothing is left behind.
         """
         mailbox = Mailbox(asyncio.get_running_loop())
 
-        def enter(engine: Engine) -> str:
+        def take_over(engine: Engine) -> str:
             if self._closing or self._stopped:
                 raise MillpondError("the engine is closing and takes no requests any more")
             request_id = engine.import_request(data, request)
             self._mailboxes[request_id] = mailbox
             return request_id
 
-        return self._outputs(await self.call(enter), mailbox)
+        return self._outputs(await self.call(take_over), mailbox)
 
     async def batch(self, requests: Sequence[Request]) -> AsyncGenerator[RequestOutput, None]:
-        """The whole answers of requests that are known together, each when it is finished; see `Engine.add_batch`.
+        """Yield the finished answers of requests that are known together, see `Engine.add_batch`.
 
-        One that ended because of an error has it in its output. Closing the generator cancels those that are left.
+        Each comes when it is finished. A request that ended because of an error has it in its output. Closing the
+        generator cancels those that are not finished.
 
         Raises:
-            MillpondError: a request is refused, and none was taken in.
+            MillpondError: a request is refused, and none was added.
         """
         mailboxes = {request.request_id: Mailbox(asyncio.get_running_loop()) for request in requests}
 
@@ -266,26 +276,27 @@ class AsyncLLM:
         await self.call(take_in)
         waiting = [asyncio.create_task(mailbox.last()) for mailbox in mailboxes.values()]
         try:
-            for done in asyncio.as_completed(waiting):
-                yield await done
+            for finished in asyncio.as_completed(waiting):
+                yield await finished
         finally:
             for task in waiting:
                 task.cancel()
             self._post(lambda: self._drop_all(mailboxes))
 
     async def cancel(self, request_id: str) -> None:
-        """End a request with what it has; one that is not there any more is no error."""
+        """End a request with what it has; one that has ended already is no error."""
         await self.call(lambda engine: engine.cancel(request_id))
 
     async def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
-        """What a layer remembers of a request's first answer; see `Engine.memory`."""
+        """Return the entries that a layer holds of a request's first answer; see `Engine.memory`."""
         return await self.call(lambda engine: engine.memory(request_id, layer, client))
 
     async def call(self, ask: Callable[[Engine], T], client: str = "") -> T:
-        """Run `ask` in the engine's thread between two steps, and return what it returns.
+        """Run `ask` in the engine's thread between two steps, and return its result.
 
         Args:
-            client: id of the client. Clients take turns.
+            ask: Function of the engine.
+            client: Id of the client. Clients take turns.
 
         Raises:
             MillpondError: the engine was closed. Also what `ask` raises.
@@ -305,15 +316,16 @@ class AsyncLLM:
         return await asyncio.wrap_future(answer)
 
     async def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests and stop; with `drain` what runs may finish first.
+        """Take no more requests and stop; with `drain` running ones may finish first.
 
         Args:
-            timeout: most seconds that this may take; a longer step is not interrupted. None: any time.
+            drain: Let running requests finish.
+            timeout: Most seconds that this may take; a longer step is not interrupted. None: any time.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        give_up_at = None if timeout is None else time.monotonic() + timeout
 
         def join() -> None:
-            self._thread.join(None if end is None else max(0.0, end - time.monotonic()))
+            self._thread.join(None if give_up_at is None else max(0.0, give_up_at - time.monotonic()))
 
         with self._changed:
             self._closing = True
@@ -330,24 +342,24 @@ class AsyncLLM:
     # ------------------------------------------------------------------ the engine's thread
 
     def _work(self) -> None:
-        ended: Exception | None = None
+        end_error: Exception | None = None
         try:
             self._serve()
         except BaseException as error:  # no caller above would see it
             _log.critical("the engine's thread ended", exc_info=error)
             self._failed = error
-            ended = MillpondError("the engine ended and takes no requests any more; the server's log says why")
+            end_error = MillpondError("the engine ended and takes no requests any more; the server's log says why")
         with self._changed:
             self._stopped = True
         try:
-            self._hand_out(self._engine.abort_all(ended))
+            self._hand_out(self._engine.abort_all(end_error))
         except Exception as error:
             _log.critical("requests could not be ended", exc_info=error)
         for mailbox in self._mailboxes.values():  # requests that the engine has dropped
-            mailbox.fail(ended or MillpondError("the engine was closed"))
-        while self._asked:
+            mailbox.fail(end_error or MillpondError("the engine was closed"))
+        while self._calls:
             with suppress(Exception):
-                self._asked.take()()
+                self._calls.take()()
         self._since = None
         self._engine.close()
 
@@ -355,10 +367,10 @@ class AsyncLLM:
         step_s = 0.0
         while self._wait():
             until = time.monotonic() + (CALLS_SHARE * step_s if self._engine.busy else _CALLS_IDLE_S)
-            while self._asked:
+            while self._calls:
                 self._since = time.monotonic()
                 with self._changed:
-                    call = self._asked.take()
+                    call = self._calls.take()
                 call()
                 if self._engine.busy and time.monotonic() > until:
                     break
@@ -371,12 +383,12 @@ class AsyncLLM:
                 step_s = time.monotonic() - began
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; False: it is time to stop."""
+        """Wait until there is something to do, and return whether to continue; False: stop."""
         self._since = None
         with self._changed:
-            while not (self._asked or self._engine.busy or self._closing or self._stopped):
+            while not (self._calls or self._engine.busy or self._closing or self._stopped):
                 self._changed.wait()
-            return not self._stopped and bool(self._asked or self._engine.busy or not self._closing)
+            return not self._stopped and bool(self._calls or self._engine.busy or not self._closing)
 
     def _take_in(
         self, engine: Engine, request: Request, mailbox: Mailbox, grammar: Grammar | None, bans: Bans | None
@@ -397,14 +409,14 @@ class AsyncLLM:
             self._drop(name, mailbox)
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
-        found = []
+        mail = []
         for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None:
                 if output.finished:
                     del self._mailboxes[output.request_id]
-                found.append((mailbox, output))
-        for mailbox, output in deliver(found):
+                mail.append((mailbox, output))
+        for mailbox, output in deliver(mail):
             self._drop(output.request_id, mailbox)
 
     def _let_leave(self, outputs: list[RequestOutput]) -> None:
@@ -416,17 +428,17 @@ class AsyncLLM:
                 self._mailboxes.pop(name).end()
 
     def _post(self, run: Callable[[], None], client: str = "") -> bool:
-        """Let the engine's thread run this; False if there is none any more."""
+        """Let the engine's thread run a call; return False if the thread has ended."""
         with self._changed:
             if self._stopped:
                 return False
-            self._asked.put(run, client)
+            self._calls.put(run, client)
             self._changed.notify()
         return True
 
 
 def _shown(names: Sequence[str]) -> str:
-    """Some requests by name, and how many more there are."""
-    more = len(names) - _SHOWN
+    """Return some requests by name, and how many more there are."""
+    num_more = len(names) - _SHOWN
     first = ", ".join(names[:_SHOWN])
-    return f"{first} and {more} more" if more > 0 else first
+    return f"{first} and {num_more} more" if num_more > 0 else first

@@ -17,17 +17,20 @@ Ids = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class RadixTree:
-    """Nodes are the places where two or more prompts part or end; node 0 is the empty text before all of them.
+    """Radix tree of prompts; nodes are the positions where two or more prompts part or end.
 
-    Parents come before their children, and a subtree before the next one. Prompts behind a node are neighbours in the
-    order of sorting.
+    Node 0 is the empty text before all of them. Parents come before their children, and a subtree before the next one.
+    Prompts below a node are neighbours in the order of sorting.
 
     Attributes:
-        order: (n,) the prompts, sorted by their ids.
-        depth: (N,) tokens from the beginning to a node. parent: (N,) of each node, -1 of node 0.
-        begin, end: (N,) the prompts behind a node are `order[begin:end]`.
-        node_of: (n,) the last node on the way of each prompt.
-        tokens: of all prompts. distinct: of them, those that are not common with a prompt before.
+        order: Prompts, sorted by their ids, (n,).
+        depth: Tokens from the beginning to each node, (N,).
+        parent: Parent of each node, (N,); -1 of node 0.
+        begin: Index in `order` of the first prompt below each node, (N,).
+        end: Index after the last one, (N,): `order[begin:end]` are the prompts below a node.
+        node_of: Last node on the path of each prompt, (n,).
+        tokens: Tokens of all prompts.
+        distinct: Tokens of them that are not common with a prompt before.
     """
 
     order: npt.NDArray[np.int64]
@@ -41,7 +44,10 @@ class RadixTree:
 
     @classmethod
     def of(cls, prompts: Sequence[Ids]) -> RadixTree:
-        """The tree of these prompts; ids are 0 to 2**32 - 1. Takes about the bytes of the ids as uint32 besides."""
+        """Return the tree of these prompts; ids are 0 to 2**32 - 1.
+
+        Takes about the bytes of the ids as uint32 besides.
+        """
         keys = [_sortable(prompt) for prompt in prompts]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         common = _common_lengths([keys[number] for number in order])
@@ -52,50 +58,57 @@ class RadixTree:
             node_of[first:last] = node  # deeper nodes come later
         by_prompt = np.empty_like(node_of)
         by_prompt[order] = node_of
-        numbers = np.array(order, dtype=np.int64)
-        return cls(numbers, depth, parent, begin, end, by_prompt, tokens, tokens - int(common.sum()))
+        order_array = np.array(order, dtype=np.int64)
+        return cls(order_array, depth, parent, begin, end, by_prompt, tokens, tokens - int(common.sum()))
 
 
 def _sortable(prompt: Ids) -> bytes:
-    """Ids as bytes that sort as the ids do."""
+    """Return ids as bytes that sort as the ids do."""
     return np.asarray(prompt).astype(">u4").tobytes()
 
 
 def _common_lengths(keys: list[bytes]) -> npt.NDArray[np.int64]:
-    """(n,) tokens that each of the sorted prompts has in common with the one before it; 0 of the first."""
-    found = np.zeros(len(keys), dtype=np.int64)
+    """Return how many tokens each sorted prompt shares with the one before it, (n,).
+
+    0 for the first.
+    """
+    lengths = np.zeros(len(keys), dtype=np.int64)
     for number in range(1, len(keys)):
-        before, after = keys[number - 1], keys[number]
-        n = min(len(before), len(after)) // 4
-        if n == 0 or before[:4] != after[:4]:
+        previous, current = keys[number - 1], keys[number]
+        n = min(len(previous), len(current)) // 4
+        if n == 0 or previous[:4] != current[:4]:
             continue
-        differ = np.frombuffer(before, "u4", n) != np.frombuffer(after, "u4", n)
+        differ = np.frombuffer(previous, "u4", n) != np.frombuffer(current, "u4", n)
         first = int(differ.argmax())
-        found[number] = first if differ[first] else n
-    return found
+        lengths[number] = first if differ[first] else n
+    return lengths
 
 
 def _nodes(
     common: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Depth, begin, end and parent of every node, from the common lengths of neighbours."""
+    """Return depth, begin, end and parent of every node.
+
+    Args:
+        common: Common lengths of neighbours, (n,).
+    """
     depth, begin, end, parent = [0], [0], [len(common)], [-1]
-    way = [0]  # from node 0 to the node that is open
-    for place in range(1, len(common) + 1):
-        length = int(common[place]) if place < len(common) else 0
-        first, closed = place - 1, -1
-        while depth[way[-1]] > length:
-            closed = way.pop()
-            end[closed], first = place, begin[closed]
-            parent[closed] = way[-1]
-        if depth[way[-1]] < length:
+    path = [0]  # from node 0 to the node that is open
+    for index in range(1, len(common) + 1):
+        length = int(common[index]) if index < len(common) else 0
+        first, closed = index - 1, -1
+        while depth[path[-1]] > length:
+            closed = path.pop()
+            end[closed], first = index, begin[closed]
+            parent[closed] = path[-1]
+        if depth[path[-1]] < length:
             if closed >= 0:
                 parent[closed] = len(depth)
             depth.append(length)
             begin.append(first)
-            end.append(place)
-            parent.append(way[-1])
-            way.append(len(depth) - 1)
+            end.append(index)
+            parent.append(path[-1])
+            path.append(len(depth) - 1)
     starts, depths = np.array(begin, dtype=np.int64), np.array(depth, dtype=np.int64)
     order = np.lexsort((depths, starts))
     rank = np.empty_like(order)
@@ -111,51 +124,58 @@ def _nodes(
 
 @dataclass(slots=True)
 class _Group:
-    """A node with prompts behind it; length: of what they have in common, from the node above on."""
+    """A node with prompts below it.
+
+    Attributes:
+        length: Tokens that they have in common, from the node above on.
+        prompts: Number of prompts.
+        members: Prompts, and groups of them.
+    """
 
     length: int
     prompts: int
     members: list[int | _Group] = field(default_factory=list)
 
     def flat(self) -> list[int]:
-        """All prompts, in order of their discovery."""
-        found: list[int] = []
+        """Return all prompts, in the order of their discovery."""
+        prompts: list[int] = []
         open_ = [iter(self.members)]
         while open_:
-            one = next(open_[-1], None)
-            if one is None:
+            member = next(open_[-1], None)
+            if member is None:
                 open_.pop()
-            elif isinstance(one, _Group):
-                open_.append(iter(one.members))
+            elif isinstance(member, _Group):
+                open_.append(iter(member.members))
             else:
-                found.append(one)
-        return found
+                prompts.append(member)
+        return prompts
 
 
-def one_level(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Beginnings that follow no other one.
+def one_level(tree: RadixTree, min_length: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Return beginnings that continue no other one.
 
     Args:
-        shortest: tokens of a beginning, at least.
+        tree: Radix tree of the prompts.
+        min_length: Least tokens of a beginning.
 
     Returns:
         Of each beginning a prompt that has it, its tokens, and -1; and of each prompt its beginning, -1 for none.
     """
     groups = _groups(tree)
-    behind = [-1] * len(tree.node_of)
+    prefix_of_prompt = [-1] * len(tree.node_of)
     prefixes: list[tuple[int, int, int]] = []
     for group in groups:
         members = group.flat()
-        if group.length < shortest or len(members) < 2:
+        if group.length < min_length or len(members) < 2:
             continue
         for prompt in members:
-            behind[prompt] = len(prefixes)
+            prefix_of_prompt[prompt] = len(prefixes)
         prefixes.append((members[0], group.length, -1))
-    return prefixes, behind
+    return prefixes, prefix_of_prompt
 
 
 def _groups(tree: RadixTree) -> list[_Group]:
-    """The groups directly behind the empty text."""
+    """Return the groups directly below the empty text."""
     depths, parents = tree.depth.tolist(), tree.parent.tolist()
     prompts: list[list[int]] = [[] for _ in depths]
     for prompt, node in enumerate(tree.node_of.tolist()):
@@ -178,13 +198,13 @@ def _groups(tree: RadixTree) -> list[_Group]:
             members[0].length += length
             above.append(members[0])
         elif count == 1:
-            prompts[parents[node]] += [one for one in members if isinstance(one, int)]
+            prompts[parents[node]] += [member for member in members if isinstance(member, int)]
         elif members:
             above.append(_Group(length, count, members))
     return below[0]
 
 
-#: Tokens that a common beginning has at least behind the one before it: a request of its own costs about a step.
+#: Least tokens of a common beginning after the one that it continues: a request of its own costs about a step.
 SHORTEST = 16
 
 
@@ -192,8 +212,9 @@ class CommonPrefix(NamedTuple):
     """A common beginning of prompts, read once.
 
     Attributes:
-        prompt: one of the prompts that begin with it. length: its tokens.
-        parent: the shared prefix that it continues, -1 for none.
+        prompt: One of the prompts that begin with it.
+        length: Its tokens.
+        parent: Shared prefix that it continues, -1 for none.
     """
 
     prompt: int
@@ -202,8 +223,12 @@ class CommonPrefix(NamedTuple):
 
 
 class PlannedReading(NamedTuple):
-    """What is read next: a shared prefix (its number), or a prompt (`prefix` is the one it begins with, -1 for
-    none)."""
+    """A prefix or prompt to read next.
+
+    Attributes:
+        prefix: Index of the shared prefix to read; or, with a prompt, of the one that it begins with, -1 for none.
+        prompt: Index of the prompt; None: the shared prefix itself is read.
+    """
 
     prefix: int
     prompt: int | None = None
@@ -211,15 +236,17 @@ class PlannedReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What is read once, and in which order.
+    """Beginnings that are read once, and the order of reading.
 
     Attributes:
-        prefixes: parents before their children.
-        readings: shared prefixes and prompts in their order: all behind a shared prefix follow it before another one
-            begins.
-        tokens: of all prompts. least: of them, those that differ, which any order reads.
-        to_read: tokens that this plan reads. most_pinned: tokens of shared prefixes that are held at a time, at most.
-        pinned_bytes: of their pages; None where the model is not known.
+        prefixes: Common beginnings, parents before their children.
+        readings: Shared prefixes and prompts in their order: all that begin with a shared prefix follow it before
+            another one begins.
+        tokens: Tokens of all prompts.
+        least: Tokens of them that differ, which any order reads.
+        to_read: Tokens that this plan reads.
+        most_pinned: Most tokens of shared prefixes that are held at a time.
+        pinned_bytes: Bytes of their pages; None where the model is not known.
     """
 
     prefixes: tuple[CommonPrefix, ...]
@@ -232,15 +259,15 @@ class BatchPlan:
 
     @property
     def order(self) -> list[int]:
-        """The prompts in their order."""
+        """Prompts in their order."""
         return [reading.prompt for reading in self.readings if reading.prompt is not None]
 
     def __str__(self) -> str:
-        held = "" if self.pinned_bytes is None else f", {self.pinned_bytes:,} bytes"
+        pinned_text = "" if self.pinned_bytes is None else f", {self.pinned_bytes:,} bytes"
         return (
             f"{len(self.order):,} prompts, {self.tokens:,} tokens: {self.least:,} differ, {self.to_read:,} are read "
             f"({self.saved:.1%} spared); {len(self.prefixes):,} common beginnings, of which at most "
-            f"{self.most_pinned:,} tokens{held} are held at a time"
+            f"{self.most_pinned:,} tokens{pinned_text} are held at a time"
         )
 
     @property
@@ -262,10 +289,11 @@ def plan_batch(
     come depth first, and siblings by expected answers over tokens to read, the largest first (section 4.3).
 
     Args:
-        prompts: token ids of each. answers: tokens expected in answer to each; None: as many for each.
+        prompts: Token ids of each.
+        answers: Tokens expected in answer to each; None: equally many for each.
         levels: 1 for the rule of the paper, which lets no shared prefix continue another; 0 for no shared prefixes;
-            None: as many as there are.
-        shortest: tokens of a shared prefix behind its parent, at least.
+            None: all that there are.
+        shortest: Least tokens of a shared prefix after its parent.
 
     Raises:
         OptionError: other levels, fewer than 1 token, or another number of answers than of prompts.
@@ -279,17 +307,24 @@ def plan_batch(
     tree = RadixTree.of([prompt[:-1] for prompt in prompts])
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     prefixes: list[tuple[int, int, int]] = []
-    behind = [-1] * len(prompts)
+    prefix_of_prompt = [-1] * len(prompts)
     if levels != 0:
-        prefixes, behind = _prefixes(tree, shortest) if levels is None else one_level(tree, shortest)
-    found = [CommonPrefix(*prefix) for prefix in prefixes]
+        prefixes, prefix_of_prompt = _prefixes(tree, shortest) if levels is None else one_level(tree, shortest)
+    common_prefixes = [CommonPrefix(*prefix) for prefix in prefixes]
     weights = np.ones(len(prompts)) if answers is None else np.asarray(answers, dtype=np.float64)
-    readings, most = _walk(found, behind, lengths, weights)
-    own = [prefix.length - _length(found, prefix.parent) for prefix in found]
-    rest = int(lengths.sum()) - sum(_length(found, prefix) for prefix in behind)
-    # two prompts that are equal differ in nothing, and the last token of one may be in the middle of another
-    least = RadixTree.of(prompts).distinct
-    return BatchPlan(tuple(found), tuple(readings), int(lengths.sum()), least, sum(own) + rest, most)
+    readings, max_pinned = _walk(common_prefixes, prefix_of_prompt, lengths, weights)
+    own_lengths = [prefix.length - _length(common_prefixes, prefix.parent) for prefix in common_prefixes]
+    rest_tokens = int(lengths.sum()) - sum(_length(common_prefixes, prefix) for prefix in prefix_of_prompt)
+    # two equal prompts do not differ at all, and the last token of one may be in the middle of another
+    distinct = RadixTree.of(prompts).distinct
+    return BatchPlan(
+        tuple(common_prefixes),
+        tuple(readings),
+        int(lengths.sum()),
+        distinct,
+        sum(own_lengths) + rest_tokens,
+        max_pinned,
+    )
 
 
 def _length(prefixes: Sequence[CommonPrefix], number: int) -> int:
@@ -297,7 +332,7 @@ def _length(prefixes: Sequence[CommonPrefix], number: int) -> int:
 
 
 def _prefixes(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Nodes that are far enough behind the last shared prefix before them; and the shared prefix of each prompt."""
+    """Return nodes `shortest` tokens after the shared prefix above, and that of each prompt."""
     prefixes: list[tuple[int, int, int]] = []
     of_node = np.full(len(tree.depth), -1, dtype=np.int64)
     depths, parents, begins = tree.depth.tolist(), tree.parent.tolist(), tree.begin.tolist()
@@ -312,14 +347,16 @@ def _prefixes(tree: RadixTree, shortest: int) -> tuple[list[tuple[int, int, int]
 
 
 def _walk(
-    prefixes: Sequence[CommonPrefix], behind: Sequence[int], lengths: np.ndarray, answers: np.ndarray
+    prefixes: Sequence[CommonPrefix], prefix_of_prompt: Sequence[int], lengths: np.ndarray, answers: np.ndarray
 ) -> tuple[list[PlannedReading], int]:
-    """Depth first, and the most tokens of shared prefixes that are held at a time: each until all behind it have
-    begun."""
+    """Return the readings depth first, and the most tokens of shared prefixes held at a time.
+
+    Each shared prefix is held until all that begin with it have begun.
+    """
     root, n = len(prefixes), len(prefixes)
     children: list[list[tuple[float, PlannedReading]]] = [[] for _ in range(n + 1)]
     to_read, expected = np.zeros(n + 1), np.zeros(n + 1)
-    for prompt, prefix in enumerate(behind):
+    for prompt, prefix in enumerate(prefix_of_prompt):
         rest = int(lengths[prompt]) - _length(prefixes, prefix)
         children[prefix].append((float(answers[prompt]) / max(rest, 1), PlannedReading(prefix, prompt)))
         to_read[prefix] += rest
@@ -331,23 +368,25 @@ def _walk(
         to_read[prefixes[number].parent] += to_read[number]
         expected[prefixes[number].parent] += expected[number]
     readings: list[PlannedReading] = []
-    held = most = 0
-    open_: list[tuple[int, Iterator[tuple[float, PlannedReading]]]] = [(root, _largest_first(children[root]))]
-    while open_:
-        number, rest_of = open_[-1]
+    pinned = max_pinned = 0
+    stack: list[tuple[int, Iterator[tuple[float, PlannedReading]]]] = [(root, _largest_first(children[root]))]
+    while stack:
+        number, rest_of = stack[-1]
         following = next(rest_of, None)
         if following is None:
-            open_.pop()
-            held -= 0 if number == root else prefixes[number].length - _length(prefixes, prefixes[number].parent)
+            stack.pop()
+            pinned -= 0 if number == root else prefixes[number].length - _length(prefixes, prefixes[number].parent)
             continue
         reading = following[1]
         readings.append(reading)
         if reading.prompt is None:
-            held += prefixes[reading.prefix].length - _length(prefixes, prefixes[reading.prefix].parent)
-            most = max(most, held)
-            open_.append((reading.prefix, _largest_first(children[reading.prefix])))
-    return readings, most
+            pinned += prefixes[reading.prefix].length - _length(prefixes, prefixes[reading.prefix].parent)
+            max_pinned = max(max_pinned, pinned)
+            stack.append((reading.prefix, _largest_first(children[reading.prefix])))
+    return readings, max_pinned
 
 
-def _largest_first(found: list[tuple[float, PlannedReading]]) -> Iterator[tuple[float, PlannedReading]]:
-    return iter(sorted(found, key=lambda one: (-one[0], one[1].prompt is None, one[1].prompt or one[1].prefix)))
+def _largest_first(ratios: list[tuple[float, PlannedReading]]) -> Iterator[tuple[float, PlannedReading]]:
+    return iter(
+        sorted(ratios, key=lambda entry: (-entry[0], entry[1].prompt is None, entry[1].prompt or entry[1].prefix))
+    )

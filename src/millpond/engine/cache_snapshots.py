@@ -1,4 +1,4 @@
-"""Snapshots of what a layer holds of a request, taken while it runs and once more when it ends."""
+"""Snapshots of a request's entries in a layer, taken while it runs and once more when it ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from millpond.engine.request_state import RequestState
 from millpond.errors import OptionError
 from millpond.runner.packed_model import LayerShape
 
-#: Watched requests that are over and whose memory is still known.
+#: Watched requests that have ended and whose snapshots are still kept.
 _KEPT_REQUESTS = 8
 
 
 def look(batch_cache: BatchCache, sequence: int, layer: int, ids: Sequence[int], kv: KVStats) -> CacheSnapshot:
-    """What `layer` holds of one sequence whose text is `ids`, as far as the cache has seen it.
+    """Return the entries that `layer` holds of one sequence whose text is `ids`.
+
+    Tokens that the cache has not seen yet are left out.
 
     Raises:
         OptionError: there is no such layer.
@@ -37,10 +39,10 @@ def look(batch_cache: BatchCache, sequence: int, layer: int, ids: Sequence[int],
     holders, sums = torch.zeros(seen), torch.zeros(seen)
     if table is not None:
         for positions, scores in _marks(layer_cache, sequence):
-            held = (positions >= 0) & (positions < seen)
-            places = positions[held].long()
-            holders.index_add_(0, places, torch.ones(len(places)))
-            sums.index_add_(0, places, scores[held])
+            is_entry = (positions >= 0) & (positions < seen)
+            token_indices = positions[is_entry].long()
+            holders.index_add_(0, token_indices, torch.ones(len(token_indices)))
+            sums.index_add_(0, token_indices, scores[is_entry])
     means = (sums / holders).tolist()
     counts = holders.tolist()
     return CacheSnapshot(
@@ -55,8 +57,9 @@ def look(batch_cache: BatchCache, sequence: int, layer: int, ids: Sequence[int],
 
 
 def held_positions(layer_cache: LayerCache, sequence: int) -> list[Tensor]:
-    """Positions in the text (H, T) of what one sequence holds, on the host, -1 where there is nothing: of entries as
-    they are, and of codes.
+    """Return positions in the text of the entries of one sequence, (H, T) each, on the host.
+
+    -1 where there is no entry. Entries that are stored unquantized come first, then codes.
     """
     table = layer_cache.table
     if table is None:
@@ -67,23 +70,24 @@ def held_positions(layer_cache: LayerCache, sequence: int) -> list[Tensor]:
 
 
 def _marks(layer_cache: LayerCache, sequence: int) -> list[tuple[Tensor, Tensor]]:
-    """Positions in the text (H, T) and scores (H, T) of what one sequence holds, on the host; -1 where nothing is.
+    """Return positions in the text (H, T) and scores (H, T) of the entries of one sequence.
 
-    Keys and values stay where they are. Entries that are stored as they are come first, then those that are codes.
+    They are on the host; positions are -1 where there is no entry. Keys and values stay where they are. Entries that
+    are stored unquantized come first, then codes.
     """
     table = layer_cache.table
     assert table is not None, "a layer that holds something"
-    found = [_plain_marks(table, sequence)] if table.page_lists.pool.arrays.n_arenas else []
+    marks = [_plain_marks(table, sequence)] if table.page_lists.pool.arrays.n_arenas else []
     if (quantized := table.quantized) is not None:
         rows = quantized.rows(sequence)
-        found.append((quantized.positions(rows).cpu(), quantized.scores(rows).cpu()))
+        marks.append((quantized.positions(rows).cpu(), quantized.scores(rows).cpu()))
     if layer_cache.tracker.closed[sequence]:
-        found = [(layer_cache.text_positions(sequence, at), scores) for at, scores in found]
-    return found
+        marks = [(layer_cache.text_positions(sequence, positions), scores) for positions, scores in marks]
+    return marks
 
 
 def _plain_marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
-    """Those of entries that are stored as they are."""
+    """Return positions and scores of the entries that are stored unquantized."""
     rows, arrays = table.rows(sequence), table.page_lists.pool.arrays
     pages, lens = table.pages[rows], table.lens[rows].cpu()  # (H, n), (H,)
     positions = gather(arrays, pages, arrays.positions).cpu()
@@ -92,48 +96,53 @@ def _plain_marks(table: PageTable, sequence: int) -> tuple[Tensor, Tensor]:
 
 
 class SnapshotStore:
-    """What requests remember, and what the last watched ones remembered when they ended.
+    """Snapshots of running requests, and those of the last watched ones at their end.
 
     Args:
-        layers: what each layer of the model stores.
+        layers: Shapes of the model's layers.
     """
 
     def __init__(self, layers: list[LayerShape]) -> None:
         self._shapes = layers
-        self._layers: OrderedDict[str, tuple[str, list[CacheSnapshot]]] = OrderedDict()  # with the client
+        self._snapshots: OrderedDict[str, tuple[str, list[CacheSnapshot]]] = OrderedDict()  # with the client
 
     def now(self, state: RequestState, layer: int) -> CacheSnapshot | None:
-        """What a layer remembers of a request's first answer; None while it holds nothing in the pool.
+        """Return a layer's entries of a request's first answer; None while none are in the pool.
 
         Raises:
             OptionError: there is no such layer.
         """
-        found = state.cache()
-        if found is None:
+        holder = state.cache()
+        if holder is None:
             return None
-        (batch_cache, sequence), first = found, state.completions[0]
-        kv = first.kv or figures_of(batch_cache, state.group.cache_factory, self._shapes)[sequence]
-        return look(batch_cache, sequence, layer, [*state.ids, *first.tokens], kv)
+        (batch_cache, sequence), first_completion = holder, state.completions[0]
+        kv = first_completion.kv or figures_of(batch_cache, state.group.cache_factory, self._shapes)[sequence]
+        return look(batch_cache, sequence, layer, [*state.ids, *first_completion.tokens], kv)
 
     def record(self, state: RequestState) -> None:
-        """A request's first answer ends: store what its cache holds, if it is watched; the oldest is dropped."""
+        """Store the entries of a watched request whose first answer ends.
+
+        The oldest request is dropped.
+        """
         if not state.request.watch:
             return
-        found = [self.now(state, layer) for layer in range(len(self._shapes))]
-        if layers := [memory for memory in found if memory is not None]:
-            self._layers[state.request.request_id] = state.request.client, layers
-        while len(self._layers) > _KEPT_REQUESTS:
-            self._layers.popitem(last=False)
+        by_layer = [self.now(state, layer) for layer in range(len(self._shapes))]
+        if snapshots := [snapshot for snapshot in by_layer if snapshot is not None]:
+            self._snapshots[state.request.request_id] = state.request.client, snapshots
+        while len(self._snapshots) > _KEPT_REQUESTS:
+            self._snapshots.popitem(last=False)
 
     def of(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
-        """What a layer held; None if nothing was noted, or not of this client, where one is given.
+        """Return the stored entries of a layer.
+
+        None: nothing was recorded, or not of `client`, where one is given.
 
         Raises:
             OptionError: there is no such layer.
         """
-        sender, found = self._layers.get(request_id, ("", []))
-        if not found or client not in (None, sender):
+        sender, snapshots = self._snapshots.get(request_id, ("", []))
+        if not snapshots or client not in (None, sender):
             return None
-        if not 0 <= layer < len(found):
-            raise OptionError(f"layer {layer}: the model has layers 0 to {len(found) - 1}")
-        return found[layer]
+        if not 0 <= layer < len(snapshots):
+            raise OptionError(f"layer {layer}: the model has layers 0 to {len(snapshots) - 1}")
+        return snapshots[layer]

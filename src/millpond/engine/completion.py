@@ -17,7 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class ReuseCounts(NamedTuple):
-    """What a prompt has from a chunk store or an earlier turn, and what has left of it: see `KVStats`."""
+    """Tokens of a prompt that were reused or dropped, see `KVStats`.
+
+    Reused tokens come from a chunk store or an earlier turn.
+    """
 
     restored_tokens: int = 0
     reused_tokens: int = 0
@@ -30,16 +33,21 @@ class CompletionState:
     """Tokens and text of one completion, and why it ended.
 
     Args:
-        key: its name for the sampler: request and number. most: tokens that it may have.
-        ends: ids that end a text, as the model says.
+        key: Its name for the sampler: request and number.
+        params: Token choice and stopping.
+        max_new_tokens: Most tokens that it may have.
+        ends: Ids that end a text, from the model's configuration.
+        tokenizer: Tokenizer; None: there is no text.
 
     Attributes:
-        forgotten: what its cache has lost of spans of the prompt, kv: what it holds, shared: tokens of its prompt that
-            others had read, and reuse: what came from a chunk store or an earlier turn; set by the engine.
+        forgotten: Losses of its cache, by span of the prompt; set by the engine.
+        kv: Size of its cache; set by the engine.
+        shared: Tokens of its prompt that others had read; set by the engine.
+        reuse: Tokens from a chunk store or an earlier turn; set by the engine.
     """
 
     def __init__(
-        self, key: tuple[str, int], params: SamplingParams, most: int, ends: frozenset[int], tokenizer: Any
+        self, key: tuple[str, int], params: SamplingParams, max_new_tokens: int, ends: frozenset[int], tokenizer: Any
     ) -> None:
         self.key = key
         self.tokens: list[int] = []
@@ -49,13 +57,13 @@ class CompletionState:
         self.shared = 0
         self.reuse = ReuseCounts()
         self._params = params
-        self.most = most
+        self.max_new_tokens = max_new_tokens
         self._ends = frozenset() if params.ignore_eos else ends
         self._tokenizer = tokenizer
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._writer = None if tokenizer is None else Writer(tokenizer, params)
         self._stop_reason: str | int | None = None
-        self._n_fed = 0  # of its tokens, those that were chosen behind what its cache holds
+        self._n_fed = 0  # its tokens up to the newest one, which the cache reads next
 
     @property
     def index(self) -> int:
@@ -73,19 +81,19 @@ class CompletionState:
 
     @property
     def replaying(self) -> bool:
-        """Whether it has tokens that its cache, which began again, has not come to."""
+        """Whether it has tokens that its cache, which began again, has not read yet."""
         return self._n_fed < len(self.tokens)
 
     def begin_again(self) -> None:
-        """Its cache is empty: the prompt is read again, and then the tokens that it has."""
+        """Start again with an empty cache, which reads the prompt and then the tokens it has."""
         self._n_fed, self.shared, self.reuse = 0, 0, ReuseCounts()
 
     def replay(self) -> None:
-        """Its next token is one that it has."""
+        """Take the next of the tokens that it already has."""
         self._n_fed += 1
 
     def append(self, sampled: Sampled) -> None:
-        """The next token."""
+        """Append the next token."""
         token = sampled.token_id
         self.tokens.append(token)
         self._n_fed += 1
@@ -100,11 +108,11 @@ class CompletionState:
         elif (stopped := self._write(token)) is not None:
             self._stop_reason = stopped
             self.end("stop")
-        elif len(self.tokens) >= self.most:
+        elif len(self.tokens) >= self.max_new_tokens:
             self.end("length")
 
     def end(self, reason: FinishReason) -> None:
-        """End the completion, with the text that was held back; a stop text in it is why it ended."""
+        """End the completion, with the text that was held back; a stop text in it is the reason."""
         self.finish_reason = reason
         if self._writer is None:
             return
@@ -124,13 +132,13 @@ class CompletionState:
         return self.shared + self.reuse.restored_tokens + self.reuse.reused_tokens
 
     def count(self, figures: KVStats) -> None:
-        """What its cache holds now, together with what its prompt has from elsewhere."""
+        """Record the size of its cache now, and the tokens that its prompt has from elsewhere."""
         if self.shared or self.reuse != ReuseCounts():
             figures = replace(figures, shared_tokens=self.shared, **self.reuse._asdict())
         self.kv = figures
 
     def to_output(self) -> Completion:
-        """As far as it has come."""
+        """Return the completion so far."""
         return Completion(
             self.index,
             "" if self._writer is None else self._writer.text,
@@ -143,7 +151,7 @@ class CompletionState:
         )
 
     def _write(self, token: int, always: bool = True) -> str | None:
-        """Add a token to the text; returns the stop text that it completes."""
+        """Add a token to the text, and return the stop text that it completes."""
         if self._writer is None or not always:
             return None
         _, stopped = self._writer.add(token)
@@ -151,9 +159,15 @@ class CompletionState:
 
 
 def with_texts(tokenizer: Any, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-    """A log probability with the bytes and texts of its tokens; empty ones without a tokenizer."""
-    known = None if tokenizer is None else TokenBytes(tokenizer)
-    own, *others = (b"" if known is None else known.of(one) for one in (token, *(one for one, _ in top)))
-    texts = [spelled.decode("utf-8", "replace") for spelled in others]
-    likeliest = tuple((one, value, text) for (one, value), text in zip(top, texts, strict=True))
-    return TokenLogprob(token, logprob, own.decode("utf-8", "replace"), likeliest, own, tuple(others))
+    """Return a log probability with the bytes and texts of its tokens.
+
+    They are empty without a tokenizer.
+    """
+    token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
+    own_bytes, *top_bytes = (
+        b"" if token_bytes is None else token_bytes.of(candidate)
+        for candidate in (token, *(candidate for candidate, _ in top))
+    )
+    texts = [spelled.decode("utf-8", "replace") for spelled in top_bytes]
+    likeliest = tuple((candidate, value, text) for (candidate, value), text in zip(top, texts, strict=True))
+    return TokenLogprob(token, logprob, own_bytes.decode("utf-8", "replace"), likeliest, own_bytes, tuple(top_bytes))

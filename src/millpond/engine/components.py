@@ -59,21 +59,31 @@ _COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """Everything that the collaborators of an engine share; built once, closed in reverse order.
+    """Parts that the collaborators of an engine share; built once, closed in reverse order.
 
     Attributes:
-        model: the decoder. tokenizer: None: requests bring token ids and get no text. config: the settings.
-        model_mark: names the model and its weights in snapshots of requests; computed by the first call.
-        memory: what all page pools together may take. requests: those in flight.
-        decode_groups: by cache options. default_cache: the options of requests that name none.
-        cache_factory: of these.
-        prefix_cache: pages of prompts that later prompts begin with. prefix_store: the disk behind it; None: none.
-        shared_prefixes: common beginnings of planned batches. snapshots: what layers hold of watched requests.
-        swap_files: where preempted requests lie; None: in memory. disk_tier: KV of some layers; None: all in memory.
-        chunk_reuse: None: prompts hold no chunks. chunk_loads: chunks that are read from files before their prompts
-            begin; None: none are. sessions: None: finished turns are not stored.
-        file_loads: everything that requests may wait for.
-        counts: what has happened so far, by fields of `EngineStats`.
+        model: The decoder.
+        tokenizer: Its tokenizer; None: requests bring token ids and get no text.
+        config: Settings.
+        model_mark: Returns the mark of the model and its weights in snapshots of requests, computed by the first call.
+        memory: Limit of all page pools together.
+        scheduler: Chooses the requests of each step.
+        sampler: Chooses tokens.
+        requests: Requests in flight.
+        decode_groups: Groups by cache options.
+        default_cache: Options of requests that name none.
+        cache_factory: Factory of their caches.
+        prefix_cache: Pages of prompts that later prompts begin with.
+        prefix_store: Disk of these pages; None: there is none.
+        shared_prefixes: Common beginnings of planned batches.
+        snapshots: Entries of watched requests, by layer.
+        swap_files: Files of preempted requests; None: they stay in memory.
+        disk_tier: Disk for KV of some layers; None: all are in memory.
+        chunk_reuse: Chunk store; None: prompts hold no chunks.
+        chunk_loads: Chunks that are read from files before their prompts begin; None: none are.
+        sessions: Stored turns; None: finished turns are not stored.
+        file_loads: All loads that requests may wait for.
+        counts: Counters so far, by fields of `EngineStats`.
     """
 
     model: PackedModel
@@ -105,7 +115,7 @@ class Components:
             pool.trim()
 
     def stats(self) -> EngineStats:
-        """The engine as it is now, without its sessions."""
+        """Return the figures of the engine now, without those of its sessions."""
         figures = [completion.kv for completion in self.requests.unfinished if completion.kv is not None]
         state_bytes = self.decode_groups.state_bytes
         return EngineStats(
@@ -134,11 +144,15 @@ def build(
     streamed: StreamedLayers | None = None,
     tier: DiskTier | None = None,
 ) -> Components:
-    """The parts of an engine.
+    """Build the parts of an engine.
 
     Args:
-        closing: closes them; the caller owns it, also where this raises.
-        model, tokenizer, streamed, tier: as `Engine` takes them.
+        model: As `Engine` takes it.
+        tokenizer: As `Engine` takes it.
+        config: Settings.
+        closing: Closes the parts; the caller owns it, also where this raises.
+        streamed: As `Engine` takes it.
+        tier: As `Engine` takes it.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: see `Engine`.
@@ -207,7 +221,7 @@ def _scheduler(config: EngineConfig) -> Scheduler:
     return Scheduler(
         config.kv_limit,
         step_tokens=config.max_step_tokens,
-        most_running=config.max_running,
+        max_running=config.max_running,
         overcommit=config.overcommit,
         prompt_block=config.prompt_block,
         spread=config.spread_ages,
@@ -217,7 +231,7 @@ def _scheduler(config: EngineConfig) -> Scheduler:
 def _chunk_reuse(
     config: EngineConfig, model: PackedModel, mark: str | None, closing: ExitStack
 ) -> tuple[ChunkReuse | None, FileLoads[LoadedChunks] | None]:
-    """The chunk store with the model that it is used by, and the loads of its files, where it has a folder."""
+    """Return the chunk store with its model, and the loads of its files if it has a folder."""
     if config.chunk_store is None or mark is None:
         return None, None
     reuse = ChunkReuse(config.chunk_store, model, mark)

@@ -27,13 +27,14 @@ PROMPT_BLOCK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineSettings):
-    """What an engine does with every request that does not say otherwise, and the limits of all of them together.
+    """Settings of an engine: defaults of its requests, and the limits of all of them together.
 
     Its fields say themselves what they mean, see `EngineSettings`; a table is in docs/reference/settings.md.
 
     Raises:
         OptionError, BudgetError: a value out of range, or a method, option, codec, paging rule or runner that does not
-            exist. DataError: a pager that cannot be read.
+            exist.
+        DataError: a pager that cannot be read.
     """
 
     def __post_init__(self) -> None:
@@ -56,15 +57,17 @@ class EngineConfig(EngineSettings):
             object.__setattr__(self, "codec", codec_text(self.codec))
         codecs = codecs_of(resolve(codec))
         if self.overflow == "rolling":
-            codecs = [before_rope(one) for one in codecs]
+            codecs = [before_rope(each_codec) for each_codec in codecs]
             policy = rolling_policy(policy, method, bool(codecs))
-        for one in codecs:
-            policy.check_codec(one)
+        for each_codec in codecs:
+            policy.check_codec(each_codec)
 
     @property
     def choice(self) -> Choice:
-        """Method, budget and number format of requests that name none: as given, of the preset, or the default, which
-        evicts nothing; with a budget, options or texts that go on beyond the context, `h2o`.
+        """Method, budget and number format of requests that name none.
+
+        They are as given, of the preset, or the default, which evicts nothing; with a budget, options or texts that
+        continue beyond the context, `h2o`.
 
         Raises:
             OptionError: a preset together with what it decides.
@@ -73,9 +76,10 @@ class EngineConfig(EngineSettings):
         return choose(self.method, self.budget, self.codec, self.preset, evicting)
 
     def _check_prefix_disk(self) -> None:
-        """
+        """Check that a disk of the prefix cache has its size and a prefix cache.
+
         Raises:
-            OptionError: a disk for a prefix cache that there is not.
+            OptionError: one of them is missing.
         """
         if self.prefix_disk is None:
             if self.prefix_folder is not None:
@@ -86,13 +90,14 @@ class EngineConfig(EngineSettings):
 
     @classmethod
     def of(cls, config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-        """`config`, or the defaults where it is None, with `options` in place of its own values.
+        """Return `config`, or the defaults if it is None, with `options` in place of its values.
 
         Raises:
-            OptionError, BudgetError: as of the class. TypeError: a name that is no setting.
+            OptionError, BudgetError: as of the class.
+            TypeError: a name that is no setting.
         """
-        (given,) = split_options("EngineConfig", options, cls)
-        return cls(**given) if config is None else replace(config, **given) if given else config
+        (user_options,) = split_options("EngineConfig", options, cls)
+        return cls(**user_options) if config is None else replace(config, **user_options) if user_options else config
 
     def _check_blocks(self) -> None:
         if not self.deterministic:
@@ -114,10 +119,10 @@ class EngineConfig(EngineSettings):
             )
 
     def reach(self, context_length: int | None) -> int | None:
-        """Positions after which gaps close and a text goes on; None: it ends there.
+        """Return the positions after which gaps close and a text continues; None: it ends there.
 
         Raises:
-            OptionError: texts should go on, and the model sets no limit.
+            OptionError: texts should continue, and the model sets no limit.
         """
         if self.overflow == "refuse":
             return None
@@ -127,7 +132,7 @@ class EngineConfig(EngineSettings):
 
     @property
     def prompt_block(self) -> int | None:
-        """Tokens at whose multiples alone prompts are cut; None: they are cut anywhere."""
+        """Prompts are cut at multiples of this many tokens only; None: they are cut anywhere."""
         return PROMPT_BLOCK if self.deterministic else None
 
     @property

@@ -10,20 +10,24 @@ from millpond.runner.packed_model import LayerShape
 
 
 class DecodeGroup:
-    """One batch of caches, and whose they are.
+    """One batch of caches, and the answers that own them.
 
     Args:
-        layers: what each layer of the model stores.
+        cache_factory: Factory of their caches.
+        layers: Shapes of the model's layers.
+        is_skippable: Whether these answers may pass a step.
 
     Attributes:
-        cache_factory: how their caches are made. batch_cache: the caches. completions: whose sequences these are, in
-            order.
-        is_skippable: these answers may pass a step. alike: batches whose caches are kept in the same way, this one
-            among them, of which each has at most a micro-batch of answers.
+        cache_factory: Factory of their caches.
+        batch_cache: The caches.
+        completions: Answers whose sequences these are, in order.
+        is_skippable: Whether these answers may pass a step.
+        alike: Batches whose caches are kept in the same way, this one among them, each with at most a micro-batch of
+            answers.
     """
 
-    def __init__(self, cache_factory: CacheFactory, layers: list[LayerShape], apart: bool = False) -> None:
-        self.is_skippable = apart
+    def __init__(self, cache_factory: CacheFactory, layers: list[LayerShape], is_skippable: bool = False) -> None:
+        self.is_skippable = is_skippable
         self.alike = [self]
         self.cache_factory = cache_factory
         self.batch_cache = cache_factory.make_cache()
@@ -33,17 +37,20 @@ class DecodeGroup:
 
     @property
     def other(self) -> DecodeGroup:
-        """The second batch whose caches are kept in the same way: of those who may pass a step, or may not."""
+        """Second batch whose caches are kept in the same way, with the other value of `is_skippable`."""
         if self._other is None:
             self._other = DecodeGroup(self.cache_factory, self._layers, not self.is_skippable)
             self._other._other = self
         return self._other
 
     def with_room(self, n: int) -> DecodeGroup:
-        """One of the batches `alike` that `n` more answers may join; a request's answers stay together."""
-        most = None if self.cache_factory.tier is None else self.cache_factory.tier.micro_batch
+        """Return one of the batches `alike` that `n` more answers may join.
+
+        A request's answers stay together.
+        """
+        max_answers = None if self.cache_factory.tier is None else self.cache_factory.tier.micro_batch
         for batch in self.alike:
-            if most is None or not batch.completions or len(batch.completions) + n <= most:
+            if max_answers is None or not batch.completions or len(batch.completions) + n <= max_answers:
                 return batch
         batch = DecodeGroup(self.cache_factory, self._layers, self.is_skippable)
         batch.alike = self.alike
@@ -57,43 +64,47 @@ class DecodeGroup:
         return self.cache_factory.pool(first).slots
 
     def join(self, batch_cache: BatchCache, completions: list[CompletionState]) -> None:
-        """Add answers that begin or resume decoding; `batch_cache` holds a sequence for each and is empty
-        afterwards."""
+        """Add answers that begin or resume decoding.
+
+        Args:
+            batch_cache: Cache with a sequence for each answer; empty afterwards.
+            completions: The answers.
+        """
         assert batch_cache.n_seq == len(completions), "a sequence for each answer"
         self.batch_cache.join(batch_cache)
         self.completions += completions
 
     def part(self, completions: list[CompletionState]) -> BatchCache:
-        """Answers stop decoding for now; returns their caches."""
-        own = self.cache_factory.make_cache()
-        chosen = [self.completions.index(completion) for completion in completions]
-        self.batch_cache.part(chosen, own)
+        """Remove answers that stop decoding for now, and return their caches."""
+        parted_cache = self.cache_factory.make_cache()
+        sequences = [self.completions.index(completion) for completion in completions]
+        self.batch_cache.part(sequences, parted_cache)
         self.completions = [completion for completion in self.completions if completion not in completions]
-        return own
+        return parted_cache
 
     def close_gaps(self, reach: int) -> None:
-        """Before a step: let texts go on whose next token would stand at `reach` positions.
+        """Close gaps of texts whose next token would have position `reach`, before a step.
 
         Raises:
-            PoolFullError: no room for copies of pages that answers share.
+            PoolFullError: no memory for copies of pages that answers share.
         """
         for sequence in (self.batch_cache.tracker.seen >= reach).nonzero()[0].tolist():
             self.batch_cache.close_gaps(sequence)
 
     def leave(self) -> None:
-        """Forget the answers that are finished, and give their pages back."""
-        stay = [place for place, completion in enumerate(self.completions) if not completion.finished]
-        if len(stay) < len(self.completions):
-            self.batch_cache.select(stay)
-            self.completions = [self.completions[place] for place in stay]
+        """Remove the answers that are finished, and free their pages."""
+        unfinished = [index for index, completion in enumerate(self.completions) if not completion.finished]
+        if len(unfinished) < len(self.completions):
+            self.batch_cache.select(unfinished)
+            self.completions = [self.completions[index] for index in unfinished]
 
     def clear(self) -> None:
-        """Forget all answers and give their pages back."""
+        """Remove all answers and free their pages."""
         self.batch_cache.clear()
         self.completions = []
 
     def update_stats(self) -> None:
-        """Tell every answer what its cache holds now."""
+        """Record in every answer the size of its cache now."""
         for completion, figures in zip(
             self.completions, figures_of(self.batch_cache, self.cache_factory, self._layers), strict=True
         ):
@@ -101,7 +112,7 @@ class DecodeGroup:
 
 
 def figures_of(batch_cache: BatchCache, cache_factory: CacheFactory, layers: list[LayerShape]) -> list[KVStats]:
-    """What each sequence of a batch cache holds."""
+    """Return the size of each sequence of a batch cache."""
     held, seen = batch_cache.held(), batch_cache.tracker.seen + batch_cache.tracker.closed
     heads = sum(layer.n_kv_heads for layer in layers)
     kv_bytes, used = batch_cache.kv_bytes(held).tolist(), batch_cache.used_bytes(held).tolist()

@@ -29,22 +29,28 @@ from millpond.runner.packed_model import PackedModel
 
 #: Idle groups that are kept.
 IDLE = 64
-#: Ways of asking whose meaning is kept.
+#: Requested options whose completion with the defaults is remembered.
 COMPLETED = 256
 
 
 class DecodeGroups:
-    """Makes groups when a request first asks for one, and keeps them.
+    """Makes groups when a request first needs one, and keeps them.
 
     Args:
-        defaults: what holds where a request says nothing. memory_limit: what all pools share.
-        calibration: of the model, for the codecs that need one. tier: of KV on a disk; None: all is in memory.
-        fit: the table of requests with budget="auto"; None: that of the user's cache folder.
-        named: whether a method, budget or format was given for the engine.
-        floor: least tokens of a share, see `EngineConfig`.
+        model: The model.
+        defaults: Options of requests that name none.
+        memory_limit: Limit that all pools share.
+        page_slots: Entries per page.
+        tokenizer: Tokenizer of the model.
+        calibration: Calibration of the model, for the codecs that need one.
+        tier: Disk for KV; None: all is in memory.
+        reach: Positions after which gaps close and a text continues; None: it ends there.
+        fit: Table of requests with budget="auto"; None: that of the user's cache folder.
+        named: Whether a method, budget or format was given for the engine.
+        floor: Least tokens of a share, see `EngineConfig`.
 
     Attributes:
-        reach: positions after which gaps close and a text goes on; None: it ends there.
+        reach: Positions after which gaps close and a text continues; None: it ends there.
     """
 
     def __init__(
@@ -84,31 +90,31 @@ class DecodeGroups:
         """Bytes of the states of all requests in memory."""
         return 0 if self._slots is None else self._slots.nbytes
 
-    def group(self, asked: CacheOptions) -> DecodeGroup:
-        """The group of a request.
+    def group(self, requested: CacheOptions) -> DecodeGroup:
+        """Return the group of a request.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: as `compress`; or a method that the engine cannot run.
         """
-        files = self._files_of(asked)
-        wanted = _key(asked, files)
+        files = self._files_of(requested)
+        requested_key = _key(requested, files)
         with only_listed(files):
-            if wanted not in self._completed:  # it may read a file: not at each request
+            if requested_key not in self._completed:  # it may read a file: not at each request
                 if len(self._completed) >= COMPLETED:
                     self._completed.clear()
-                self._completed[wanted] = self.complete(asked)
-            chosen = self._completed[wanted]
-            codec = "auto" if chosen.codec is None else codec_text(chosen.codec)
-            method = str(chosen.method)
-            key = _key(replace(chosen, codec=codec), files)
-            if key not in self._groups:
+                self._completed[requested_key] = self.complete(requested)
+            completed = self._completed[requested_key]
+            codec = "auto" if completed.codec is None else codec_text(completed.codec)
+            method = str(completed.method)
+            group_key = _key(replace(completed, codec=codec), files)
+            if group_key not in self._groups:
                 self._forget_idle()
                 cache_factory = CacheFactory(
                     self._model,
                     self._pools_of,
                     method,
-                    chosen.options,
-                    chosen.budget,
+                    completed.options,
+                    completed.budget,
                     codec,
                     self._tokenizer,
                     self._calibration if needs_calibration(codec) else None,
@@ -116,54 +122,72 @@ class DecodeGroups:
                     self._tier,
                     self.reach,
                 )
-                self._groups[key] = DecodeGroup(cache_factory, self._model.layers)
-        return self._groups[key]
+                self._groups[group_key] = DecodeGroup(cache_factory, self._model.layers)
+        return self._groups[group_key]
 
-    def _files_of(self, asked: CacheOptions) -> Mapping[str, OptionFile] | None:
-        """What the options of a request may name; the engine's own options, as they are, may name any file."""
-        own = asked.method in (None, self.defaults.method) and not asked.options
-        return None if own else asked.files
+    def _files_of(self, requested: CacheOptions) -> Mapping[str, OptionFile] | None:
+        """Return the files that the options of a request may name; None: any file.
+
+        The engine's own options, unchanged, may name any file.
+        """
+        are_engine_options = requested.method in (None, self.defaults.method) and not requested.options
+        return None if are_engine_options else requested.files
 
     def _forget_idle(self) -> None:
-        """Drop idle groups, so that ever new settings do not pile up."""
+        """Drop idle groups, so that ever new settings do not accumulate."""
         idle = [key for key, group in self._groups.items() if not group.completions]
         for key in idle[: max(0, len(idle) - IDLE)]:
             del self._groups[key]
 
-    def complete(self, asked: CacheOptions) -> CacheOptions:
-        """What a request asks for, with the engine's defaults where it says nothing.
+    def complete(self, requested: CacheOptions) -> CacheOptions:
+        """Return the options of a request, with the engine's defaults where it names none.
 
         The default options belong to the default method; a default budget holds for methods that take one. Where the
         engine was given none, a request that names a method or a budget has plain numbers, unless it names a format.
         """
-        usual = self.defaults
-        if asked.preset is not None:
-            picked = choose(asked.method, asked.budget, asked.codec, asked.preset)
-            asked = replace(asked, method=picked.method, budget=picked.budget, codec=picked.codec, preset=None)
-        if not self._named and (asked.method is not None or asked.budget is not None or asked.options):
-            picked = choose(asked.method, asked.budget, asked.codec, evicting=bool(asked.options))
-            usual = CacheOptions(method=picked.method, budget=picked.budget, codec=picked.codec, max_kl=usual.max_kl)
-        method = usual.method if asked.method is None else asked.method
-        if asked.files is not None:  # it came over a network, where a number is no text
-            METHODS.get(str(method)).check(asked.options, typed=True)
-        options = {**(usual.options if method == usual.method else {}), **asked.options}
-        budget = asked.budget
-        by_table = is_auto(usual.budget) and method == usual.method  # it may choose a format alone
+        defaults = self.defaults
+        if requested.preset is not None:
+            preset_choice = choose(requested.method, requested.budget, requested.codec, requested.preset)
+            requested = replace(
+                requested,
+                method=preset_choice.method,
+                budget=preset_choice.budget,
+                codec=preset_choice.codec,
+                preset=None,
+            )
+        if not self._named and (requested.method is not None or requested.budget is not None or requested.options):
+            preset_choice = choose(
+                requested.method, requested.budget, requested.codec, evicting=bool(requested.options)
+            )
+            defaults = CacheOptions(
+                method=preset_choice.method,
+                budget=preset_choice.budget,
+                codec=preset_choice.codec,
+                max_kl=defaults.max_kl,
+            )
+        method = defaults.method if requested.method is None else requested.method
+        if requested.files is not None:  # it came over a network, where a number is no text
+            METHODS.get(str(method)).check(requested.options, typed=True)
+        options = {**(defaults.options if method == defaults.method else {}), **requested.options}
+        budget = requested.budget
+        by_table = is_auto(defaults.budget) and method == defaults.method  # it may choose a format alone
         if budget is None and (by_table or policy_of(str(method), options).takes_budget):
-            budget = usual.budget
-        codec = usual.codec if asked.codec is None else asked.codec
+            budget = defaults.budget
+        codec = defaults.codec if requested.codec is None else requested.codec
         if self._floor and budget is not None and not is_auto(budget):
-            given = Budget.parse(budget)
-            floored = given.floored(self._floor)
-            budget = budget if floored == given else floored
+            requested_budget = Budget.parse(budget)
+            floored = requested_budget.floored(self._floor)
+            budget = budget if floored == requested_budget else floored
         if not is_auto(budget):
-            check_given(budget, asked.max_kl, None)
+            check_given(budget, requested.max_kl, None)
             return CacheOptions(method=method, options=options, budget=budget, codec=codec)
-        row = self._fitted(str(method), options, codec, usual.max_kl if asked.max_kl is None else asked.max_kl)
+        row = self._fitted(
+            str(method), options, codec, defaults.max_kl if requested.max_kl is None else requested.max_kl
+        )
         return CacheOptions(method=method, options=options, budget=row.budget, codec=row.codec)
 
     def _fitted(self, method: str, options: Mapping[str, Any], codec: CodecSpec | None, max_kl: float | None) -> FitRow:
-        """The setting of budget="auto"; a table is read once.
+        """Return the setting of budget="auto"; a table is read once.
 
         Raises:
             OptionError: see `millpond.hf.fit.chosen`; or there is no table that can be read; its path is in no message.
@@ -171,9 +195,11 @@ class DecodeGroups:
         policy_of(method, dict(options))
         model = self._model.model
         if method not in self._fits:
-            given = self._fit
+            fit_source = self._fit
             try:
-                self._fits[method] = given if isinstance(given, Fit) else load_fit(given or default_path(model, method))
+                self._fits[method] = (
+                    fit_source if isinstance(fit_source, Fit) else load_fit(fit_source or default_path(model, method))
+                )
             except DataError:
                 raise OptionError(
                     f"budget='auto': this engine has no table of method {method!r} that it can read; measure one with "
@@ -197,14 +223,17 @@ class DecodeGroups:
         return self._pools[key]
 
 
-def _key(wanted: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[Any, ...]:
-    """Equal where the same is wanted, by the same one of operator and client, and the same files may be named."""
+def _key(options: CacheOptions, files: Mapping[str, OptionFile] | None) -> tuple[Any, ...]:
+    """Return a key of options that is equal where they give the same caches.
+
+    Options of the operator and of a client differ, as do those that may name different files.
+    """
     return (
-        wanted.method,
-        *sorted((name, type(value).__name__, repr(value)) for name, value in wanted.options.items()),
-        repr(wanted.budget),
-        repr(wanted.codec),
-        repr(wanted.max_kl),
-        wanted.preset,
+        options.method,
+        *sorted((name, type(value).__name__, repr(value)) for name, value in options.options.items()),
+        repr(options.budget),
+        repr(options.codec),
+        repr(options.max_kl),
+        options.preset,
         None if files is None else tuple(sorted(files.items())),
     )

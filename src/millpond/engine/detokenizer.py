@@ -1,4 +1,4 @@
-"""Incremental detokenization of one completion, token by token, never taken back, up to a stop string."""
+"""Incremental detokenization of one completion, token by token, never taken back, up to a stop text."""
 
 from __future__ import annotations
 
@@ -15,47 +15,54 @@ class StopStringMatcher:
     The one that is complete first counts; of those complete at the same character, the longest. The cost is a step
     per character and stop text (Knuth, Morris and Pratt 1977).
 
+    Args:
+        stops: Stop texts.
+        include: Pass the stop text on too.
+
     Attributes:
-        found: the stop text that was met.
+        stop_text: The stop text that was met.
 
     Example:
-        >>> finder = StopStringMatcher(["END"])
-        >>> finder.add("the E"), finder.add("N"), finder.add("D of it"), finder.found
+        >>> matcher = StopStringMatcher(["END"])
+        >>> matcher.add("the E"), matcher.add("N"), matcher.add("D of it"), matcher.stop_text
         ('the ', '', '', 'END')
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self.found: str | None = None
+        self.stop_text: str | None = None
         self._include = include
         self._stops = [(stop, _borders(stop)) for stop in sorted(stops, key=len, reverse=True)]
         self._matched = [0] * len(stops)  # characters of each stop text that the text so far ends with
         self._held = ""
 
     def add(self, text: str, end: bool = True) -> str:
-        """The text that can be passed on now; what may begin a stop text is held back.
+        """Return the text that can be passed on now.
+
+        The possible beginning of a stop text is held back.
 
         Args:
-            end: off: a stop text that is complete within this text does not count.
+            text: New text.
+            end: Whether a stop text that is complete within this text counts.
         """
         if not self._stops:
             return text
         text = self._held + text
-        for place in range(len(self._held), len(text)):
-            stop = self._step(text[place])
+        for index in range(len(self._held), len(text)):
+            stop = self._step(text[index])
             if stop is not None and end:
-                self.found, self._held = stop, ""
-                return text[: place + 1] if self._include else text[: place + 1 - len(stop)]
+                self.stop_text, self._held = stop, ""
+                return text[: index + 1] if self._include else text[: index + 1 - len(stop)]
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
         return text[:keep]
 
     def finish(self) -> str:
-        """What was held back, as no more text comes."""
+        """Return the text that was held back, as no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> str | None:
-        """The longest stop text that this character completes."""
+        """Return the longest stop text that this character completes."""
         complete = None
         for i, (stop, borders) in enumerate(self._stops):
             n = self._matched[i]
@@ -71,7 +78,10 @@ class StopStringMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each beginning of a text, the length of its longest proper beginning that is also its end."""
+    """Return, for each beginning of a text, the length of its longest border.
+
+    A border is a proper beginning that is also its end.
+    """
     borders, n = [0], 0
     for character in stop[1:]:
         while n and stop[n] != character:
@@ -82,12 +92,12 @@ def _borders(stop: str) -> list[int]:
     return borders
 
 
-#: This many tokens after the last whole character they will not become one any more, but for the last few of them.
-MOST_TOKENS, MOST_MISSING = 32, 6
+#: Most tokens after the last whole character that may still become one, and most of the last ones that may after that.
+MAX_TOKENS, MAX_MISSING = 32, 6
 
 
 class TokenDecoder(Protocol):
-    """What is needed of a tokenizer; those of transformers have it."""
+    """Part of a tokenizer that is needed; those of transformers have it."""
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
 
@@ -96,6 +106,11 @@ class IncrementalDetokenizer:
     """Text of a growing list of tokens, piece by piece.
 
     All pieces together are the text of all tokens by `TokenBytes.text`, whatever the tokens are.
+
+    Args:
+        tokenizer: The tokenizer.
+        skip_special_tokens: Leave special tokens out.
+        kept: Special tokens that are not left out.
     """
 
     def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool, kept: Collection[int] = ()) -> None:
@@ -106,25 +121,25 @@ class IncrementalDetokenizer:
         self._shown = ""  # the text of self._tokens that is out
 
     def add(self, token: int) -> str:
-        """The text that this token makes certain; empty while a character is not complete."""
+        """Return the text that this token makes certain; empty while a character is not complete."""
         if token in self._special:
             return ""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if not text.endswith(REPLACEMENT):
             return self._whole(text)
-        return self._broken(text) if len(self._tokens) - self._n_whole > MOST_TOKENS else ""
+        return self._broken(text) if len(self._tokens) - self._n_whole > MAX_TOKENS else ""
 
     def finish(self) -> str:
-        """The rest: what no further token will complete."""
+        """Return the rest, which no further token will complete."""
         return self._whole(self._decode(self._tokens))
 
     def _whole(self, text: str) -> str:
-        """What is not out yet of `text`, all of the tokens' text; only the latest tokens stay, for those to come."""
+        """Return the new text, which is complete; the last piece stays as context."""
         latest = self._tokens[self._n_whole :]
         alone = self._decode(latest)
         new = text[len(self._shown) :] if text.startswith(self._shown) else alone
-        if alone or len(self._tokens) > MOST_TOKENS:
+        if alone or len(self._tokens) > MAX_TOKENS:
             self._tokens, self._shown = latest, alone
         else:  # no text, so it would not do as the beginning of the next: a space is lost there
             self._shown = text
@@ -132,8 +147,8 @@ class IncrementalDetokenizer:
         return new
 
     def _broken(self, text: str) -> str:
-        """What is not out yet, but for the last tokens: only those may still become a character."""
-        for keep in range(MOST_MISSING, -1, -1):
+        """Return the new text except for the last tokens: only those may still become a character."""
+        for keep in range(MAX_MISSING, -1, -1):
             first, last = self._tokens[: len(self._tokens) - keep], self._tokens[len(self._tokens) - keep :]
             certain = self._decode(first)
             if certain + self._decode(last) == text:  # no character is cut in two
@@ -149,7 +164,11 @@ class IncrementalDetokenizer:
 class Writer:
     """Text of one completion up to its first stop text.
 
-    Tokens that end an answer by their id are the engine's business: it does not add them.
+    Tokens that end an answer by their id are not added: the engine handles them.
+
+    Args:
+        tokenizer: The tokenizer.
+        params: Stop texts, and special tokens that are written.
     """
 
     def __init__(self, tokenizer: TokenDecoder, params: SamplingParams) -> None:
@@ -159,24 +178,27 @@ class Writer:
         self._missing = params.min_tokens  # tokens to come before a stop may end the text
 
     def add(self, token_id: int) -> tuple[str, str | None]:
-        """The new text, and the stop text that ended it.
+        """Return the new text, and the stop text that ended it.
 
         Text that may be the beginning of a stop text is held back until it is clear.
         """
-        assert self._stops.found is None, "the text has ended"
-        early, self._missing = self._missing > 0, max(0, self._missing - 1)
-        return self._put(self._stops.add(self._pieces.add(token_id), end=not early)), self._stops.found
+        assert self._stops.stop_text is None, "the text has ended"
+        is_too_early, self._missing = self._missing > 0, max(0, self._missing - 1)
+        return self._put(self._stops.add(self._pieces.add(token_id), end=not is_too_early)), self._stops.stop_text
 
     def finish(self) -> str:
-        """The rest of the text, once no token comes any more: what was held back, and bytes that are no character."""
-        if self._stops.found is not None:
+        """Return the rest of the text, once no token comes any more.
+
+        It is the text that was held back, and bytes that are no character.
+        """
+        if self._stops.stop_text is not None:
             return ""
         return self._put(self._stops.add(self._pieces.finish(), end=not self._missing) + self._stops.finish())
 
     @property
     def stopped(self) -> str | None:
-        """The stop text that ended it."""
-        return self._stops.found
+        """Stop text that ended it."""
+        return self._stops.stop_text
 
     @property
     def text(self) -> str:

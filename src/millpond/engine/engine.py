@@ -52,18 +52,20 @@ class Engine:
     """Runs requests; not safe for several threads at once.
 
     Args:
-        model: a transformers decoder. tokenizer: its own; without one requests bring token ids and get no text.
-        config: settings; None for the defaults.
-        streamed: the layers of `model` where their weights are read while it runs; the engine closes it.
-        tier: where keys and values of some layers lie on a disk; None: in memory. The engine closes it.
-        **options: fields of `EngineConfig`, in place of those of `config`.
+        model: A transformers decoder.
+        tokenizer: The model's tokenizer; without one requests bring token ids and get no text.
+        config: Settings; None for the defaults.
+        streamed: Layers of `model` whose weights are read while it runs; the engine closes it.
+        tier: Disk for the keys and values of some layers; None: all are in memory. The engine closes it.
+        **options: Fields of `EngineConfig`, in place of those of `config`.
 
     Attributes:
-        cache: of requests that name none. cache_factory: how their caches are stored.
-        in_step: names of the requests in the pass that runs now; safe to read from any thread.
-        on_step: called at the end of each step with what it did, and its seconds; None: nothing is.
-        on_transfer: called when a request was exported or imported, with its name, the tokens of its prompt and the
-            seconds; likewise.
+        cache: Options of requests that name none.
+        cache_factory: Factory of their caches.
+        in_step: Names of the requests in the pass that runs now; safe to read from any thread.
+        on_step: Called at the end of each step with the step and its seconds; None: nothing is called.
+        on_transfer: Called when a request was exported or imported, with its direction, its name, the tokens of its
+            prompt and the seconds; None: nothing is called.
 
     Raises:
         UnsupportedModelError, OptionError, BudgetError, CacheMismatchError, DataError: as `compress`.
@@ -110,12 +112,12 @@ class Engine:
 
     @property
     def text_limit(self) -> int | None:
-        """The same, or None where texts go on beyond the context (`overflow="rolling"`)."""
+        """The context length; None where texts continue beyond the context (`overflow="rolling"`)."""
         return None if self.config.overflow == "rolling" else self.context_length
 
     @property
     def vocab_size(self) -> int:
-        """Ids below it are tokens."""
+        """Number of token ids: those below it are tokens."""
         return self._model.vocabulary
 
     @property
@@ -125,11 +127,11 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """What answers can be made to follow; compiles from any thread."""
+        """Compiler of the rules that answers can be made to follow; compiles from any thread."""
         return self._sampler.grammars
 
     def bans_of(self, params: SamplingParams) -> Bans | None:
-        """The tokens that `params` forbid, from any thread; None: none.
+        """Return the tokens that `params` forbid, from any thread; None: none.
 
         Raises:
             OptionError: see `Bans.of`.
@@ -137,25 +139,29 @@ class Engine:
         return self._sampler.bans_of(params)
 
     def check(self, request: Request) -> None:
-        """Raises what `add` would raise of a request, and takes nothing in."""
+        """Check a request without adding it: raises what `add` would raise."""
         self._requests.check_names([request.request_id])
         self._validator.validate(request)
 
     def require_breakpoints(self, request: Request) -> None:
-        """
+        """Check that later prompts can continue from the breakpoints of a request.
+
         Raises:
-            OptionError: the request has breakpoints, and no later prompt could go on from them; the message says why.
+            OptionError: the request has breakpoints, and no later prompt could continue from them; the message says
+                why.
         """
         self._validator.require_breakpoints(request)
 
     def add(self, request: Request, grammar: Grammar | None = None, bans: Bans | None = None) -> None:
-        """Take a request in; `step` works on it.
+        """Add a request; `step` works on it.
 
         Only what can never run is refused; the scheduler decides when the request starts. A cluster also adds requests
         again whose worker it lost: it has accepted them, so what refuses by load must let them pass.
 
         Args:
-            grammar, bans: what `grammars` and `bans_of` made of its parameters; None: made here, and the caller waits.
+            request: The request.
+            grammar: Result of `grammars` for its parameters; None: compiled here, while the caller waits.
+            bans: Result of `bans_of` for its parameters; None: made here, while the caller waits.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: the request is refused; the message says why.
@@ -166,10 +172,13 @@ class Engine:
         self._stats = self._parts.stats()
 
     def plan_batch(self, requests: Sequence[Request], levels: int | None = None) -> BatchPlan:
-        """What `add_batch` does with requests of one method, budget and format; runs nothing.
+        """Return the plan of `add_batch` for requests of one method, budget and format.
+
+        Nothing runs.
 
         Args:
-            levels: see `millpond.engine.batch_plan.plan_batch`.
+            requests: The requests.
+            levels: Levels of common beginnings, see `millpond.engine.batch_plan.plan_batch`.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: see `add`.
@@ -178,16 +187,17 @@ class Engine:
         return self._parts.shared_prefixes.plan(states, levels)
 
     def add_batch(self, requests: Sequence[Request], levels: int | None = None) -> None:
-        """Take requests in that are known together: beginnings that several have in common are read once.
+        """Add requests that are known together; beginnings that several share are read once.
 
         They begin in the order of the plan. Requests share with those of the same method, budget, format and salt.
 
         Args:
-            levels: see `millpond.engine.batch_plan.plan_batch`.
+            requests: The requests.
+            levels: Levels of common beginnings, see `millpond.engine.batch_plan.plan_batch`.
 
         Raises:
-            OptionError, BudgetError, UnsupportedModelError: a request is refused; none was taken in. OptionError: the
-            engine is deterministic.
+            OptionError, BudgetError, UnsupportedModelError: a request is refused, or the engine is deterministic; none
+                was added.
         """
         if self.config.deterministic:
             raise OptionError(
@@ -214,7 +224,7 @@ class Engine:
             loads.add(state)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with what it has; one that is not there any more is no error."""
+        """End a request with what it has; one that has ended already is no error."""
         state = self._requests.get(request_id)
         if state is not None:
             self._ends.end(state, "cancelled")
@@ -223,18 +233,18 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do or tell anything."""
+        """Whether a step would do or report anything."""
         return bool(self._requests or self._changed_outside_step)
 
     def drain(self) -> list[RequestOutput]:
-        """Step until nothing is left; returns what each request came to."""
-        done: list[RequestOutput] = []
+        """Step until no request is left, and return the last output of each."""
+        finished_outputs: list[RequestOutput] = []
         while self.busy:
-            done += [output for output in self.step() if output.finished]
-        return done
+            finished_outputs += [output for output in self.step() if output.finished]
+        return finished_outputs
 
     def abort_all(self, error: Exception | None = None) -> list[RequestOutput]:
-        """End all requests, cancelled or because of an error; returns what they came to."""
+        """End all requests, cancelled or because of an error, and return their last outputs."""
         ended = dict.fromkeys([*self._changed_outside_step, *(state for state in self._requests if state.completions)])
         self._changed_outside_step = []
         for state in list(self._requests):
@@ -248,7 +258,7 @@ class Engine:
         return [state.to_output() for state in ended]
 
     def close(self) -> None:
-        """End all requests, give all memory back, and the model its own attention."""
+        """End all requests, free all memory, and give the model its own attention back."""
         self.abort_all()
         self.grammars.close()
         self._parts.prefix_cache.tree.clear()
@@ -259,19 +269,23 @@ class Engine:
     # ------------------------------------------------------------------ transfer
 
     def export_request(self, request_id: str) -> bytes:
-        """End a request here and return all that another engine needs to continue it: see `import_request`.
+        """End a request here, and return the bytes from which another engine continues it.
 
-        A request whose prompt is still being read is sent without its cache, and read again there. Pages are free
-        afterwards.
+        See `import_request`. A request whose prompt is still being read is sent without its cache, and read again
+        there. Pages are free afterwards.
+
+        Args:
+            request_id: Name of the request.
 
         Returns:
             One safetensors buffer with a checksum: request, tokens, seeds, entries. No pages, so that engines with
             pages of different sizes understand each other.
 
         Raises:
-            OptionError: no such request, keys and values on a disk, or options of the method that name files.
-            PoolFullError: it is swapped out and there is no room to read its pages. DataError: their file is broken.
-            In all cases the request stays as it is.
+            OptionError: no such request, keys and values on a disk, or options of the method that name files. As after
+                each of these errors, the request stays as it is.
+            PoolFullError: it is swapped out and no memory is free to read its pages.
+            DataError: the file of its pages is broken.
         """
         began = time.perf_counter()
         state = self._requests.get(request_id)
@@ -287,7 +301,10 @@ class Engine:
         return data
 
     def checkpoint(self, request_id: str) -> bytes | None:
-        """A copy of a request that decodes, from which `import_request` continues it; it goes on here.
+        """Return a copy of a request that decodes, which also continues here.
+
+        Args:
+            request_id: Name of the request.
 
         Returns:
             As `export_request`; None: it is not in flight, its prompt is being read, or it is swapped out.
@@ -306,21 +323,24 @@ class Engine:
         return self._transfer.to_bytes(state) if state.unfinished else None
 
     def import_request(self, data: bytes | bytearray | memoryview, request: Request | None = None) -> str:
-        """Continue a request of another engine with the same model, with the tokens that it would have had there.
+        """Continue a request of another engine with the same model.
+
+        It gets the tokens that it would have had there.
 
         Args:
-            data: from `export_request`, or from `checkpoint`.
-            request: the same request under its present name, with its deadline and the tokens that are known by now;
+            data: Bytes from `export_request`, or from `checkpoint`.
+            request: The same request under its present name, with its deadline and the tokens that are known by now;
                 those that came after the copy are fed and not drawn. None: as it was copied.
 
         Returns:
             Name of the request.
 
         Raises:
-            DataError: bytes that are cut off or changed, or hold what no request has.
+            DataError: bytes that are cut off or changed, or hold what no request has. As after each of these errors,
+                nothing is left behind.
             CacheMismatchError: another model, or another method, budget, codec or calibration than here.
-            PoolFullError: there is no room now. OptionError, BudgetError, UnsupportedModelError: as `add`. In all
-            cases nothing is left behind.
+            PoolFullError: no memory is free now.
+            OptionError, BudgetError, UnsupportedModelError: as `add`.
         """
         began = time.perf_counter()
         snapshot = RequestSnapshot.from_bytes(data)
@@ -335,20 +355,27 @@ class Engine:
     # ------------------------------------------------------------------ what it holds
 
     def cache_of(self, request_id: str, index: int = 0) -> tuple[BatchCache, int] | None:
-        """The caches that hold an answer, and which of their sequences it is; None while it holds none.
+        """Return the cache that holds an answer and the index of its sequence, or None.
 
-        What is read there is right until the next step.
+        Its contents are right until the next step. None: no cache holds the answer.
+
+        Args:
+            request_id: Name of the request.
+            index: Number of the answer.
         """
         state = self._requests.get(request_id)
         return None if state is None else state.cache(index)
 
     def memory(self, request_id: str, layer: int, client: str | None = None) -> CacheSnapshot | None:
-        """What a layer remembers of a request's first answer now; or when it ended, if it was watched.
+        """Return the entries that a layer holds of a request's first answer.
 
-        None: it has not begun, lies outside the pool, or nothing is known of it any more.
+        They are those of now, or of its end if it was watched. None: it has not begun, is swapped out, or has been
+        forgotten.
 
         Args:
-            client: who asks; a request of another client is as one that is not known. None: whoever sent it.
+            request_id: Name of the request.
+            layer: Index of the layer.
+            client: The client that reads it; a request of another client counts as unknown. None: any client.
 
         Raises:
             OptionError: there is no such layer.
@@ -360,7 +387,7 @@ class Engine:
         return snapshots.of(request_id, layer, client) if snapshot is None else snapshot
 
     def stats(self) -> EngineStats:
-        """The engine after its last step; safe to call from any thread."""
+        """Return the figures of the engine after its last step; safe to call from any thread."""
         store = self.sessions  # turns are written between two steps too
         return self._stats if store is None else replace(self._stats, sessions=store.stats())
 
@@ -372,9 +399,9 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """One forward pass; returns the requests that changed, as far as they have come.
+        """Run one forward pass, and return the requests that changed, as far as they are.
 
-        Whatever goes wrong with one request ends it, and the others go on.
+        An error in one request ends it, and the others continue.
 
         Raises:
             Exception: a pass failed for several requests, and then for each of them alone; only `abort_all` may follow.
@@ -432,14 +459,14 @@ class Engine:
         return outputs
 
     def _batches_of(self, step: Step) -> tuple[list[DecodeGroup], list[tuple[RequestState, int]]]:
-        """The batches that decode in a step, and the requests that are read, with how many of their tokens."""
+        """Return the batches that decode in a step, and the requests to read with their tokens."""
         reading = [(self._requests[scheduled.key], n) for scheduled, n in step.prefills if scheduled.is_running]
         return groups_of(step, self._requests), reading
 
     def _fail_step(
         self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]], error: Exception
     ) -> list[RequestState]:
-        """A pass failed; returns the requests that have ended because of it."""
-        ended = self._faults.failed(groups, [state for state, _ in reading], error)
-        failed = self._ends.retire_all([state for state in self._requests if state.failed])
-        return list(dict.fromkeys([*(state for state in ended if state.completions), *failed]))
+        """Handle a failed pass, and return the requests that have ended because of it."""
+        ended_states = self._faults.failed(groups, [state for state, _ in reading], error)
+        retired_states = self._ends.retire_all([state for state in self._requests if state.failed])
+        return list(dict.fromkeys([*(state for state in ended_states if state.completions), *retired_states]))

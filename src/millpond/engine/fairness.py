@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Clients without requests that are remembered before those who owe nothing are forgotten.
+#: Clients that are remembered before those without requests and without extra service are forgotten.
 IDLE = 1024
 
 
 @dataclass(slots=True, eq=False)
 class ClientService:
-    """Service that one client has had.
+    """Service that one client has received.
 
     Attributes:
-        number: given when it came; the lowest goes first where two have had the same.
-        served: tokens. num_requests: that are not finished.
+        number: Order of arrival; the lowest goes first among clients with equal service.
+        served: Tokens of service.
+        num_requests: Requests that are not finished.
     """
 
     number: int
@@ -23,12 +24,16 @@ class ClientService:
 
     @property
     def queue_key(self) -> tuple[int, int]:
-        """The lowest goes first."""
+        """Sort key in the queue; the lowest goes first."""
         return self.served, self.number
 
 
 class FairQueue:
-    """All who have requests, and those whose service still counts against them."""
+    """Clients that have requests, and those whose service still counts against them.
+
+    The client with the least service goes first (virtual token counters, Sheng et al. 2024). Idle clients earn no
+    credit: one that arrives or returns starts at the counter of the least served active client.
+    """
 
     def __init__(self) -> None:
         self._clients: dict[str, ClientService] = {}
@@ -38,15 +43,19 @@ class FairQueue:
         return len(self._clients)
 
     def add_request(self, name: str) -> ClientService:
-        """One more request of a client."""
+        """Add one request of a client."""
         client = self._clients.get(name)
         if client is None or not client.num_requests:
-            least = min((one.served for one in self._clients.values() if one.num_requests), default=0)
+            min_served = min(
+                (known_client.served for known_client in self._clients.values() if known_client.num_requests), default=0
+            )
             if len(self._clients) >= IDLE:
                 self._clients = {
-                    key: one for key, one in self._clients.items() if one.num_requests or one.served > least
+                    key: known_client
+                    for key, known_client in self._clients.items()
+                    if known_client.num_requests or known_client.served > min_served
                 }
-            client = ClientService(self._came, max(least, client.served if client is not None else 0))
+            client = ClientService(self._came, max(min_served, client.served if client is not None else 0))
             self._clients[name] = client
             self._came += 1
         client.num_requests += 1
@@ -55,24 +64,27 @@ class FairQueue:
     def remove_request(self, client: ClientService) -> None:
         """Remove one request. After the last request of all, every client's service is reset."""
         client.num_requests -= 1
-        if not client.num_requests and not any(one.num_requests for one in self._clients.values()):
+        if not client.num_requests and not any(known_client.num_requests for known_client in self._clients.values()):
             self._clients.clear()
 
 
-#: Weight of the newest step in the mean of those without the others.
+#: Weight of the newest step in the mean of the steps without throttled requests.
 _NEWEST = 0.2
-#: What is left of that mean after each step with throttled requests: it is taken again before long.
+#: Share of that mean which remains after each step with throttled requests: it is measured again before long.
 _FADES = 0.95
-#: Seconds that are owed for each that throttled requests add. What is not measured, such as answers that decode too,
-#: comes on top.
+#: Seconds that are owed for each second that throttled requests add. What is not measured, such as answers that decode
+#: too, comes on top.
 PAID_BACK = 2.0
 
 
 class StepThrottle:
-    """What throttled requests owe.
+    """Debt of throttled requests.
+
+    The time that they add to steps becomes a debt. They run again once steps without them have paid it back; decoding
+    clients keep about two thirds of their speed.
 
     Attributes:
-        owed: seconds that must pass before they take part in a step again.
+        owed: Seconds that must pass before throttled requests take part in a step again.
     """
 
     def __init__(self) -> None:
@@ -80,21 +92,28 @@ class StepThrottle:
         self._alone = 0.0  # seconds of a step without them in which nothing is read
 
     def reset(self) -> None:
-        """Others decode now: how long their steps take is not known."""
+        """Forget how long steps take: other answers decode now."""
         self._alone = 0.0
 
     @property
     def allows_throttled(self) -> bool:
-        """Whether they take part in the next step."""
+        """Whether throttled requests take part in the next step."""
         return self.owed <= 0
 
     def charge(self, seconds: float) -> None:
-        """A step in which they took part."""
+        """Record the seconds of a step in which throttled requests took part."""
         self.owed += PAID_BACK * max(seconds - self._alone, 0.0)
         self._alone *= _FADES
 
     def credit(self, seconds: float, reads: bool) -> None:
-        """A step in which they did not, whether they wanted to or were not there; or in which prompts were read."""
+        """Record the seconds of a step that pay the debt back.
+
+        Throttled requests took no part in it, waiting or absent; or prompts were read.
+
+        Args:
+            seconds: Time of the step.
+            reads: Whether prompts were read in it.
+        """
         self.owed = max(self.owed - seconds, 0.0)
         if not reads:
             self._alone += (seconds - self._alone) * (_NEWEST if self._alone else 1.0)

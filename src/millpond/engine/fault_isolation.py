@@ -1,7 +1,7 @@
-"""Search for the request at fault behind a pass that failed for several, so that the others go on.
+"""Isolation of the request at fault after a pass that failed for several, so that the others continue.
 
 Such a pass leaves some layers with its tokens and others without. So the caches of all its requests are dropped, their
-prompts are read again, and then the tokens that they have; they share passes until they come to where they were. There
+prompts are read again, and then the tokens that they have; they share passes until they reach the failed one. There
 each takes its next pass alone: one that fails again has failed, and one that does not is free of suspicion.
 """
 
@@ -19,37 +19,45 @@ from millpond.engine.scheduler_request import RequestStatus
 class FaultIsolation:
     """Restarts the requests of a failed pass, and lets them run alone where they must.
 
+    Args:
+        parts: Parts of the engine.
+
     Attributes:
-        n_restarted: how often a request had to begin again. fatal: each of several requests has failed alone.
+        n_restarted: How often a request had to begin again.
+        fatal: Whether each of several requests has failed alone.
     """
 
     def __init__(self, parts: Components) -> None:
         self._scheduler, self._requests, self._shared_prefixes = parts.scheduler, parts.requests, parts.shared_prefixes
         self._file_loads, self._layers = parts.file_loads, parts.model.layers
-        self._of_others = False  # the last pass was one of a request that takes part in none of others
+        self._last_was_alone = False  # the last pass was one of a request that takes part in no pass of others
         self.n_restarted = 0
         self.fatal = False
 
     # ------------------------------------------------------------------ before a pass
 
     def isolate(self, step: Step) -> RequestState | None:
-        """Let a request that must run alone do so in this step; returns one that is free of suspicion if it passes."""
+        """Let a request that must run alone do so in this step.
+
+        Returns:
+            A request that is free of suspicion if it passes, or None.
+        """
         parts = [*((scheduled, 1) for scheduled in step.decodes), *step.prefills]
         suspects = [
             (state, n) for scheduled, n in parts if (state := self._requests[scheduled.key]).suspicion is not None
         ]
         due = next((state for state, n in suspects if self._is_due(state, n) and not self._stays_alone(state)), None)
-        apart = [state for state, _ in suspects if self._stays_alone(state)]
-        if due is None and apart and not (self._of_others and len(apart) < len(parts)):
-            self._of_others = True
-            self._scheduler.keep_only(step, {apart[0].scheduled})
-            return apart[0] if self._is_due(apart[0], dict(parts)[apart[0].scheduled]) else None
-        self._of_others = False
+        alone = [state for state, _ in suspects if self._stays_alone(state)]
+        if due is None and alone and not (self._last_was_alone and len(alone) < len(parts)):
+            self._last_was_alone = True
+            self._scheduler.keep_only(step, {alone[0].scheduled})
+            return alone[0] if self._is_due(alone[0], dict(parts)[alone[0].scheduled]) else None
+        self._last_was_alone = False
         if due is not None:
             self._scheduler.keep_only(step, {due.scheduled})
-        elif apart:
+        elif alone:
             self._scheduler.keep_only(
-                step, {scheduled for scheduled, _ in parts} - {state.scheduled for state in apart}
+                step, {scheduled for scheduled, _ in parts} - {state.scheduled for state in alone}
             )
         return due
 
@@ -59,17 +67,20 @@ class FaultIsolation:
 
     @staticmethod
     def _is_due(state: RequestState, n: int) -> bool:
-        """Whether a part of a request is what it had in the pass that failed: `n` tokens of its prompt, or answers."""
-        doubt = state.suspicion
-        assert doubt is not None, "a suspect"
+        """Return whether a request repeats its part of the failed pass.
+
+        That part is `n` tokens of its prompt, or its answers.
+        """
+        suspicion = state.suspicion
+        assert suspicion is not None, "a suspect"
         if state.scheduled.status is RequestStatus.DECODE:
             return not state.replaying
-        return not doubt.decoding and state.scheduled.num_computed_tokens + n > doubt.read
+        return not suspicion.decoding and state.scheduled.num_computed_tokens + n > suspicion.read
 
     def is_free(
         self, state: RequestState | None, groups: Sequence[DecodeGroup], reading: Mapping[RequestState, int]
     ) -> bool:
-        """Whether a request that `isolate` returned is about to have the pass that it needs, after all."""
+        """Return whether a request that `isolate` returned still gets the pass that it needs."""
         if (
             state is None
             or state.failed
@@ -81,25 +92,25 @@ class FaultIsolation:
     # ------------------------------------------------------------------ behind a pass
 
     def passed(self, state: RequestState) -> None:
-        """A request had passed alone what it was suspected of: it decodes with the others again."""
-        doubt, state.suspicion = state.suspicion, None
-        if doubt is None:
+        """Clear a request that has passed alone: it decodes with the others again."""
+        suspicion, state.suspicion = state.suspicion, None
+        if suspicion is None:
             return
-        doubt.incident.passed += 1
-        doubt.incident.suspects.discard(state)
-        home = doubt.home if doubt.home.is_skippable == state.scheduled.is_skippable else doubt.home.other
+        suspicion.incident.passed += 1
+        suspicion.incident.suspects.discard(state)
+        home = suspicion.home if suspicion.home.is_skippable == state.scheduled.is_skippable else suspicion.home.other
         unfinished = state.unfinished
         if state.private_cache is None and unfinished and unfinished[0] in state.group.completions:
-            own = state.group.part(unfinished)
+            parted_cache = state.group.part(unfinished)
             state.group = home.with_room(len(unfinished))
-            state.group.join(own, unfinished)
+            state.group.join(parted_cache, unfinished)
         else:
             state.group = home
 
     def failed(
         self, groups: Sequence[DecodeGroup], reading: Collection[RequestState], error: Exception
     ) -> list[RequestState]:
-        """A pass failed: restart its requests, or end the only one; returns those that have ended."""
+        """Restart the requests of a failed pass, or end the only one; return the ended ones."""
         touched = {
             *groups,
             *(state.group for state in reading if state.private_cache is None and state.scheduled.num_computed_tokens),
@@ -129,18 +140,18 @@ class FaultIsolation:
         return [state for state in states if not state.unfinished]
 
     def _of(self, touched: Collection[DecodeGroup], reading: Collection[RequestState]) -> list[RequestState]:
-        """The requests that have answers in batches, and those that are read."""
-        own = [
+        """Return the requests that have answers in batches, and those that are read."""
+        decoding = [
             state
             for state in self._requests
             if state.group in touched
             and state.private_cache is None
-            and any(a in state.group.completions for a in state.completions)
+            and any(completion in state.group.completions for completion in state.completions)
         ]
-        return list(dict.fromkeys([*own, *reading]))
+        return list(dict.fromkeys([*decoding, *reading]))
 
     def _restart(self, state: RequestState) -> None:
-        """A suspect waits again, with nothing in any cache."""
+        """Let a suspect wait again, with nothing in any cache."""
         assert state.suspicion is not None, "a suspect"
         self.n_restarted += 1
         if state.private_cache is not None:
@@ -163,11 +174,16 @@ class FaultIsolation:
             loads.add(state)
 
     def _all_failed(self, state: RequestState) -> bool:
-        """Whether every request of a failed pass has failed alone since, this one the last, and there were several."""
+        """Return whether every request of a failed pass has failed alone since.
+
+        `state` is the last of them, and there were several.
+        """
         if state.suspicion is None:
             return False
         incident = state.suspicion.incident
         incident.failed += 1
         incident.suspects.discard(state)
-        left = [one for one in incident.suspects if self._requests.get(one.request.request_id) is one]
-        return incident.failed > 1 and not incident.passed and not left
+        remaining = [
+            suspect for suspect in incident.suspects if self._requests.get(suspect.request.request_id) is suspect
+        ]
+        return incident.failed > 1 and not incident.passed and not remaining

@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 class Loaded(Protocol):
-    """What was read for one request, until it is released.
+    """Contents of files read for one request, until they are released.
 
     Attributes:
-        on_release: called once, by `release`.
+        on_release: Called once, by `release`.
     """
 
     on_release: Callable[[], None] | None
@@ -28,7 +28,7 @@ class Loaded(Protocol):
         ...
 
     def release(self) -> None:
-        """The request needs it no longer; a second call does nothing."""
+        """Release the contents: the request needs them no longer. A second call does nothing."""
         ...
 
 
@@ -37,12 +37,14 @@ T = TypeVar("T", bound=Loaded)
 
 @dataclass(slots=True)
 class LoadOrder(Generic[T]):
-    """What is to be loaded for a request. Both are called in threads of the loader, `size` first.
+    """Files to load for a request.
+
+    Both functions are called in threads of the loader, `size` first.
 
     Attributes:
-        size: the most bytes that it may take; with 0 there is nothing to load. load: load(loaded, going): fill
-            `loaded`, and stop early where not `going()`.
-        n_bytes: what `size` said.
+        size: Returns the most bytes that it may take; with 0 there is nothing to load.
+        load: load(loaded, is_wanted): fills `loaded`, and stops early where not `is_wanted()`.
+        n_bytes: Result of `size`.
     """
 
     size: Callable[[], int]
@@ -53,12 +55,14 @@ class LoadOrder(Generic[T]):
 class FileLoader(Generic[T]):
     """Loads for one request after another; methods are called by one other thread.
 
-    A thread of its own finds out how much there is to load, so that those for whom there is nothing wait for no file.
+    A thread of its own finds out how much there is to load, so that requests with nothing to load wait for no file.
 
     Args:
-        name: of the thread that reads. limit: most bytes that are loaded and not released. One request that needs more
+        name: Name of the thread that reads.
+        limit: Most bytes that are loaded and not released. One request that needs more
             is loaded while no other holds any.
-        empty: makes what is filled for a request. failed: is called where that failed for an unforeseen reason.
+        empty: Makes the holder that is filled for a request.
+        failed: Called where that failed for an unforeseen reason.
     """
 
     def __init__(self, name: str, limit: int, empty: Callable[[], T], failed: Callable[[], None]) -> None:
@@ -73,7 +77,7 @@ class FileLoader(Generic[T]):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in flight: as they were counted on beforehand for the request that is being loaded."""
+        """Bytes in flight; of the request that is being loaded, the bytes counted beforehand."""
         with self._changed:
             return sum(self._charged.values())
 
@@ -81,36 +85,36 @@ class FileLoader(Generic[T]):
     def pending(self) -> bool:
         """Whether something is to be loaded."""
         with self._changed:
-            return self._going()
+            return self._has_pending()
 
     def add(self, name: str, order: LoadOrder[T]) -> None:
         """Load for a request, after those before it."""
         with self._changed:
             if not self._threads:
-                for kind, serve in ((self._name, self._serve), (f"{self._name}-sizes", self._serve_sizes)):
-                    self._threads.append(threading.Thread(target=serve, name=kind, daemon=True))
+                for thread_name, serve in ((self._name, self._serve), (f"{self._name}-sizes", self._serve_sizes)):
+                    self._threads.append(threading.Thread(target=serve, name=thread_name, daemon=True))
                     self._threads[-1].start()
             self._unsized[name] = order
             self._changed.notify_all()
 
     def is_loaded(self, name: str) -> bool:
-        """Whether all was loaded for a request."""
+        """Return whether everything was loaded for a request."""
         with self._changed:
             return name in self._loaded
 
     def is_blocked(self, name: str) -> bool:
-        """Whether a request is not loaded because others hold too many bytes."""
+        """Return whether a request is not loaded because others hold too many bytes."""
         with self._changed:
             order = self._orders.get(name)
             return order is not None and not self._may_load(order)
 
     def take(self, name: str) -> T:
-        """What was loaded for a request. Its bytes count until it is released."""
+        """Return what was loaded for a request; its bytes count until it is released."""
         with self._changed:
             return self._loaded[name]
 
     def forget(self, name: str) -> None:
-        """Stop loading for a request and release what it has; one that is not known is no error."""
+        """Stop loading for a request and release what it has; an unknown one is no error."""
         with self._changed:
             self._unsized.pop(name, None)
             self._orders.pop(name, None)
@@ -122,12 +126,12 @@ class FileLoader(Generic[T]):
             loaded.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something was loaded, if something is being loaded; `seconds` at most."""
+        """Wait at most `seconds` until something was loaded, if something is being loaded."""
         with self._changed:
-            known = len(self._loaded)
+            num_loaded = len(self._loaded)
 
             def changed() -> bool:
-                return len(self._loaded) > known or not self._going()
+                return len(self._loaded) > num_loaded or not self._has_pending()
 
             self._changed.wait_for(changed, seconds)
 
@@ -145,16 +149,16 @@ class FileLoader(Generic[T]):
 
     # ------------------------------------------------------------------ the threads
 
-    def _going(self) -> bool:
+    def _has_pending(self) -> bool:
         return bool(self._unsized or self._orders) or len(self._charged) > len(self._loaded)
 
     def _may_load(self, order: LoadOrder[T]) -> bool:
-        held = sum(self._charged.values())
-        return not held or held + order.n_bytes <= self._limit
+        charged_bytes = sum(self._charged.values())
+        return not charged_bytes or charged_bytes + order.n_bytes <= self._limit
 
     def _serve_sizes(self) -> None:
-        while (found := self._next_unsized()) is not None:
-            name, order = found
+        while (entry := self._next_unsized()) is not None:
+            name, order = entry
             order.n_bytes = self._guarded(order.size) or 0
             with self._changed:
                 if self._unsized.get(name) is not order:  # it is not wanted any more
@@ -172,7 +176,7 @@ class FileLoader(Generic[T]):
             return None if self._closing else next(iter(self._unsized.items()))
 
     def _next(self) -> tuple[str, LoadOrder[T]] | None:
-        """Wait for the next order; None: it is time to stop."""
+        """Wait for the next order and return it; None: it is time to stop."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or (bool(self._orders) and self._may_load(next(iter(self._orders.values()))))
@@ -189,7 +193,10 @@ class FileLoader(Generic[T]):
         loaded.on_release = partial(self._released, name)
 
     def _guarded(self, call: Callable[[], int | None]) -> int | None:
-        """What a call returns; None where it fails: the prompt is then computed, and no request fails."""
+        """Return the result of a call; None where it fails.
+
+        The prompt is then computed, and no request fails.
+        """
         try:
             return call()
         except Exception as error:
@@ -198,16 +205,16 @@ class FileLoader(Generic[T]):
             return None
 
     def _serve(self) -> None:
-        while (found := self._next()) is not None:
-            name, order = found
+        while (entry := self._next()) is not None:
+            name, order = entry
             loaded = self._empty()
             self._guarded(partial(order.load, loaded, partial(self._is_wanted, name)))
             with self._changed:
-                wanted = self._is_wanted(name)
-                if wanted:
+                is_wanted = self._is_wanted(name)
+                if is_wanted:
                     self._finish(name, loaded)
                 self._changed.notify_all()
-            if not wanted:
+            if not is_wanted:
                 loaded.release()
 
     def _is_wanted(self, name: str) -> bool:

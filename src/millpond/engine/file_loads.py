@@ -1,4 +1,4 @@
-"""Requests that wait for files: the first ones of the queue are loaded, and begin when they are."""
+"""Requests that wait for files: the first ones of the queue are loaded, and begin after that."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ T = TypeVar("T", bound=Loaded)
 
 
 class LoadSource(Protocol[T]):
-    """What requests wait for.
+    """Files that requests wait for.
 
     Attributes:
-        name: of the thread that loads. limit: most bytes in flight, see `FileLoader`.
-        ahead: requests that are loaded before they can begin.
+        name: Name of the thread that loads.
+        limit: Most bytes in flight, see `FileLoader`.
+        ahead: Requests that are loaded before they can begin.
     """
 
     name: str
@@ -28,24 +29,28 @@ class LoadSource(Protocol[T]):
     ahead: int
 
     def wants(self, state: RequestState) -> bool:
-        """Whether something may be loaded for a request."""
+        """Return whether something may be loaded for a request."""
         ...
 
     def empty(self) -> T:
-        """To be filled for a request."""
+        """Return an empty holder, to be filled for a request."""
         ...
 
     def order(self, state: RequestState) -> LoadOrder[T]:
-        """What is loaded for a request that is among the first."""
+        """Return the order for a request that is among the first."""
         ...
 
     def failed(self) -> None:
-        """Something could not be loaded for an unforeseen reason."""
+        """Record that something could not be loaded for an unforeseen reason."""
         ...
 
 
 class FileLoads(Generic[T]):
-    """Decides what is loaded, by numbers of the scheduler, and keeps a request from running until it is."""
+    """Decides what is loaded, by the scheduler's numbers; a request waits until it is loaded.
+
+    Args:
+        source: Files to load.
+    """
 
     def __init__(self, source: LoadSource[T]) -> None:
         self._source = source
@@ -59,17 +64,20 @@ class FileLoads(Generic[T]):
         return self._loader.n_bytes
 
     def add(self, state: RequestState) -> None:
-        """A request joined the queue; its request waits until what it wants is loaded."""
+        """Let a request that joined the queue wait until its files are loaded."""
         if self._source.wants(state):
             state.scheduled.is_loading = True
             self._waiting[state.request.request_id] = state
 
     def advance(self) -> None:
-        """Before a step: let requests run whose files are loaded, and load those of the first in the queue."""
+        """Let requests run whose files are loaded, and load those of the first in the queue.
+
+        Called before a step.
+        """
         if not self._waiting:
             return
         for name in heapq.nsmallest(
-            self._source.ahead, self._waiting, key=lambda one: self._waiting[one].scheduled.queue_key
+            self._source.ahead, self._waiting, key=lambda key: self._waiting[key].scheduled.queue_key
         ):
             if name not in self._chosen:
                 self._choose(self._waiting[name])
@@ -80,7 +88,10 @@ class FileLoads(Generic[T]):
                 state.scheduled.is_loading = False
 
     def begin(self, state: RequestState) -> T | None:
-        """What was loaded for a request that begins; its bytes count until it is released. None: it never waited."""
+        """Return what was loaded for a request that begins; None: it never waited.
+
+        Its bytes count until it is released.
+        """
         name = state.request.request_id
         if self._waiting.pop(name, None) is None:
             return None
@@ -88,14 +99,14 @@ class FileLoads(Generic[T]):
         return self._loader.take(name)
 
     def forget(self, state: RequestState) -> None:
-        """A request ends, or needs no file; one that has begun is no error."""
+        """Drop a request that ends or needs no file; one that has begun is no error."""
         name = state.request.request_id
         if self._waiting.pop(name, None) is not None:
             self._chosen.pop(name, None)
             self._loader.forget(name)
 
     def wait(self) -> None:
-        """Nothing else can run: wait until something is loaded, for a moment."""
+        """Wait until something is loaded, for a moment: nothing else can run."""
         if self._loader.pending:
             self._loader.wait(_WAIT_S)
 
@@ -109,15 +120,15 @@ class FileLoads(Generic[T]):
         self._loader.add(name, self._source.order(state))
 
     def _unload_last(self, first: RequestState) -> None:
-        """Give back what was loaded for the last of those behind a request that finds no room for its own."""
-        behind = [
+        """Release the files of the last request after `first`, which has no memory for its own."""
+        later = [
             state
             for state in self._chosen.values()
             if state.scheduled.status is RequestStatus.WAITING
             and state.scheduled.queue_key > first.scheduled.queue_key
             and not state.scheduled.is_loading
         ]
-        last = max(behind, key=lambda state: state.scheduled.queue_key, default=None)
+        last = max(later, key=lambda state: state.scheduled.queue_key, default=None)
         if last is not None:
             last.scheduled.is_loading = True
             del self._chosen[last.request.request_id]

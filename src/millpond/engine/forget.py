@@ -1,4 +1,4 @@
-"""Spans of a prompt that leave its cache once they were read, and the share of spans that a cache has lost."""
+"""Spans of a prompt that are dropped once they were read, and the share of spans that a cache has lost."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from millpond.prompt_marks import Span
 
 
 def until_forgotten(state: RequestState, n: int) -> int:
-    """Of `n` tokens that are to be read of a prompt, those up to the end of the next span that leaves."""
+    """Return how many of the next `n` tokens of a prompt come up to the next span to drop.
+
+    The span is included.
+    """
     read = state.scheduled.num_computed_tokens
     return next((min(n, end - read) for _, end in state.marks.forget if end > read), n)
 
 
 def drop_read(state: RequestState) -> None:
-    """Let a span leave that was just read to its end.
+    """Drop a span that was just read to its end.
 
     Raises:
         PoolFullError: see `BatchCache.drop_spans`.
@@ -35,19 +38,25 @@ def drop_read(state: RequestState) -> None:
 
 
 def drop_restored(batch_cache: BatchCache, spans: Sequence[Span], forgotten: Sequence[Span], n_tokens: int) -> None:
-    """Let spans leave the cache of an earlier turn of `n_tokens`, which had `forgotten` some of them already.
+    """Drop spans from the cache of an earlier turn.
+
+    Args:
+        batch_cache: The restored cache.
+        spans: Spans to drop.
+        forgotten: Spans that the earlier turn had dropped already.
+        n_tokens: Tokens of the earlier turn.
 
     Raises:
         PoolFullError: see `BatchCache.drop_spans`.
     """
     batch_cache.tracker.marks.dropped.add(forgotten, 0)
-    known = set(forgotten)
-    more = [(begin, min(end, n_tokens)) for begin, end in spans if begin < n_tokens]
-    batch_cache.drop_spans(0, [span for span in more if span not in known])
+    already_dropped = set(forgotten)
+    restored_spans = [(begin, min(end, n_tokens)) for begin, end in spans if begin < n_tokens]
+    batch_cache.drop_spans(0, [span for span in restored_spans if span not in already_dropped])
 
 
 def record_dropped(state: RequestState) -> None:
-    """Tell the answers of a request how many tokens of its prompt have left its cache so far."""
+    """Record in the answers of a request how many tokens of its prompt have been dropped."""
     if state.marks.forget and state.private_cache is not None:
         dropped = state.private_cache.tracker.marks.dropped.count(0)
         for completion in state.completions:
@@ -57,12 +66,15 @@ def record_dropped(state: RequestState) -> None:
 def forgotten(
     layers: Sequence[LayerCache], tracker: PositionTracker, sequence: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[Forgotten, ...]:
-    """What one sequence has lost of spans of its tokens.
+    """Return what one sequence has lost of spans of its tokens.
 
     A merged entry counts as the token at whose position it stays.
 
     Args:
-        layers, tracker: of the caches that hold it.
+        layers: Layer caches that hold it.
+        tracker: Positions in these caches.
+        sequence: Index of the sequence.
+        spans: Spans of its tokens.
     """
     holders, heads = _holders(layers, tracker, sequence)
     lost, rare = holders == 0, 2 * holders < heads
@@ -77,7 +89,7 @@ def forgotten(
 
 
 def record_forgotten(state: RequestState) -> None:
-    """Tell the answers of a request that end, and whose caches have read the prompt, what these have forgotten."""
+    """Record in finished answers what their caches have lost of the prompt they have read."""
     spans = state.marks.report
     if not spans:
         return
@@ -86,14 +98,14 @@ def record_forgotten(state: RequestState) -> None:
             completion.finished
             and completion.kv is not None
             and not completion.forgotten
-            and (found := state.cache(completion.index))
+            and (holder := state.cache(completion.index))
         ):
-            batch_cache, sequence = found
+            batch_cache, sequence = holder
             completion.forgotten = forgotten(batch_cache.layers, batch_cache.tracker, sequence, spans)
 
 
 def _holders(layers: Sequence[LayerCache], tracker: PositionTracker, sequence: int) -> tuple[Tensor, int]:
-    """(seen,) how many heads of all layers hold each token, and how many heads there are."""
+    """Return how many heads of all layers hold each token, (seen,), and the number of heads."""
     seen, heads = int(tracker.seen[sequence] + tracker.closed[sequence]), 0
     holders = torch.zeros(seen, dtype=torch.int32)
     for layer in layers:
@@ -101,8 +113,8 @@ def _holders(layers: Sequence[LayerCache], tracker: PositionTracker, sequence: i
             continue
         heads += layer.table.n_kv_heads
         for positions in held_positions(layer, sequence):
-            found = positions[(positions >= 0) & (positions < seen)].long()
-            holders.index_add_(0, found, torch.ones_like(found, dtype=torch.int32))
+            held = positions[(positions >= 0) & (positions < seen)].long()
+            holders.index_add_(0, held, torch.ones_like(held, dtype=torch.int32))
     return holders, heads
 
 

@@ -1,4 +1,4 @@
-"""Checks of the pages of an engine: each has its holders, within the limit, and approximate ones are not shared."""
+"""Checks of the pages of an engine: each has its holders, within the limit, and inexact ones are not shared."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from millpond.engine.components import Components
 
 
 def check_engine(parts: Components) -> None:
-    """Assert that every page of an engine is held by exactly the caches that name it, within the limit."""
+    """Assert that exactly the caches that name a page hold it, within the limit."""
     groups = dict.fromkeys([*parts.decode_groups.groups, *(state.group for state in parts.requests)])
     batch_caches = [group.batch_cache for group in groups]
     batch_caches += [state.private_cache for state in parts.requests if state.private_cache is not None]
     _check_pages(parts.memory, batch_caches, parts.prefix_cache.tree)
-    tainted = [place for state in parts.requests if state.tainted and (place := state.cache()) is not None]
+    tainted = [holder for state in parts.requests if state.tainted and (holder := state.cache()) is not None]
     _check_untainted(tainted, parts.prefix_cache.tree)
 
 
 def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], shared: PrefixTree) -> None:
-    """Assert that every page is held by exactly the caches and the shared prompts that name it, within the limit."""
+    """Assert that a page is held by exactly the caches and shared prompts that name it."""
     batch_caches = list(batch_caches)
     tables = [
         layer_cache.table
@@ -55,11 +55,13 @@ def _check_pages(memory_limit: MemoryLimit, batch_caches: Iterable[BatchCache], 
 
 
 def _check_untainted(tainted: Iterable[tuple[BatchCache, int]], shared: PrefixTree) -> None:
-    """Assert that no page of a sequence whose prompt came in part from a chunk store is in the prefix tree."""
+    """Assert that no page of the prefix tree comes from a prompt that used a chunk store."""
     for batch_cache, sequence in tainted:
         for layer_cache in batch_cache.layers:
             if layer_cache.table is not None and not layer_cache.table.is_offloaded:
                 lists, rows = layer_cache.table.page_lists, layer_cache.table.rows(sequence)
                 held = shared.held_in(layer_cache.table.pool)
-                found = np.intersect1d(lists.held(rows), np.concatenate([ids.ravel() for ids in held])) if held else ()
-                assert len(found) == 0, "an approximate page in the prefix tree"
+                shared_pages = (
+                    np.intersect1d(lists.held(rows), np.concatenate([ids.ravel() for ids in held])) if held else ()
+                )
+                assert len(shared_pages) == 0, "an approximate page in the prefix tree"

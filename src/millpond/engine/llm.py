@@ -40,17 +40,19 @@ class LLM:
     """A model that answers many prompts at once inside one memory limit.
 
     Args:
-        model: a name or folder, or a loaded transformers decoder.
-        config: settings of the engine; None for the defaults.
-        **options: fields of `EngineConfig`, in place of those of `config`, and of `LoadOptions`: see
+        model: A name or folder, or a loaded transformers decoder.
+        config: Settings of the engine; None for the defaults.
+        **options: Fields of `EngineConfig`, in place of those of `config`, and of `LoadOptions`: see
             docs/reference/settings.md.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError: as `compress`; or a model that cannot be loaded, or not in
-            that memory. DataError: a damaged file of weights.
+            that memory.
+        DataError: a damaged file of weights.
 
     Attributes:
-        engine: that runs the requests. plan: what lies where; None without `memory`, `plan` and `weights`.
+        engine: Engine that runs the requests.
+        plan: Placement of weights and KV in memory and on disk; None without `memory`, `plan` and `weights`.
 
     Example:
         >>> with LLM("pond-recall", method="snapkv", budget=64) as llm:
@@ -83,14 +85,15 @@ class LLM:
         """Answer all prompts.
 
         Args:
-            prompts: one or several, texts, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `Prompt`s.
-            params: for all of them, or one for each. sampling_params: the same under vLLM's name.
-            cache: method, budget and codec of these requests; None: those of the LLM.
-            marks: spans of each prompt that are kept, shared out, forgotten or reported on, and its breakpoints: one
+            prompts: One or several, texts, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `Prompt`s.
+            params: Token choice and stopping, for all of them, or one for each.
+            cache: Method, budget and codec of these requests; None: those of the LLM.
+            marks: Spans of each prompt that are kept, shared out, forgotten or reported on, and its breakpoints: one
                 `PromptMarks` for all, or one for each.
             schedule: "arrival" begins them in their order; "batch" reads what several begin with once, in the order
                 that `plan_batch` shows. The tokens are the same.
-            progress: show a bar (needs rich).
+            progress: Show a bar (needs rich).
+            sampling_params: `params` under vLLM's name.
 
         Returns:
             One output per prompt, in their order.
@@ -98,7 +101,7 @@ class LLM:
         Raises:
             OptionError, BudgetError, UnsupportedModelError: a prompt is refused; nothing was generated.
         """
-        found = self.stream(
+        outputs = self.stream(
             prompts,
             params,
             cache=cache,
@@ -107,7 +110,7 @@ class LLM:
             progress=progress,
             sampling_params=sampling_params,
         )
-        return sorted(found, key=lambda out: int(out.request_id))
+        return sorted(outputs, key=lambda out: int(out.request_id))
 
     def stream(
         self,
@@ -120,26 +123,26 @@ class LLM:
         progress: bool = False,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, each output as soon as it is finished."""
+        """Answer all prompts as `generate` does, and yield each output as soon as it is finished."""
         if schedule not in get_args(Schedule):
             raise unknown("schedule", schedule, get_args(Schedule))
         if sampling_params is not None:
             if params is not None:
                 raise OptionError("params= and sampling_params= are two names of one argument; give one of them")
             params = sampling_params
-        asked = requests_of(prompts, params, cache, self._names, marks)
-        for request in asked:
+        requests = requests_of(prompts, params, cache, self._names, marks)
+        for request in requests:
             self.engine.require_breakpoints(request)
         try:
             if schedule == "batch":
-                self.engine.add_batch(asked)
+                self.engine.add_batch(requests)
             else:
-                for request in asked:
+                for request in requests:
                     self.engine.add(request)
             outputs = self._outputs()
-            yield from _with_progress(outputs, len(asked)) if progress else outputs
+            yield from _with_progress(outputs, len(requests)) if progress else outputs
         finally:
-            for request in asked:
+            for request in requests:
                 self.engine.cancel(request.request_id)
             self.engine.drain()
 
@@ -156,23 +159,28 @@ class LLM:
         """Answer a conversation, or several, written by the model's chat template.
 
         Args:
-            messages: `{"role": ..., "content": ...}` each; the answer comes behind the last. Or several conversations.
-            sampling_params: of the answers; see `generate`. tools: that the template shows to the model.
-            chat_template: another template than the tokenizer's. chat_template_kwargs: what it is given besides.
-            **generate: arguments of `generate`.
+            messages: `{"role": ..., "content": ...}` each; the answer follows the last one. Or several conversations.
+            sampling_params: Token choice and stopping of the answers; see `generate`.
+            tools: Tools that the template shows to the model.
+            chat_template: Another template than the tokenizer's.
+            chat_template_kwargs: Further arguments of the template.
+            **generate: Arguments of `generate`.
 
         Raises:
-            OptionError: the model brings no template, or one that leaves tools or calls out; or something is no
+            OptionError: the model has no template, or one that leaves tools or calls out; or something is no
                 message. Also as `generate`.
         """
-        given: list[Any] = list(messages)
-        several = bool(given) and not isinstance(given[0], Mapping)
-        how = {"tools": None if tools is None else list(tools), **(chat_template_kwargs or {})}
-        prompts = [chat_ids(self.tokenizer, one, chat_template, how) for one in (given if several else [given])]
+        conversations: list[Any] = list(messages)
+        are_several = bool(conversations) and not isinstance(conversations[0], Mapping)
+        template_options = {"tools": None if tools is None else list(tools), **(chat_template_kwargs or {})}
+        prompts = [
+            chat_ids(self.tokenizer, conversation, chat_template, template_options)
+            for conversation in (conversations if are_several else [conversations])
+        ]
         return self.generate(prompts, sampling_params, **generate)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, as `tokenizer`: the name that vLLM has for it."""
+        """Return the tokenizer: vLLM's name of `tokenizer`."""
         return self.tokenizer
 
     def plan_batch(
@@ -183,10 +191,18 @@ class LLM:
         cache: CacheOptions | None = None,
         levels: int | None = None,
     ) -> BatchPlan:
-        """What `generate(..., schedule="batch")` reads once, in which order, and how much it spares; runs nothing.
+        """Return the beginnings that `generate(..., schedule="batch")` reads once, in their order.
+
+        Nothing runs.
 
         Args:
-            levels: of common beginnings; None as in `generate`; 1: that of BatchLLM, to compare with.
+            prompts: As in `generate`.
+            params: As in `generate`.
+            cache: As in `generate`.
+            levels: Levels of common beginnings; None as in `generate`; 1: that of BatchLLM, to compare with.
+
+        Returns:
+            The plan; it also says how many tokens it spares.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError: as `generate`.
@@ -194,14 +210,15 @@ class LLM:
         return self.engine.plan_batch(requests_of(prompts, params, cache, self._names), levels)
 
     def store_chunks(self, texts: Sequence[str], *, alone: bool = False) -> None:
-        """Compute chunks for the chunk store, each after the one before it; one that is there already stays.
+        """Compute chunks for the chunk store, each after the one before it; stored ones stay.
 
         After some text, whatever it says, a chunk can be used much better elsewhere than alone: see
         docs/how-to/chunks.md.
 
         Args:
-            texts: the first comes after the last; one that does not fit into the context with the one before it comes
-                alone. alone: compute each by itself.
+            texts: Texts of the chunks. The first comes after the last; one that does not fit into the context with the
+                one before it comes alone.
+            alone: Compute each by itself.
 
         Raises:
             OptionError: there is no chunk store, or a chunk that it cannot hold, or that is longer than the context.
@@ -214,15 +231,15 @@ class LLM:
             self.generate(prompts, SamplingParams(max_tokens=1, temperature=0), cache=CacheOptions(method="full"))
 
     def _before(self, text: str, chunk: str) -> str:
-        """A text that a chunk is computed after; nothing where both do not fit into the context."""
+        """Return a text to compute a chunk after; empty where both do not fit into the context."""
         context = self.engine.context_length
         if context is None or self.tokenizer is None:
             return text
-        n = sum(len(self.tokenizer(one)["input_ids"]) for one in (text, chunk))
+        n = sum(len(self.tokenizer(part)["input_ids"]) for part in (text, chunk))
         return text if n < context else ""
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
+        """Return the figures of the engine, see `Engine.stats`."""
         return self.engine.stats()
 
     @property
@@ -231,7 +248,7 @@ class LLM:
         return self.engine.sessions
 
     def close(self) -> None:
-        """Give all memory back, and the model its own attention."""
+        """Free all memory, and give the model its own attention back."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -250,19 +267,19 @@ class LLM:
 
 
 def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple[Engine, Placement | None]:
-    """An engine with a model, and what lies where if its memory is limited.
+    """Return an engine with a model, and the placement if its memory is limited.
 
     Raises:
         OptionError, BudgetError, UnsupportedModelError, DataError: as `LLM`.
     """
     dtype, tokenizer, threads = dtype_name(loading.dtype), loading.tokenizer, loading.threads
-    if not loading.asked and not _packed_here(model, dtype, config):
+    if not loading.is_limited and not _packed_here(model, dtype, config):
         if loading.device is not None and not isinstance(model, str | PathLike):
             raise OptionError(f"device={loading.device!r} is for a model that is loaded here; move a loaded one itself")
-        place = loading.place()
+        device = loading.usable_gpu()
         loaded, tokenizer = load(model, tokenizer, dtype, threads, config.weights, config.trust_remote_code)
-        if place is not None:
-            loaded = loaded.to(place)
+        if device is not None:
+            loaded = loaded.to(device)
         return Engine(loaded, tokenizer, config), None
     if not isinstance(model, str | PathLike):
         raise OptionError("memory= and plan= belong to a model that is opened here; give its name or folder")
@@ -289,7 +306,7 @@ def open_engine(model: Any, config: EngineConfig, loading: LoadOptions) -> tuple
 
 
 def _packed_here(model: Any, dtype: str | None, config: EngineConfig) -> bool:
-    """Whether the matrices of a model are packed one after another out of its files, and it is never loaded whole."""
+    """Return whether a model's matrices are packed one by one, and it is never loaded whole."""
     if config.weights is None or not isinstance(model, str | PathLike):
         return False
     return has_safetensors(Path(resolve(model, "auto" if dtype is None else dtype)))
@@ -303,10 +320,12 @@ def load(
     weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """A model and its tokenizer, loaded if `model` is a name or a folder; None for a folder without a tokenizer.
+    """Return a model and its tokenizer, loaded if `model` is a name or a folder.
+
+    The tokenizer is None for a folder without one.
 
     Raises:
-        OptionError: it cannot be loaded, or a dtype, quantized weights or its own code wanted of a loaded model.
+        OptionError: it cannot be loaded, or a dtype, quantized weights or its own code requested of a loaded model.
         DataError: a damaged or hostile file.
     """
     if threads is not None:
@@ -327,5 +346,5 @@ def load(
 
 
 def _with_progress(outputs: Iterator[RequestOutput], total: int) -> Iterator[RequestOutput]:
-    """The outputs, and a bar that says how many there were."""
+    """Yield the outputs, and show a bar of how many there were."""
     yield from require("rich.progress", "cli", "progress=True").track(outputs, description="generating", total=total)

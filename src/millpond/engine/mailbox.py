@@ -1,4 +1,4 @@
-"""Mailbox: the newest output of a request for a task of an event loop, and how another thread fills many at once."""
+"""Mailboxes: the newest output of a request for a task of an event loop, filled by another thread."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from millpond.errors import MillpondError
 
 
 class Mailbox:
-    """The newest output of a request, for the task that reads it.
+    """Newest output of a request, for the task that reads it.
+
+    Args:
+        loop: Event loop of that task.
 
     Attributes:
-        loop: of that task. finished: whether it has read the last one.
+        loop: Event loop of that task.
+        finished: Whether it has read the last output.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.finished = False
         self.loop = loop
-        self._there = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """Called by the engine's thread: no output comes any more."""
+        """End the stream with an error; called by the engine's thread."""
 
         def arrive() -> None:
             self._error = error
-            self._there.set()
+            self._has_news.set()
 
         self._post(arrive)
 
     def end(self) -> None:
-        """Called by the engine's thread: no output comes any more, and that is no error."""
+        """End the stream without an error; called by the engine's thread."""
 
         def arrive() -> None:
             self.finished, self._output = True, None
-            self._there.set()
+            self._has_news.set()
 
         self._post(arrive)
 
@@ -47,13 +51,13 @@ class Mailbox:
             self.loop.call_soon_threadsafe(arrive)
 
     async def next(self) -> RequestOutput | None:
-        """The newest output that was not read yet; None: the stream has ended without one.
+        """Return the newest output that was not read yet; None: the stream has ended without one.
 
         Raises:
-            MillpondError: none comes any more.
+            MillpondError: no output comes any more.
         """
-        await self._there.wait()
-        self._there.clear()
+        await self._has_news.wait()
+        self._has_news.clear()
         if self._error is not None:
             raise self._error
         if self._output is not None:
@@ -61,10 +65,10 @@ class Mailbox:
         return self._output
 
     async def last(self) -> RequestOutput:
-        """The output that the request ended with.
+        """Return the output that the request ended with.
 
         Raises:
-            MillpondError: none comes any more.
+            MillpondError: no output comes any more.
         """
         while (output := await self.next()) is not None:
             if output.finished:
@@ -72,9 +76,9 @@ class Mailbox:
         raise MillpondError("the request was given to another engine, and ends there")
 
     def arrive(self, output: RequestOutput) -> None:
-        """Called in the reader's loop; see `deliver`."""
+        """Take an output; called in the reader's loop, see `deliver`."""
         self._output = output
-        self._there.set()
+        self._has_news.set()
 
 
 #: Outputs, each with the mailbox that it is for.
@@ -82,24 +86,27 @@ Mail = tuple[Mailbox, RequestOutput]
 
 
 def deliver(mail: Iterable[Mail]) -> list[Mail]:
-    """Put outputs into mailboxes, from another thread: each loop is called once, whatever the number.
+    """Put outputs into mailboxes, from another thread: each loop is called once per call.
 
     Its tasks then continue in one pass of the loop. To wake it for each output costs the caller a change of threads
-    each time, and lets tasks go on while others still wait for outputs of the same step.
+    each time, and lets tasks continue while others still wait for outputs of the same step.
+
+    Args:
+        mail: Outputs, each with its mailbox.
 
     Returns:
-        Those whose readers are gone, with their loops.
+        Outputs whose loops are closed, with their mailboxes.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[Mail]] = {}
     for mailbox, output in mail:
         by_loop.setdefault(mailbox.loop, []).append((mailbox, output))
-    gone: list[Mail] = []
-    for loop, found in by_loop.items():
+    undeliverable: list[Mail] = []
+    for loop, outputs in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_fill, found)
+            loop.call_soon_threadsafe(_fill, outputs)
         except RuntimeError:  # the loop is closed
-            gone += found
-    return gone
+            undeliverable += outputs
+    return undeliverable
 
 
 def _fill(mail: Sequence[Mail]) -> None:

@@ -19,13 +19,13 @@ class TokenLogprob:
     """A token, its log probability, and those of the likeliest tokens in its place.
 
     Attributes:
-        token_id: id of the token.
-        logprob: natural logarithm of its probability.
-        text: of the token alone, with the blank before it; a replacement character for a part of a character.
+        token_id: Id of the token.
+        logprob: Natural logarithm of its probability.
+        text: Text of the token alone, with the blank before it; a replacement character for a part of a character.
         top: (token id, log probability, text), the likeliest first.
-        spelled: the token's own bytes; those of the tokens of a text, one after the other, are the text in UTF-8, but
+        spelled: Bytes of the token; joined, those of the tokens of a text are the text in UTF-8, except
             for special tokens and a blank at its beginning.
-        top_spelled: those of the tokens of `top`.
+        top_spelled: Bytes of the tokens of `top`.
     """
 
     token_id: int
@@ -41,19 +41,19 @@ class KVStats:
     """Size of a request's cache.
 
     Attributes:
-        seen: tokens processed.
-        held: entries per KV head, on average over layers and heads.
-        kv_bytes: bytes of keys and values in its pages.
-        full_kv_bytes: bytes of all its tokens in the model's dtype and without pages.
-        evicted: entries evicted, over all layers and heads.
-        unused_bytes: bytes of `kv_bytes` in slots without an entry.
-        shared_tokens: tokens of the prompt that were taken from shared pages.
-        state_bytes: bytes of its recurrent and convolution states, in a hybrid, which no other count includes.
-        restored_tokens: tokens of the prompt that the stored cache of an earlier turn had read.
-        reused_tokens: tokens of the prompt that came from a chunk store. recomputed_tokens: tokens of its reused chunks
-            that were computed again.
-        forgotten_tokens: tokens of the prompt that left by `PromptMarks.forget`.
-        exact: all of them are as the whole prompt would give them, up to rounding: not behind a compressed turn.
+        seen: Tokens processed.
+        held: Entries per KV head, on average over layers and heads.
+        kv_bytes: Bytes of keys and values in its pages.
+        full_kv_bytes: Bytes of all its tokens in the model's dtype and without pages.
+        evicted: Entries evicted, over all layers and heads.
+        unused_bytes: Bytes of `kv_bytes` in slots without an entry.
+        shared_tokens: Tokens of the prompt that were taken from shared pages.
+        state_bytes: Bytes of its recurrent and convolution states, in a hybrid, which no other count includes.
+        restored_tokens: Tokens of the prompt that the stored cache of an earlier turn had read.
+        reused_tokens: Tokens of the prompt that came from a chunk store.
+        recomputed_tokens: Tokens of its reused chunks that were computed again.
+        forgotten_tokens: Tokens of the prompt that left by `PromptMarks.forget`.
+        exact: Whether all of them are as the whole prompt would give them, up to rounding: not after a compressed turn.
     """
 
     seen: int
@@ -73,13 +73,14 @@ class KVStats:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What a cache has lost of a span of the prompt, when an answer ended.
+    """Loss of a span of the prompt from a cache, when an answer ended.
 
     Attributes:
-        begin, end: the span, in tokens of the prompt, `end` not included.
-        share: of its tokens that no head of any layer holds.
-        fewer_than_half: share that fewer than half of all heads hold, those of `share` included.
-        held: of the entries that it had, one for each token, layer and KV head, the share that is held.
+        begin: First token of the span in the prompt.
+        end: Token after its last one.
+        share: Share of its tokens that no head of any layer holds.
+        fewer_than_half: Share that fewer than half of all heads hold, those of `share` included.
+        held: Share that is held of its entries, one for each token, layer and KV head.
     """
 
     begin: int
@@ -91,7 +92,14 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Moments on `time.monotonic()`'s clock, in seconds; None: not yet."""
+    """Moments on `time.monotonic()`'s clock, in seconds; None: not yet.
+
+    Attributes:
+        arrived: When the request was added.
+        started: When its prompt began to be read.
+        first_token: When its first token was chosen.
+        finished: When its last answer ended.
+    """
 
     arrived: float
     started: float | None = None
@@ -105,13 +113,13 @@ class Completion:
 
     Attributes:
         index: 0 to n - 1.
-        text: the whole text so far.
-        token_ids: all tokens so far, the one that ended the answer included.
-        logprobs: one per token id, if requested.
+        text: The whole text so far.
+        token_ids: All tokens so far, the one that ended the answer included.
+        logprobs: One per token id, if requested.
         finish_reason: None while the answer grows.
-        stop_reason: the stop text or token id that ended it; None for the model's own end.
-        kv: size of its cache, now or when it ended.
-        forgotten: one for each span of `PromptMarks.report`, once it ended; none if its prompt was not read
+        stop_reason: The stop text or token id that ended it; None for the model's own end.
+        kv: Size of its cache, now or when it ended.
+        forgotten: One for each span of `PromptMarks.report`, once it ended; none if its prompt was not read
             then, or its cache was swapped out.
     """
 
@@ -130,16 +138,16 @@ class RequestOutput:
     """A request and its answers so far.
 
     Attributes:
-        request_id: name of the request.
-        prompt: its text; None where only ids were given.
-        prompt_token_ids: its tokens.
-        completions: its answers.
-        times: of the request.
-        prompt_logprobs: one per token of the prompt, None for the first, if requested.
-        finished: all completions ended.
-        error: cause of an early end.
-        read: tokens of the prompt that are in its cache. cached: of these, those that were taken from shared pages, a
-            stored turn or a chunk store.
+        request_id: Name of the request.
+        prompt: Its text; None where only ids were given.
+        prompt_token_ids: Its tokens.
+        completions: Its answers.
+        times: Its moments so far.
+        prompt_logprobs: One per token of the prompt, None for the first, if requested.
+        finished: Whether all completions ended.
+        error: Cause of an early end.
+        read: Tokens of the prompt that are in its cache.
+        cached: Tokens of these that were taken from shared pages, a stored turn or a chunk store.
     """
 
     request_id: str
@@ -155,7 +163,7 @@ class RequestOutput:
 
     @property
     def outputs(self) -> tuple[Completion, ...]:
-        """The answers, as `completions`: the name that vLLM has for them."""
+        """Answers, as `completions`: vLLM's name for them."""
         return self.completions
 
 
@@ -164,13 +172,13 @@ class CacheSnapshot:
     """Entries that one layer holds of a request's first answer at one moment.
 
     Attributes:
-        layer: index of the layer among those with attention, as all layers are in models that are no hybrids.
-        n_layers: how many these are.
+        layer: Index of the layer among those with attention, as all layers are in models that are no hybrids.
+        n_layers: Number of these layers.
         n_kv_heads: KV heads of the layer.
-        token_ids: tokens of prompt and answer that were processed.
-        kept: per token the share of the KV heads that hold it, 0 to 1.
-        scores: per token the mean score over the heads that hold it; None where none does.
-        kv: size of the whole cache.
+        token_ids: Tokens of prompt and answer that were processed.
+        kept: Per token the share of the KV heads that hold it, 0 to 1.
+        scores: Per token the mean score over the heads that hold it; None where none does.
+        kv: Size of the whole cache.
     """
 
     layer: int
@@ -184,17 +192,21 @@ class CacheSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """The prefix cache at one moment; counters count from the engine's start, in blocks of `page_slots` tokens.
+    """The prefix cache at one moment; counters count from the engine's start.
+
+    Blocks have `page_slots` tokens.
 
     Attributes:
-        rule: name of the paging rule.
-        blocks: blocks held.
-        hits: counter of blocks of prompts that were taken from it.
-        misses: counter of other full blocks of the prompts that share.
-        evicted: counter of blocks that the rule chose, because their memory was needed.
-        sums_bytes: bytes of the sums that are kept at breakpoints.
-        disk_blocks, disk_bytes: blocks on the disk and their bytes; 0 without `prefix_disk`.
-        returned: counter of blocks that came back from the disk. lost: of those that could not be read there.
+        rule: Name of the paging rule.
+        blocks: Blocks held.
+        hits: Counter of blocks of prompts that were taken from it.
+        misses: Counter of other full blocks of the prompts that share.
+        evicted: Counter of blocks that the rule chose, because their memory was needed.
+        sums_bytes: Bytes of the sums that are kept at breakpoints.
+        disk_blocks: Blocks on the disk; 0 without `prefix_disk`.
+        disk_bytes: Their bytes.
+        returned: Counter of blocks that were read back from the disk.
+        lost: Counter of blocks that could not be read there.
     """
 
     rule: str
@@ -214,24 +226,26 @@ class EngineStats:
     """The engine at one moment; counters count from its start.
 
     Attributes:
-        running: requests that read their prompt or decode.
-        waiting: requests that have not begun, shared prefixes of batches that have not begun among them.
-        swapped: requests that were preempted.
-        kv_bytes: bytes of keys, values and their metadata in pages in use.
-        kv_reserved: bytes of all pages, free ones included, and of states.
-        kv_limit: limit of `kv_reserved`; None for none.
-        kv_saved: bytes that full caches of the running requests would hold beyond `kv_bytes`.
-        prompt_tokens: counter of tokens read.
-        generated_tokens: counter of tokens written.
-        evicted_entries: counter of entries evicted.
-        shared_tokens: counter of tokens taken from shared pages.
-        preemptions: counter of requests swapped out.
-        finished: counter of requests that ended.
-        state_bytes: bytes of recurrent and convolution states, in a hybrid.
-        weight_bytes: bytes of the model's weights in memory, with the slots of those that come and go.
-        reused_tokens: counter of tokens taken from a chunk store. chunks: the store; None: there is none.
-        prefix: the prefix cache; None without one.
-        restored_tokens: counter of tokens of prompts that stored turns had read. sessions: these; None: none.
+        running: Requests that read their prompt or decode.
+        waiting: Requests that have not begun, shared prefixes of batches that have not begun among them.
+        swapped: Requests that were preempted.
+        kv_bytes: Bytes of keys, values and their metadata in pages in use.
+        kv_reserved: Bytes of all pages, free ones included, and of states.
+        kv_limit: Limit of `kv_reserved`; None for none.
+        kv_saved: Bytes that full caches of the running requests would hold beyond `kv_bytes`.
+        prompt_tokens: Counter of tokens read.
+        generated_tokens: Counter of tokens written.
+        evicted_entries: Counter of entries evicted.
+        shared_tokens: Counter of tokens taken from shared pages.
+        preemptions: Counter of requests swapped out.
+        finished: Counter of requests that ended.
+        state_bytes: Bytes of recurrent and convolution states, in a hybrid.
+        weight_bytes: Bytes of the model's weights in memory, with the slots of streamed ones.
+        reused_tokens: Counter of tokens taken from a chunk store.
+        chunks: Figures of the chunk store; None: there is none.
+        prefix: Figures of the prefix cache; None without one.
+        restored_tokens: Counter of tokens of prompts that stored turns had read.
+        sessions: Figures of the stored turns; None: none are stored.
     """
 
     running: int

@@ -18,10 +18,13 @@ from millpond.errors import DataError
 
 
 class Preemptor:
-    """Carries requests out and in, so that a step finds the pages it needs.
+    """Swaps requests out and in, so that a step finds the pages it needs.
+
+    Args:
+        parts: Parts of the engine.
 
     Attributes:
-        lost: requests that could not be swapped out or in, or failed as they began; the caller ends them.
+        lost: Requests that could not be swapped out or in, or failed as they began; the caller ends them.
     """
 
     def __init__(self, parts: Components) -> None:
@@ -32,16 +35,15 @@ class Preemptor:
         self._swap_files, self._tier = parts.swap_files, parts.disk_tier
 
     def pop_lost(self) -> list[RequestState]:
-        """The requests in `lost`, which is empty afterwards."""
+        """Return the requests in `lost`, which is empty afterwards."""
         lost, self.lost = self.lost, []
         return lost
 
     def prepare(self, step: Step) -> None:
-        """Carry out and in as the step says, and carry out more until the rest of it has room.
+        """Preempt and resume as the step says, and preempt more until the rest of it fits.
 
         Pages of prompts that are kept for others go before any request does, and so do shared prefixes. A request that
-        is alone
-        is never swapped out: if it does not fit, running it raises.
+        is alone is never swapped out: if it does not fit, running it raises.
         """
         for scheduled in step.release:
             self._shared_prefixes.release(self._requests[scheduled.key])
@@ -96,7 +98,7 @@ class Preemptor:
             state.private_cache = None
 
     def _reserve(self, scheduled: SchedulerRequest, tier: DiskTier) -> None:
-        """Room on the disk for a request that begins; where there is none it ends."""
+        """Reserve the disk space of a request that begins; where it is missing the request ends."""
         state = self._requests[scheduled.key]
         try:
             tier.reserve(state.request.request_id, scheduled.memory_need.disk)
@@ -105,14 +107,14 @@ class Preemptor:
             self._fail(state, error)
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        """Its pages are free, and it cannot continue."""
+        """Free the pages of a request that cannot continue."""
         if state.private_cache is not None:
             state.private_cache.clear()
         state.fail(error)
         self.lost.append(state)
 
     def _fits(self, step: Step) -> bool:
-        """Whether what runs in the step has room, or will have without prompts that only others might want."""
+        """Return whether the step has enough pages, or will without prompts kept for others."""
         if self._prefix_cache.make_room(self._pages(step)):
             return True
         ending = list(dict.fromkeys([*self._finishing_prompts(step), *self._holding_sums(step)]))
@@ -121,8 +123,11 @@ class Preemptor:
         return bool(ending) and self._prefix_cache.make_room(self._pages(step))
 
     def _finishing_prompts(self, step: Step) -> list[RequestState]:
-        """Requests whose prompts will have been read, or as much of them as the context holds, so that a plan follows,
-        or a span that leaves: their pages are written again."""
+        """Return the requests whose pages will be written again.
+
+        Their prompts will have been read, or the part that fills the context, so that a plan follows, or a span is
+        dropped.
+        """
         return [
             state
             for scheduled, n in step.prefills
@@ -140,12 +145,15 @@ class Preemptor:
         )
 
     def _holding_sums(self, step: Step) -> list[RequestState]:
-        """Requests that read parts of their prompts with sums: they hold copies of blocks that the tree holds too."""
+        """Return requests that read parts of their prompts with sums.
+
+        They hold copies of blocks that the tree holds too.
+        """
         states = [self._requests[scheduled.key] for scheduled, _ in step.prefills if scheduled.is_running]
         return [state for state in states if state.group.cache_factory.policy.sums_prompt]
 
     def _pages(self, step: Step) -> Pages:
-        """Pages that the running part of the step may take."""
+        """Return the pages that the running part of the step may take."""
         need: Counter[Pool] = Counter()
         for group in groups_of(step, self._requests):
             need.update(group.batch_cache.pages_for_step())
@@ -170,5 +178,5 @@ class Preemptor:
 
 
 def groups_of(step: Step, requests: RequestTable) -> list[DecodeGroup]:
-    """The groups that decode in a step, each once."""
+    """Return the groups that decode in a step, each once."""
     return list(dict.fromkeys(requests[scheduled.key].group for scheduled in step.decodes if scheduled.is_running))

@@ -20,25 +20,25 @@ from millpond.cache.state.prompt_sums import PromptSums, SumKind
 from millpond.cache.tiered.block_store import BlockStore
 from millpond.engine.memory_estimate import plan_pages
 from millpond.engine.outputs import PrefixStats
-from millpond.engine.prompt_marks import MOST_COMPARED, common_ends
+from millpond.engine.prompt_marks import MAX_COMPARED, common_ends
 from millpond.engine.request_state import RequestState
 from millpond.runner.cache_factory import CacheFactory
 
-#: Blocks that are evicted at most to keep the sums of one breakpoint: pages of other blocks may hold their memory back.
-MOST_EVICTED = 64
+#: Most blocks that are evicted for the sums of one breakpoint: pages of other blocks may hold their memory back.
+MAX_EVICTED = 64
 
 
 class PrefixCache:
-    """Which prompts share pages, and when.
+    """Prefix tree of prompts, and the rules by which requests share their pages.
 
-    What is shared are the pages of a prompt before anything was planned; the plan of each request makes its own
+    The shared pages are those of a prompt before anything was planned; the plan of each request makes its own
     copies. Methods whose plan can be made of entries and of the queries of the prompt's end share every block. Those
     that sum over all queries share up to the breakpoints of prompts, where their sums are kept with the block.
 
     Args:
-        rule: which blocks go first; None: nothing is shared at all.
-        unit: prompts take over multiples of as many tokens; a multiple of the entries of a page, or 1.
-        store: of the blocks that leave the memory; None: they are forgotten.
+        rule: Order in which blocks are evicted; None: nothing is shared at all.
+        unit: Prompts take over multiples of this many tokens; a multiple of the entries of a page, or 1.
+        store: Disk of the blocks that leave the memory; None: they are dropped.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PrefixCache:
         self._secret = secrets.token_bytes(32)
 
     def attach(self, state: RequestState) -> int:
-        """See `PromptSource`: a request that begins holds the pages that are known of its prompt."""
+        """Give a request that begins the pages that are known of its prompt, see `PromptSource`."""
         if not self._shares(state):
             return 0
         self._load_from_disk(state)
@@ -72,26 +72,31 @@ class PrefixCache:
         return len(path) * state.group.slots
 
     def cached_tokens(self, state: RequestState) -> int:
-        """Tokens at the beginning of a prompt whose pages are known."""
+        """Return how many tokens at the beginning of a prompt have known pages."""
         return len(self._match_prefix(state)) * state.group.slots if self._enabled else 0
 
     def find_reader(self, state: RequestState, reading: Iterable[RequestState]) -> RequestState | None:
-        """The request for which is being read what comes behind what is known of a prompt that begins; None: none."""
+        """Return the request whose prefill will produce the next blocks of this prompt, or None."""
         if not self._shares(state):
             return None
-        known, most = self._num_expected_blocks(state) * state.group.slots, self._max_shared_tokens(state)
-        return next((other for other in reading if self._will_help(state, other, known, most)), None)
+        known, max_shared = self._num_expected_blocks(state) * state.group.slots, self._max_shared_tokens(state)
+        return next((other for other in reading if self._will_help(state, other, known, max_shared)), None)
 
-    def _will_help(self, state: RequestState, other: RequestState, known: int, most: int) -> bool:
-        """Whether the part that is read of another prompt brings more than `known` tokens, at most `most`, of one."""
+    def _will_help(self, state: RequestState, other: RequestState, known: int, max_shared: int) -> bool:
+        """Return whether the prefill of `other` will extend the cached prefix of `state`.
+
+        It must reach beyond `known` tokens, up to `max_shared`.
+        """
         slots = state.group.slots
         if state.group.cache_factory.policy.sums_prompt:
             ends = [
-                stop for stop in self._stops(other) if max(known, other.scheduled.num_computed_tokens) < stop <= most
+                stop
+                for stop in self._stops(other)
+                if max(known, other.scheduled.num_computed_tokens) < stop <= max_shared
             ]
         else:
             end = known + self._tokens_of_unit(slots)
-            ends = [end] if end <= min(most, len(other.ids)) else []
+            ends = [end] if end <= min(max_shared, len(other.ids)) else []
         return (
             bool(ends)
             and other.group.slots == slots
@@ -101,7 +106,7 @@ class PrefixCache:
         )
 
     def add_common_breakpoints(self, state: RequestState, others: Iterable[RequestState]) -> None:
-        """Before a prompt begins: let it stop where others that have not begun would go on from it."""
+        """Add the breakpoints from which waiting prompts would continue, before a prompt begins."""
         if state.spans or not state.group.cache_factory.policy.sums_prompt or not self._shares(state):
             return
         waiting = (
@@ -115,17 +120,17 @@ class PrefixCache:
             and self._shares(other)
             and self._same_key(state, other)
         )
-        alike = list(islice(waiting, MOST_COMPARED))
+        alike = list(islice(waiting, MAX_COMPARED))
         if alike:
             unit = self._tokens_of_unit(state.group.slots)
             state.stops = sorted({*state.stops, *common_ends(state.ids_array, alike, unit)})
 
     def next_stop(self, state: RequestState) -> int:
-        """Tokens of a prompt up to which a part of it may be read in one pass."""
+        """Return the token of a prompt up to which a part of it may be read in one pass."""
         return next((stop for stop in self._stops(state) if stop > state.scheduled.num_computed_tokens), len(state.ids))
 
     def insert_blocks(self, state: RequestState) -> None:
-        """Keep the full blocks of a prompt that is still being read, so that others can begin with them."""
+        """Keep the full blocks of a prompt that is being read, so that others can begin with them."""
         if state.private_cache is None or not self._shares(state):
             return
         if state.group.cache_factory.policy.sums_prompt:
@@ -139,7 +144,7 @@ class PrefixCache:
         return self.tree.keep(self._cache_key(state), state.ids_array[:n_tokens], tables, self._access(state))
 
     def _insert_sums(self, state: RequestState, batch_cache: BatchCache) -> None:
-        """Keep what was read of a prompt and its sums, if there is room or blocks can be evicted for them."""
+        """Keep a part of a prompt and its sums, if memory is free or blocks can be evicted."""
         kind, read = SumKind.of(state.group.cache_factory.policy), state.scheduled.num_computed_tokens
         assert kind is not None, "a policy with sums"
         path = self.tree.find(self._cache_key(state), state.ids_array[:read], state.group.slots)
@@ -156,21 +161,21 @@ class PrefixCache:
 
     @staticmethod
     def _before(path: list[PrefixNode], kind: SumKind) -> PromptSums | None:
-        """The last sums on a path."""
+        """Return the last sums on a path."""
         return next((node.sums[kind] for node in reversed(path) if kind in node.sums), None)
 
     def _room_for(self, n_bytes: int) -> bool:
-        """Whether sums fit, or do once about as many bytes of blocks were evicted."""
-        wanted: Pages = {self.tree.sum_memory: n_bytes}
-        until = self.tree.evicted + MOST_EVICTED
-        self.tree.evict(lambda: self._memory_limit.make_room(wanted) or self.tree.evicted >= until)
-        return self._memory_limit.can_take(wanted)
+        """Return whether sums fit, or do once about as many bytes of blocks were evicted."""
+        requested: Pages = {self.tree.sum_memory: n_bytes}
+        until = self.tree.evicted + MAX_EVICTED
+        self.tree.evict(lambda: self._memory_limit.make_room(requested) or self.tree.evicted >= until)
+        return self._memory_limit.can_take(requested)
 
     def insert(self, state: RequestState, later: Pages) -> None:
         """Keep the pages of a prompt that was read, before its plan.
 
-        Blocks are evicted where its plan, or `later` ones of the same step, would find no room: those that the rule
-        chooses, then the last of its own.
+        Blocks are evicted where its plan, or `later` ones of the same step, would find too few pages: those that the
+        rule chooses, then the last of its own.
         """
         batch_cache = state.private_cache
         if batch_cache is None or not self._enabled:
@@ -190,11 +195,11 @@ class PrefixCache:
                 pass
 
     def make_room(self, pages: Pages) -> bool:
-        """Whether there is room for these pages, or will be without blocks that no request holds."""
+        """Return whether these pages are free, after eviction of blocks that no request holds."""
         return self.tree.evict(lambda: self._memory_limit.make_room(pages))
 
     def stats(self) -> PrefixStats | None:
-        """Blocks held, found and evicted; None where nothing is shared."""
+        """Return the blocks held, found and evicted; None where nothing is shared."""
         if self._rule is None:
             return None
         tree = self.tree
@@ -212,69 +217,71 @@ class PrefixCache:
         )
 
     def remove(self, state: RequestState) -> None:
-        """No longer keep what a request has read, as far as nothing else that is kept follows it."""
+        """Remove the blocks of a request that no other kept block follows."""
         if self._shares(state):
             path = self.tree.find(self._cache_key(state), state.ids_array, state.group.slots)
             while self.tree.shorten(path):
                 pass
 
     def plan_pages(self, state: RequestState) -> Pages:
-        """Pages that the plan of a request's prompt takes in addition to those that it frees before."""
+        """Return the pages that the plan of a prompt takes besides those that it frees before."""
         if self._memory_limit.limit_bytes is None:
             return {}
         return plan_pages(state.group.cache_factory, len(state.ids), state.private_cache)
 
     def _access(self, state: RequestState) -> int:
-        """The number of a prompt's one access to its blocks, in however many parts they are kept."""
+        """Return the number of a prompt's one access to its blocks, however many parts it has."""
         if state.access is None:
             state.access = self.tree.new_request()
         return state.access
 
     def _match_prefix(self, state: RequestState) -> list[PrefixNode]:
-        """The blocks that are known of a prompt, without the queries that its plan needs."""
-        most = self._max_shared_tokens(state)
-        if not self._shares(state) or most <= 0:
+        """Return the known blocks of a prompt, without the queries that its plan needs."""
+        max_shared = self._max_shared_tokens(state)
+        if not self._shares(state) or max_shared <= 0:
             return []
-        path = self.tree.find(self._cache_key(state), state.ids_array[:most], state.group.slots)
+        path = self.tree.find(self._cache_key(state), state.ids_array[:max_shared], state.group.slots)
         kind = SumKind.of(state.group.cache_factory.policy)
         if kind is None:
             return path[: self._whole_units(state, len(path))]
         return path[: next((n for n in range(len(path), 0, -1) if kind in path[n - 1].sums), 0)]
 
     def _tokens_of_unit(self, slots: int) -> int:
-        """The least tokens that a prompt takes over: whole pages."""
+        """Return the least tokens that a prompt takes over: whole pages."""
         return max(self._unit, slots)
 
     def _stops(self, state: RequestState) -> list[int]:
-        """The breakpoints of a prompt at which it may be cut."""
+        """Return the breakpoints of a prompt at which it may be cut."""
         return [stop for stop in state.stops if stop % self._unit == 0]
 
     def _whole_units(self, state: RequestState, blocks: int) -> int:
         return blocks - blocks % (self._tokens_of_unit(state.group.slots) // state.group.slots)
 
     def _with_stored(self, state: RequestState) -> tuple[list[PrefixNode], list[PrefixNode]]:
-        """The blocks in memory with which a prompt begins, and those on the disk behind them; they lie there without
-        sums, so that those who need sums find nothing."""
-        most = self._max_shared_tokens(state)
-        if not self.tree.n_stored or most <= 0 or SumKind.of(state.group.cache_factory.policy) is not None:
+        """Return a prompt's first blocks in memory, and those on the disk after them.
+
+        Blocks on the disk have no sums, so requests that need sums find none there.
+        """
+        max_shared = self._max_shared_tokens(state)
+        if not self.tree.n_stored or max_shared <= 0 or SumKind.of(state.group.cache_factory.policy) is not None:
             return [], []
-        kind, numbers, slots = self._cache_key(state), state.ids_array[:most], state.group.slots
-        path = self.tree.find(kind, numbers, slots)
-        return path, self.tree.find_stored(kind, numbers, slots, path)
+        kind, shared_ids, slots = self._cache_key(state), state.ids_array[:max_shared], state.group.slots
+        path = self.tree.find(kind, shared_ids, slots)
+        return path, self.tree.find_stored(kind, shared_ids, slots, path)
 
     def _load_from_disk(self, state: RequestState) -> None:
-        """Put blocks of the disk into memory with which a prompt goes on."""
+        """Load blocks with which a prompt continues from the disk."""
         path, stored = self._with_stored(state)
         if stored:
             self.tree.load(path, stored, self.make_room, self._access(state))
 
     def _num_expected_blocks(self, state: RequestState) -> int:
-        """Blocks that a prompt will begin with: known ones, with those that come back from the disk."""
+        """Return the blocks that a prompt will begin with, those on the disk included."""
         path, stored = self._with_stored(state)
         return self._whole_units(state, len(path) + len(stored)) if stored else len(self._match_prefix(state))
 
     def _max_shared_tokens(self, state: RequestState) -> int:
-        """Tokens that a prompt may take over: at least its last one is read for it."""
+        """Return the tokens that a prompt may take over: at least its last one is read for it."""
         return state.group.cache_factory.within_context(len(state.ids)) - max(
             1, state.group.cache_factory.policy.window
         )
@@ -284,12 +291,15 @@ class PrefixCache:
         return self._enabled and exact and can_share(state.group.cache_factory)
 
     def _same_key(self, state: RequestState, other: RequestState) -> bool:
-        """Whether what was read of one prompt can be taken over for another."""
-        sums = (SumKind.of(one.group.cache_factory.policy) for one in (state, other))
+        """Return whether the pages of one prompt can be taken over for another."""
+        sums = (SumKind.of(each.group.cache_factory.policy) for each in (state, other))
         return next(sums) == next(sums) and self._cache_key(state) == self._cache_key(other)
 
     def _cache_key(self, state: RequestState) -> Hashable:
-        """Equal where pages hold the same before a plan, but for sums, and requests have the same salt."""
+        """Return a key of pages that hold the same before a plan, of requests with the same salt.
+
+        Sums do not count.
+        """
         cache_factory, salt = state.group.cache_factory, state.request.cache_salt
         hashed = None
         if salt is not None:
@@ -301,7 +311,10 @@ class PrefixCache:
 
 
 def can_share(cache_factory: CacheFactory) -> bool:
-    """Whether a plan needs nothing of a prompt's beginning but its keys and values, and sums over its queries."""
+    """Return whether a plan needs only keys, values and sums of a prompt's beginning.
+
+    The sums are those over its queries.
+    """
     policy = cache_factory.policy
     moves = policy.prefill != "once" or policy.positions != "absolute"
     observes = any(codec.balanced or codec.prune > 0 for codec in cache_factory.pools.codecs)
@@ -315,7 +328,7 @@ def can_share(cache_factory: CacheFactory) -> bool:
 
 
 def sum_pages(*parts: Pages) -> Pages:
-    """All these pages."""
+    """Return the sum of pages."""
     need: Counter[Pool] = Counter()
     for pages in parts:
         need.update(pages)

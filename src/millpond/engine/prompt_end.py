@@ -1,4 +1,4 @@
-"""Ends of prompts: evictions are planned, and the answers join those that decode."""
+"""Ends of prompts: evictions are planned, and the answers join the decoding ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from millpond.engine.request_state import RequestState
 
 
 class PromptEnd:
-    """Plans what stays of prompts that were read, or of the part of one that fills the context."""
+    """Plans which entries of a prompt stay, at its end or when a part fills the context.
+
+    Args:
+        parts: Parts of the engine.
+    """
 
     def __init__(self, parts: Components) -> None:
         self._layers, self._sessions = parts.model.layers, parts.sessions
         self._prefix_cache, self._shared_prefixes = parts.prefix_cache, parts.shared_prefixes
 
     def compact_context(self, state: RequestState) -> None:
-        """The context is full and the prompt goes on: plan what was read, and close gaps."""
+        """Plan the part that was read and close gaps: the context is full, more of it follows."""
         self._prefix_cache.insert_blocks(state)
         batch_cache = state.private_cache
         assert batch_cache is not None, "a prompt that is being read has a cache"
@@ -31,28 +35,33 @@ class PromptEnd:
         batch_cache.reading = True
 
     def finish_prompts(self, read: Sequence[RequestState]) -> None:
-        """The prompts of requests are read and their first tokens chosen: plan evictions, and decode with the others.
+        """Plan evictions of prompts that were read, and let their answers decode with the others.
 
-        Whatever goes wrong with one of them ends it.
+        Their first tokens are chosen. An error in one of them ends that request alone.
         """
         for state, later in zip(read, self._pages_of_later_plans(read), strict=True):
             self._finish_prompt(state, later)
 
     def _pages_of_later_plans(self, read: Sequence[RequestState]) -> list[Pages]:
-        """For each prompt that was read, the pages that the plans of those after it may take."""
+        """Return for each prompt that was read the pages that later plans may take."""
         needs: list[Pages] = [{}]
         for state in reversed(read[1:]):
             needs.append(sum_pages(needs[-1], self._prefix_cache.plan_pages(state)))
         return needs[::-1] if read else []
 
-    def _finish_prompt(self, state: RequestState, later: Pages) -> None:
-        """later: pages that others may take in this step."""
+    def _finish_prompt(self, state: RequestState, pages_of_later: Pages) -> None:
+        """Finish one prompt.
+
+        Args:
+            state: The request.
+            pages_of_later: Pages that other requests may take in this step.
+        """
         batch_cache = state.private_cache
         assert batch_cache is not None, "a prompt that was read has a cache"
         if state.times.first_token is None:
             state.times = replace(state.times, first_token=time.monotonic())
         with state.own_work():
-            self._prefix_cache.insert(state, later)
+            self._prefix_cache.insert(state, pages_of_later)
             if state.unfinished or self._sessions is not None:
                 batch_cache.run_plans()
                 for error in batch_cache.pop_failed().values():

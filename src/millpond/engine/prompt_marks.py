@@ -19,27 +19,31 @@ from millpond.runner.packed_model import LayerShape
 def check_marks(
     marks: PromptMarks, cache_factory: CacheFactory, layers: Sequence[LayerShape], n_tokens: int, has_chunks: bool
 ) -> None:
-    """Check what a request marks of its prompt of `n_tokens`.
+    """Check the marks of a prompt of `n_tokens`.
 
     Args:
-        layers: of the model. has_chunks: whether the prompt holds chunks.
+        marks: Marks of the request.
+        cache_factory: Factory of its cache.
+        layers: Layers of the model.
+        n_tokens: Tokens of the prompt.
+        has_chunks: Whether the prompt holds chunks.
 
     Raises:
-        OptionError: marks that do not lie in the prompt, or a method, model or prompt that cannot treat them so; the
+        OptionError: marks outside the prompt, or a method, model or prompt that cannot treat them so; the
             message says why.
-        BudgetError: what stays leaves less of the budget than the method protects.
+        BudgetError: the spans that stay leave less of the budget than the method protects.
     """
     marks.in_prompt(n_tokens)
-    refused = refusals(cache_factory, has_chunks)
-    for kind, (what, way_out) in _REFUSED.items():
-        if getattr(marks, kind) and (reason := refused[kind]) is not None:
-            raise OptionError(f"{what}: {reason}{way_out}")
+    reasons = refusals(cache_factory, has_chunks)
+    for kind, (problem, way_out) in _REFUSED.items():
+        if getattr(marks, kind) and (reason := reasons[kind]) is not None:
+            raise OptionError(f"{problem}: {reason}{way_out}")
     n_kept = tokens_in(marks.keep, cache_factory.policy.protect.sinks)
     for index, layer in enumerate(layers if n_kept and not cache_factory.policy.keeps_all else ()):
         cache_factory.entries(index, n_tokens, PageTable(cache_factory.pool(layer), 1, layer.n_kv_heads), n_kept)
 
 
-#: What a message says of a kind of spans that cannot be, and what it adds to the reason.
+#: Beginning of the message on a kind of spans that is refused, and what the message adds to the reason.
 _REFUSED = {
     "keep": ("spans cannot be kept", ""),
     "shares": ("spans cannot have a share of the budget", ""),
@@ -48,8 +52,9 @@ _REFUSED = {
 
 
 def refusals(cache_factory: CacheFactory, has_chunks: bool) -> dict[str, str | None]:
-    """Why a cache cannot treat spans of a prompt so, and what to do instead, by the fields of `PromptMarks`; None: it
-    can. What is not here every cache can.
+    """Return why a cache cannot treat spans of a prompt so, by the fields of `PromptMarks`.
+
+    The texts name the way out. None: it can. Every cache can treat the fields that are left out.
     """
     codecs, rolling = cache_factory.pools.codecs, cache_factory.reach is not None
     return {
@@ -73,34 +78,39 @@ def _forget_refusal(cache_factory: CacheFactory, has_chunks: bool) -> str | None
     return None
 
 
-#: Prompts that wait with which a prompt is compared when it begins.
-MOST_COMPARED = 64
+#: Most waiting prompts that a prompt is compared with when it begins.
+MAX_COMPARED = 64
 
 
-def block_ends(places: Iterable[int], n_tokens: int, slots: int) -> list[int]:
-    """The last ends of blocks of `slots` tokens at or before `places` of a prompt of `n_tokens`, ascending.
+def block_ends(positions: Iterable[int], n_tokens: int, slots: int) -> list[int]:
+    """Return the last ends of blocks of `slots` tokens at or before `positions`.
+
+    They are less than `n_tokens`, the length of the prompt, and ascend.
 
     Example:
         >>> block_ends([3, 9, 10, 12], 12, 4)
         [8]
     """
-    return sorted({min(place, n_tokens - 1) // slots * slots for place in places} - {0})
+    return sorted({min(position, n_tokens - 1) // slots * slots for position in positions} - {0})
 
 
 def common_ends(prompt: np.ndarray, others: Sequence[np.ndarray], slots: int) -> list[int]:
-    """Where others go on from what a prompt begins with: the ends that spare them most tokens, ascending.
+    """Return the ends of beginnings in common with others that spare these most tokens.
+
+    The ends are those of blocks, and ascend.
 
     Args:
-        prompt: (n,) its tokens. others: for each other prompt, as many of its tokens as it may take over.
-        slots: tokens of a block.
+        prompt: Tokens of the prompt, (n,).
+        others: Tokens of each other prompt that it may take over.
+        slots: Tokens of a block.
     """
-    found: list[int] = []
-    for other in others[:MOST_COMPARED]:
-        most = min(len(other), len(prompt) - 1) // slots * slots
-        if most and (other[:slots] == prompt[:slots]).all():
-            differs = other[:most] != prompt[:most]
-            found.append((int(differs.argmax()) if differs.any() else most) // slots * slots)
-    spared = {end: end * sum(one >= end for one in found) for end in set(found)}
+    ends: list[int] = []
+    for other in others[:MAX_COMPARED]:
+        max_common = min(len(other), len(prompt) - 1) // slots * slots
+        if max_common and (other[:slots] == prompt[:slots]).all():
+            differs = other[:max_common] != prompt[:max_common]
+            ends.append((int(differs.argmax()) if differs.any() else max_common) // slots * slots)
+    spared = {end: end * sum(common_end >= end for common_end in ends) for end in set(ends)}
     return sorted(sorted(spared, key=lambda end: (-spared[end], end))[:MAX_BREAKPOINTS])
 
 
@@ -111,31 +121,36 @@ def answer_without_loss(
     cache_factory: CacheFactory,
     layers: Sequence[LayerShape],
     n_tokens: int,
-    wanted: int | None,
-    most: int,
+    max_tokens: int | None,
+    max_new_tokens: int,
     context: int | None,
 ) -> int:
-    """New tokens that an answer may have while every head of every layer still holds its whole prompt.
+    """Return the new tokens that an answer may have while every head holds its whole prompt.
 
     Layers with a sliding window of their own hold what their queries see, as they do without a method.
 
     Args:
-        n_tokens: of the prompt. wanted: `max_tokens` of the request; None: as many as there is room for.
-        most: new tokens that it may have otherwise. context: tokens of prompt and answer together; None: no limit.
+        cache_factory: Factory of the cache.
+        layers: Layers of the model.
+        n_tokens: Tokens of the prompt.
+        max_tokens: `max_tokens` of the request; None: until the context or `max_new_tokens` ends it.
+        max_new_tokens: New tokens that it may have otherwise.
+        context: Tokens of prompt and answer together; None: no limit.
 
     Raises:
-        WouldForgetError: the prompt alone is more than its budget, or `max_tokens` new tokens would evict
+        WouldForgetError: the prompt alone exceeds its budget, or `max_tokens` new tokens would evict
             from it; the message says how much.
-        OptionError: what the method evicts does not follow from its budget, or prompt and answer exceed the context.
+        OptionError: the method's evictions do not follow from its budget, or prompt and answer exceed the context.
     """
-    if wanted is not None and context is not None and n_tokens + wanted > context:
+    if max_tokens is not None and context is not None and n_tokens + max_tokens > context:
         raise OptionError(
-            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {wanted:,} new ones are {n_tokens + wanted:,}, "
-            f"and the model's context holds {context:,}; lower max_tokens, shorten the prompt, {WAY_OUT}"
+            f"on_pressure='refuse': {n_tokens:,} tokens of prompt and {max_tokens:,} new ones are "
+            f"{n_tokens + max_tokens:,}, and the model's context holds {context:,}; lower max_tokens, shorten the "
+            f"prompt, {WAY_OUT}"
         )
     policy = cache_factory.policy
     if policy.keeps_all:
-        return most
+        return max_new_tokens
     if (reason := _unforeseen(cache_factory)) is not None:
         raise OptionError(f"on_pressure='refuse': {reason}; use another method, {WAY_OUT}")
     held = _held(cache_factory, layers, n_tokens)
@@ -147,22 +162,25 @@ def answer_without_loss(
             f"prompt, raise the budget, {WAY_OUT}"
         )
     if not (policy.every_step or policy.makes_room):
-        return most
-    free = min(most, held - n_tokens + 1)  # the last token of an answer is not stored
-    if wanted is None:
-        return min(most, free)
-    if wanted > free:
-        lost = min(wanted - free, n_tokens)
+        return max_new_tokens
+    free = min(max_new_tokens, held - n_tokens + 1)  # the last token of an answer is not stored
+    if max_tokens is None:
+        return min(max_new_tokens, free)
+    if max_tokens > free:
+        lost = min(max_tokens - free, n_tokens)
         raise WouldForgetError(
             f"on_pressure='refuse': the budget {cache_factory.budget} holds {held:,} entries per KV head, and "
-            f"{n_tokens:,} tokens of prompt with {wanted:,} new ones could evict {lost:,} ({lost / n_tokens:.1%}) of "
-            f"the prompt; lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
+            f"{n_tokens:,} tokens of prompt with {max_tokens:,} new ones could evict {lost:,} "
+            f"({lost / n_tokens:.1%}) of the prompt; lower max_tokens to {free:,}, raise the budget, {WAY_OUT}"
         )
-    return most
+    return max_new_tokens
 
 
 def _unforeseen(cache_factory: CacheFactory) -> str | None:
-    """Why it is not known before a prompt is read how much of it stays; None where the budget says it."""
+    """Return why it is unknown before a prompt is read how much of it stays, or None.
+
+    It is known where the budget says it.
+    """
     policy = cache_factory.policy
     if policy.heads_may_keep_all or policy.needs.head_rules is not None or isinstance(policy.heads, AboveThreshold):
         return f"under {cache_factory.described} entries leave by rules of their own, whatever the budget holds"
@@ -170,10 +188,13 @@ def _unforeseen(cache_factory: CacheFactory) -> str | None:
 
 
 def _held(cache_factory: CacheFactory, layers: Sequence[LayerShape], n_tokens: int) -> int:
-    """The fewest entries per KV head that a layer may hold behind a text of `n_tokens`; of those with a window, all."""
-    found = [
+    """Return the fewest entries per KV head that a layer may hold after `n_tokens`.
+
+    Layers with a window are left out; if all have one, these are all tokens.
+    """
+    entries = [
         cache_factory.entries(index, n_tokens, PageTable(cache_factory.pool(layer), 1, layer.n_kv_heads))
         for index, layer in enumerate(layers)
         if not layer.window
     ]
-    return min(found, default=n_tokens)
+    return min(entries, default=n_tokens)

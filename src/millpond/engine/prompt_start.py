@@ -1,4 +1,4 @@
-"""Beginnings of prompts: what others have computed of one is taken over before the rest of it is read."""
+"""Starts of prompts: tokens that others have computed are taken over before the rest is read."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler import Step
 from millpond.engine.scheduler_request import RequestStatus, SchedulerRequest
 
-#: Steps that a prompt waits for others to read what it begins with, before it reads that itself.
-MOST_WAITED = 8
+#: Most steps that a prompt waits for others to read what it begins with, before it reads that itself.
+MAX_WAITED = 8
 
 
 class PromptSource(Protocol):
-    """Where the first tokens of a prompt may come from without being computed."""
+    """Source of the first tokens of a prompt, which need not be computed then."""
 
     def attach(self, state: RequestState) -> int:
-        """Give a prompt that begins a cache of its first tokens; returns how many these are, 0: it gets none here."""
+        """Give a prompt that begins a cache of its first tokens, and return how many; 0: none."""
         ...
 
 
 class PromptStart:
-    """Lets prompts begin: each with a blend of chunks, or with what the first of several sources has of it.
+    """Starts prompts: with a blend of chunks, or with tokens of the first source that has any.
 
     The sources are a shared prefix of its batch, the stored cache of an earlier turn, and the prefix cache.
+
+    Args:
+        parts: Parts of the engine.
     """
 
     def __init__(self, parts: Components) -> None:
@@ -37,9 +40,10 @@ class PromptStart:
         self._sources: list[PromptSource] = [source for source in sources if source is not None]
 
     def attach_prefixes(self, step: Step) -> list[RequestState]:
-        """Let prompts that begin in a step take over what others have read; fewer of their tokens are read then.
+        """Let prompts that begin in a step take over what others have read.
 
-        One whose next block is being read for another waits for it, a few steps at most.
+        Fewer of their tokens are read then. A prompt whose next block is being read for another waits for it, a few
+        steps at most.
 
         Returns:
             Requests that have ended, since this failed.
@@ -47,7 +51,7 @@ class PromptStart:
         begun = [
             state for state in self._requests.with_status(RequestStatus.PREFILL) if state.private_cache is not None
         ]
-        chunks: list[tuple[SchedulerRequest, int]] = []
+        prefills: list[tuple[SchedulerRequest, int]] = []
         failed = []
         for scheduled, n in step.prefills:
             state = self._requests[scheduled.key]
@@ -57,18 +61,20 @@ class PromptStart:
                         continue
                     self._prefix_cache.add_common_breakpoints(state, self._requests)
                     begun.append(state)
-                chunks.append((scheduled, until_forgotten(state, _within_reach(state, self._tokens_to_read(state, n)))))
+                prefills.append(
+                    (scheduled, until_forgotten(state, _within_reach(state, self._tokens_to_read(state, n))))
+                )
             if state.failed:
                 failed.append(state)
-        step.prefills = chunks
+        step.prefills = prefills
         return failed
 
     def _waits_for_reader(self, state: RequestState, reading: list[RequestState]) -> bool:
-        """Whether a prompt lets this step pass, because another is read that it begins with.
+        """Return whether a prompt passes this step while another is read that it begins with.
 
-        A prompt that can only begin where sums are kept waits as long as the other comes nearer to that place.
+        A prompt that can only begin where sums are kept waits while the other comes nearer to that position.
         """
-        if state.waited >= MOST_WAITED:
+        if state.waited >= MAX_WAITED:
             return False
         reader = self._prefix_cache.find_reader(state, reading)
         if reader is None:
@@ -80,7 +86,10 @@ class PromptStart:
         return True
 
     def _tokens_to_read(self, state: RequestState, n: int) -> int:
-        """Of the next `n` tokens of a prompt, those that one pass reads, once it has begun with what there is of it."""
+        """Return how many of the next `n` tokens of a prompt one pass reads.
+
+        A prompt that begins takes over tokens first.
+        """
         scheduled = state.scheduled
         begins = not scheduled.num_computed_tokens and state.private_cache is None
         if begins and state.blend is None and state.spans:
@@ -94,7 +103,7 @@ class PromptStart:
         return min(n, self._prefix_cache.next_stop(state) - scheduled.num_computed_tokens)
 
     def _attach(self, state: RequestState) -> None:
-        """Let a prompt begin with what the first source has that has anything of it."""
+        """Let a prompt begin with the tokens of the first source that has some."""
         n_tokens = next((n for source in self._sources if (n := source.attach(state))), 0)
         if self._sessions is not None:
             self._sessions.loads.forget(state)  # where a shared prefix came before the stored turn
@@ -110,7 +119,7 @@ class PromptStart:
             completion.shared = n_tokens
 
     def _blend(self, state: RequestState) -> None:
-        """Before a prompt with chunks begins: choose what is computed of it."""
+        """Choose which tokens of a prompt with chunks are computed, before it begins."""
         assert self._chunk_reuse is not None, "chunks without a store are refused"
         request, window = state.request, state.group.cache_factory.policy.window
         loaded = None if self._chunk_loads is None else self._chunk_loads.begin(state)
@@ -124,6 +133,6 @@ class PromptStart:
 
 
 def _within_reach(state: RequestState, n: int) -> int:
-    """Of `n` tokens of a prompt that are to be read, those before the end of the context."""
+    """Return how many of the next `n` tokens of a prompt lie before the end of the context."""
     reach = state.group.cache_factory.reach
-    return n if reach is None else min(n, reach - state.place)
+    return n if reach is None else min(n, reach - state.position)

@@ -13,7 +13,7 @@ from millpond.prompt_marks import PromptMarks
 
 T = TypeVar("T")
 
-#: What `LLM.generate` takes: a text, token ids, a mapping with one of them, or a `Prompt` of texts and chunks; or
+#: Prompts of `LLM.generate`: a text, token ids, a mapping with one of them, or a `Prompt` of texts and chunks; or
 #: several.
 Prompts = (
     str
@@ -40,87 +40,95 @@ def requests_of(
     names: Iterator[int],
     marks: PromptMarks | Sequence[PromptMarks] | None = None,
 ) -> list[Request]:
-    """A request for each prompt, named by the next numbers.
+    """Return a request for each prompt, named by the next numbers.
 
     Raises:
         OptionError: something that is no prompt, or another number of params or marks.
     """
     each = prompts_of(prompts)
-    chosen = _for_each(SamplingParams() if params is None else params, SamplingParams, "params", len(each))
-    marked = _for_each(PromptMarks() if marks is None else marks, PromptMarks, "marks", len(each))
+    params_by_prompt = _for_each(SamplingParams() if params is None else params, SamplingParams, "params", len(each))
+    marks_by_prompt = _for_each(PromptMarks() if marks is None else marks, PromptMarks, "marks", len(each))
     return [
-        Request(request_id=str(next(names)), prompt=prompt, params=own, cache=cache or CacheOptions(), marks=its_marks)
-        for prompt, own, its_marks in zip(each, chosen, marked, strict=True)
+        Request(
+            request_id=str(next(names)),
+            prompt=prompt,
+            params=prompt_params,
+            cache=cache or CacheOptions(),
+            marks=prompt_marks,
+        )
+        for prompt, prompt_params, prompt_marks in zip(each, params_by_prompt, marks_by_prompt, strict=True)
     ]
 
 
-def prompts_of(given: Prompts) -> list[str | tuple[int, ...] | Prompt]:
-    """Each prompt of what a user gave.
+def prompts_of(user_prompts: Prompts) -> list[str | tuple[int, ...] | Prompt]:
+    """Return each prompt that a user gave.
 
     Raises:
         OptionError: it is none; the message names the shapes.
     """
-    if isinstance(given, str | Prompt | Mapping):
-        return [_prompt(given)]
-    several = _listed(given)
-    if several and all(map(_is_id, several)):
-        return [tuple(several)]
-    return [_prompt(one) for one in several]
+    if isinstance(user_prompts, str | Prompt | Mapping):
+        return [_prompt(user_prompts)]
+    prompts = _listed(user_prompts)
+    if prompts and all(map(_is_id, prompts)):
+        return [tuple(prompts)]
+    return [_prompt(prompt) for prompt in prompts]
 
 
-def _listed(given: Any) -> list[Any]:
-    """What a list, an array of numpy or a tensor holds, numbers as Python's own."""
-    if hasattr(given, "tolist"):
-        found = given.tolist()
-        return found if isinstance(found, list) else [found]
-    if not isinstance(given, Iterable):
-        raise OptionError(f"{_short(given)} is no prompt: {_SHAPES}")
-    return list(given)
+def _listed(sequence: Any) -> list[Any]:
+    """Return the elements of a list, an array of numpy or a tensor, numbers as Python's own."""
+    if hasattr(sequence, "tolist"):
+        elements = sequence.tolist()
+        return elements if isinstance(elements, list) else [elements]
+    if not isinstance(sequence, Iterable):
+        raise OptionError(f"{_short(sequence)} is no prompt: {_SHAPES}")
+    return list(sequence)
 
 
-def _prompt(given: Any) -> str | tuple[int, ...] | Prompt:
-    """One prompt."""
-    if isinstance(given, str | Prompt):
-        return given
-    if isinstance(given, Mapping):
-        return _of_mapping(given)
-    ids = _listed(given)
+def _prompt(user_prompt: Any) -> str | tuple[int, ...] | Prompt:
+    """Return one prompt."""
+    if isinstance(user_prompt, str | Prompt):
+        return user_prompt
+    if isinstance(user_prompt, Mapping):
+        return _of_mapping(user_prompt)
+    ids = _listed(user_prompt)
     if all(map(_is_id, ids)):
         return tuple(ids)
-    raise OptionError(f"{_short(given)} is no prompt: {_SHAPES}")
+    raise OptionError(f"{_short(user_prompt)} is no prompt: {_SHAPES}")
 
 
-def _of_mapping(given: Mapping[str, Any]) -> str | tuple[int, ...]:
-    if "role" in given:
-        raise OptionError(f"{_short(given)} is a message of a chat, and no prompt: call LLM.chat with the messages")
-    text, ids = given.get(TEXT), given.get(IDS)
-    if set(given) == {TEXT} and isinstance(text, str):
+def _of_mapping(mapping: Mapping[str, Any]) -> str | tuple[int, ...]:
+    if "role" in mapping:
+        raise OptionError(f"{_short(mapping)} is a message of a chat, and no prompt: call LLM.chat with the messages")
+    text, ids = mapping.get(TEXT), mapping.get(IDS)
+    if set(mapping) == {TEXT} and isinstance(text, str):
         return text
-    if set(given) == {IDS} and not isinstance(ids, str) and all(map(_is_id, own := _listed(ids))):
-        return tuple(own)
-    raise OptionError(f"{_short(given)} is no prompt: a mapping has {TEXT!r}, a text, or {IDS!r}, a list of ids alone")
+    if set(mapping) == {IDS} and not isinstance(ids, str) and all(map(_is_id, token_ids := _listed(ids))):
+        return tuple(token_ids)
+    raise OptionError(
+        f"{_short(mapping)} is no prompt: a mapping has {TEXT!r}, a text, or {IDS!r}, a list of ids alone"
+    )
 
 
-def _is_id(one: object) -> bool:
-    return isinstance(one, int) and not isinstance(one, bool)
+def _is_id(element: object) -> bool:
+    return isinstance(element, int) and not isinstance(element, bool)
 
 
-def _short(given: object) -> str:
-    shown = repr(given)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+def _short(user_value: object) -> str:
+    text = repr(user_value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _for_each(given: T | Sequence[T], kind: type[T], name: str, n: int) -> list[T]:
-    """What is given for each of `n` prompts.
+def _for_each(parameter: T | Sequence[T], kind: type[T], name: str, n: int) -> list[T]:
+    """Return one parameter for each of `n` prompts.
 
     Raises:
         OptionError: neither one for all nor one for each.
     """
-    if isinstance(given, kind):
-        return [given] * n
-    several: list[Any] = list(given) if isinstance(given, Sequence) else [given]
-    if not all(isinstance(one, kind) for one in several):
-        raise OptionError(f"{name}={_short(given)}: give a {kind.__name__}, or a list with one for each prompt")
-    if len(several) != n:
-        raise OptionError(f"{len(several)} {name} for {n} prompts: give one, or one for each")
-    return several
+    if isinstance(parameter, kind):
+        return [parameter] * n
+    parameters: list[Any] = list(parameter) if isinstance(parameter, Sequence) else [parameter]
+    if not all(isinstance(element, kind) for element in parameters):
+        raise OptionError(f"{name}={_short(parameter)}: give a {kind.__name__}, or a list with one for each prompt")
+    if len(parameters) != n:
+        raise OptionError(f"{len(parameters)} {name} for {n} prompts: give one, or one for each")
+    return parameters

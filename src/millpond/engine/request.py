@@ -16,7 +16,7 @@ from millpond.policy.reuse import Pick, Recompute
 from millpond.prompt_marks import PromptMarks
 
 #: Limit of characters of a salt.
-MOST_SALT = 256
+MAX_SALT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +24,16 @@ class CacheOptions:
     """Options of one request's cache; None where the engine's default holds.
 
     Attributes:
-        method: name of a method, as `compress` takes it.
-        options: of the method.
+        method: Name of a method, as `compress` takes it.
+        options: Options of the method.
         budget: "20%", 512, "64MiB", or a Budget; "auto", budget and codec with the fewest bytes that keep `max_kl`.
-        codec: name of a number format, a pair for keys and values, tiers by age, or names by layer.
-        max_kl: with budget="auto", see `compress`; the table is the engine's.
-        files: files that options may name, by name; None: any file, by its path.
-        recompute: of a prompt with chunks, the share of each chunk from the store that is computed again: "auto", as
-            its context asks for (CFO); or a number from 0, all is reused, to 1, the exact prompt.
-        pick: which tokens these are: "attention", "head", "deviation" or "random", see `millpond.policy.reuse.Pick`.
-        preset: method, budget and codec in one word, in place of the three: see `millpond.preset`.
+        codec: Name of a number format, a pair for keys and values, tiers by age, or names by layer.
+        files: Files that options may name, by name; None: any file, by its path.
+        recompute: Share of each chunk from the store that is computed again, in a prompt with chunks: "auto", as
+            its context needs (CFO); or a number from 0, all is reused, to 1, the exact prompt.
+        max_kl: With budget="auto", see `compress`; the table is the engine's.
+        pick: Choice of these tokens: "attention", "head", "deviation" or "random", see `millpond.policy.reuse.Pick`.
+        preset: Method, budget and codec in one word, in place of the three: see `millpond.preset`.
         on_pressure: "refuse" the request, before it is read, where anything of its prompt would be evicted before its
             answers end, or "evict" as its method does; None: as the engine does.
     """
@@ -55,21 +55,21 @@ class Request:
     """A prompt for the engine.
 
     Attributes:
-        request_id: a name that no other request in flight has.
-        prompt: a text, token ids, or a `Prompt` of texts and chunks.
-        params: token choice and stopping.
-        cache: options of its cache.
-        client: name of the sender. Among requests of one priority the client with less service, in tokens read and
+        request_id: A name that no other request in flight has.
+        prompt: A text, token ids, or a `Prompt` of texts and chunks.
+        params: Token choice and stopping.
+        cache: Options of its cache.
+        client: Name of the sender. Among requests of one priority the client with less service, in tokens read and
             written, goes first; requests of one client keep their order.
-        cache_salt: with `prefix_cache`, requests share prefixes only with requests of the same salt; None: with all
-            that have none. At most `MOST_SALT` characters. Only its keyed hash is kept.
-        priority: lower goes first, before clients are compared.
-        deadline: seconds after arrival at which the request ends with what it has; None: never.
-        known: tokens of each of the `n` answers that are known already, such as those that a client has been sent by an
-            engine that is gone: they are fed behind the prompt and its plan, and what follows is chosen. Empty: none.
-        watch: keep what the cache held at the end, for `AsyncLLM.memory`.
-        tell_read: give outputs while the prompt is read, too, with how far it is (`RequestOutput.read`).
-        marks: spans of the prompt with a treatment of their own, and its breakpoints.
+        cache_salt: With `prefix_cache`, requests share prefixes only with requests of the same salt; None: with all
+            that have none. At most `MAX_SALT` characters. Only its keyed hash is kept.
+        priority: Lower goes first, before clients are compared.
+        deadline: Seconds after arrival at which the request ends with what it has; None: never.
+        watch: Keep a snapshot of the cache at the end, for `AsyncLLM.memory`.
+        known: Tokens of each of the `n` answers that are known already, such as those that a lost engine has sent to a
+            client: they are fed after the prompt and its plan, and further tokens are chosen. Empty: none.
+        tell_read: Give outputs while the prompt is read, too, with how far it is (`RequestOutput.read`).
+        marks: Spans of the prompt with a treatment of their own, and its breakpoints.
     """
 
     request_id: str

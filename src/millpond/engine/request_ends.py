@@ -13,7 +13,11 @@ from millpond.engine.request_state import RequestState
 
 
 class RequestEnds:
-    """Ends answers and requests, and frees what they hold."""
+    """Ends answers and requests, and frees their memory.
+
+    Args:
+        parts: Parts of the engine.
+    """
 
     def __init__(self, parts: Components) -> None:
         self._scheduler, self._sampler, self._requests = parts.scheduler, parts.sampler, parts.requests
@@ -25,7 +29,7 @@ class RequestEnds:
         self._sessions, self._tier, self._counts = parts.sessions, parts.disk_tier, parts.counts
 
     def end(self, state: RequestState, reason: FinishReason) -> None:
-        """All answers of a request end as they are; a shared prefix is let go."""
+        """End all answers of a request as they are; a shared prefix is released."""
         if state.unfinished:
             self._snapshots.record(state)
         for completion in state.unfinished:
@@ -34,12 +38,13 @@ class RequestEnds:
         self.retire(state)
 
     def collect_finished(self, states: Sequence[RequestState]) -> None:
-        """Forget what has ended of requests that have new tokens."""
+        """Retire what has ended of requests that have new tokens."""
         for state in states:
-            first = state.completions[0] if state.completions else None
+            first_completion = state.completions[0] if state.completions else None
             with state.own_work():
-                if first is not None and (
-                    (first.finished and first in state.group.completions) or state.private_cache is not None
+                if first_completion is not None and (
+                    (first_completion.finished and first_completion in state.group.completions)
+                    or state.private_cache is not None
                 ):
                     self._snapshots.record(state)
                 record_forgotten(state)
@@ -50,13 +55,16 @@ class RequestEnds:
         self.retire_all(states)
 
     def retire_all(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """See `retire`; returns those with answers, common prefixes of a batch left out."""
+        """Retire requests, and return those with answers, without common prefixes of a batch."""
         for state in states:
             self.retire(state)
         return [state for state in states if state.completions]
 
     def retire(self, state: RequestState) -> None:
-        """Forget the answers that have ended; and the request with the last of them, or a shared prefix."""
+        """Forget the answers that have ended; after the last of them the request, or a prefix.
+
+        A shared prefix is released.
+        """
         if state.scheduled.is_shared_prefix:
             return self._shared_prefixes.release(state)
         unfinished = state.unfinished
@@ -84,7 +92,7 @@ class RequestEnds:
         )
 
     def release_exported(self, state: RequestState) -> None:
-        """Free what a request held that another engine continues; it has not ended."""
+        """Free the memory of a request that another engine continues; it has not ended."""
         self._shared_prefixes.detach(state)
         self._release_loaded(state)
         if state.private_cache is not None:
@@ -97,7 +105,7 @@ class RequestEnds:
         self._requests.remove(state)
 
     def _release_loaded(self, state: RequestState) -> None:
-        """A request needs no more chunks of the store, nor a stored turn."""
+        """Release the chunks of the store and the stored turn of a request."""
         for loads in self._file_loads:
             loads.forget(state)
         if state.blend is not None:

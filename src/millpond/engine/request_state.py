@@ -1,4 +1,4 @@
-"""RequestStatus of one in-flight request."""
+"""State of one request in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Incident:
     """One pass that failed for several requests.
 
     Attributes:
-        suspects: those that have neither failed nor passed alone since. failed, passed: how many have.
+        suspects: Requests that have neither failed nor passed alone since.
+        failed: How many have failed alone.
+        passed: How many have passed alone.
     """
 
     suspects: set[RequestState] = field(repr=False)
@@ -37,12 +39,14 @@ class Incident:
 
 @dataclass(slots=True, eq=False)
 class Suspicion:
-    """What is known of a request that a failed pass had a part of, until it has passed alone.
+    """Record of a request that took part in a failed pass, until it has passed alone.
 
     Attributes:
-        incident: the pass. read: tokens of its prompt that were read before. decoding: its answers were in the pass.
-        home: the batch that it decoded in, or would have. alone: it takes no part in passes of others at all, since a
-            second one has failed.
+        incident: The pass.
+        read: Tokens of its prompt that were read before.
+        decoding: Whether its answers were in the pass.
+        home: Batch that it decoded in, or would have.
+        alone: Whether it takes no part in passes of others at all, since a second one has failed.
     """
 
     incident: Incident
@@ -54,23 +58,32 @@ class Suspicion:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request, what the scheduler knows of it, its answers and, while it does not decode, its cache.
+    """A request, its scheduler entry, its answers and, while it does not decode, its cache.
 
     Attributes:
-        ids: the prompt. group: with whom it decodes. private_cache: its own cache, None while it decodes or has not
-            begun.
-        spans: parts of a prompt that holds chunks. blend: what is computed of it, once it has begun; None: all.
-        prompt_logprobs: None where not requested. times: so far. error: what ended it too early.
-        restored: tokens of its prompt that the cache of an earlier turn had read. restored_exact: as the whole prompt
-            would give them.
-        shared_prefix: whose tokens it begins with, while it needs its pages to stay. users: of a shared prefix, those
-            of whom it is the shared prefix. whole_need: what it holds at most without one.
-        waited: steps in which it waited for others to read what it begins with.
-        access: by which the prefix tree knows its prompt; None: it has kept nothing yet.
-        stops: ends of blocks of the prompt at which sums over its queries are kept, ascending.
-        reader_read: tokens that another had read of what this one waits for, when it last waited.
-        failed_at: tokens of its prompt that were read, and of its answers, when a pass with a part of it last failed.
-        suspicion: such a pass; None: there was none, or it has passed alone since.
+        request: The request as the caller gave it.
+        ids: Tokens of the prompt.
+        scheduled: The scheduler's entry.
+        group: Batch that it decodes in.
+        completions: Its answers.
+        times: Its moments so far.
+        private_cache: Its own cache; None while it decodes or has not begun.
+        prompt_logprobs: Log probabilities of the prompt's tokens; None where not requested.
+        error: Cause of an early end.
+        spans: Parts of a prompt that holds chunks.
+        blend: Choice of the tokens to compute of such a prompt, once it has begun; None: all are computed.
+        shared_prefix: Shared prefix that it begins with, while it needs its pages to stay.
+        users: Of a shared prefix, the requests that begin with it.
+        waited: Steps in which it waited for others to read what it begins with.
+        access: Number under which the prefix tree knows its prompt; None: it has kept nothing yet.
+        stops: Ends of blocks of the prompt at which sums over its queries are kept, ascending.
+        reader_read: Tokens that the awaited request had read when this one last waited.
+        restored: Tokens of its prompt that the cache of an earlier turn had read.
+        restored_exact: Whether these are as the whole prompt would give them.
+        failed_at: Tokens of its prompt that were read, and of its answers, when a pass with a part of it last failed.
+        suspicion: Record of such a pass; None: there was none, or the request has passed alone since.
+        whole_need: Most bytes that it holds without a shared prefix.
+        ids_array: `ids` as an array, (prompt,) int64.
     """
 
     request: Request
@@ -117,21 +130,24 @@ class RequestState:
         return self.error is not None and not self.unfinished
 
     def advanced(self) -> bool:
-        """When a pass failed: whether it has come further than when the last one did, which is noted."""
-        before, self.failed_at = (
+        """Return whether it has advanced since the last failed pass; called when a pass failed."""
+        previous, self.failed_at = (
             self.failed_at,
             (self.scheduled.num_computed_tokens, sum(len(completion.tokens) for completion in self.completions)),
         )
-        return before < self.failed_at
+        return previous < self.failed_at
 
     @property
     def replaying(self) -> bool:
-        """Whether its cache began again and has not come to where its answers are."""
+        """Whether its cache began again and has not reached the last token of its answers."""
         return any(completion.replaying for completion in self.unfinished)
 
     @property
     def tainted(self) -> bool:
-        """Whether pages of its prompt hold what was not computed for it, so that no exact prompt may have them."""
+        """Whether pages of its prompt hold entries that were not computed for it.
+
+        No exact prompt may have such pages.
+        """
         return self.restored > 0 or bool(self.marks.forget) or (self.blend is not None and self.blend.tainted)
 
     @property
@@ -145,27 +161,33 @@ class RequestState:
         return self.private_cache is not None and bool(self.private_cache.tracker.closed.any())
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Position of the next token of its prompt, in its own cache."""
         return self.scheduled.num_computed_tokens - (
             int(self.private_cache.tracker.closed[0]) if self.rolled and self.private_cache else 0
         )
 
     def compacts_after(self, n: int) -> bool:
-        """Whether gaps close when the next `n` tokens of its prompt were read, and more follow."""
+        """Return whether gaps close once the next `n` tokens of its prompt are read.
+
+        They close only if more tokens follow.
+        """
         reach = self.group.cache_factory.reach
         return (
             reach is not None
-            and self.place + n == reach
+            and self.position + n == reach
             and self.scheduled.num_computed_tokens + n < self.scheduled.num_prompt_tokens
         )
 
     def drops_span_after(self, n: int) -> bool:
-        """Whether a span leaves when the next `n` tokens of its prompt were read."""
+        """Return whether a span is dropped once the next `n` tokens of its prompt are read."""
         return any(end == self.scheduled.num_computed_tokens + n for _, end in self.marks.forget)
 
     def move_group(self) -> None:
-        """Before a step: decode in the group that passes steps, or in the other, as the scheduler chose."""
+        """Move its answers to the group that passes steps, or back, as the scheduler chose.
+
+        Called before a step.
+        """
         if (
             self.scheduled.status is RequestStatus.DECODE
             and self.private_cache is None
@@ -177,7 +199,7 @@ class RequestState:
             self.group.join(batch_cache, unfinished)
 
     def cache(self, index: int = 0) -> tuple[BatchCache, int] | None:
-        """The caches that hold an answer, and which of their sequences it is; None while it holds none."""
+        """Return the cache that holds an answer and the index of its sequence, or None."""
         if self.scheduled.status is RequestStatus.PREEMPTED:
             return None
         if self.private_cache is not None:
@@ -186,7 +208,10 @@ class RequestState:
         return (group.batch_cache, group.completions.index(completion)) if completion in group.completions else None
 
     def fail(self, error: Exception) -> None:
-        """All answers end because of an error; what an unknown one says may be about others, and stays its cause."""
+        """End all answers because of an error.
+
+        The text of an unknown error may be about others; it stays the cause.
+        """
         if isinstance(error, MillpondError):
             self.error = self.error or error
         else:
@@ -202,11 +227,11 @@ class RequestState:
             completion.end("error")
 
     def own_work(self) -> OwnWork:
-        """While it is worked on alone: whatever goes wrong ends it, and nothing else."""
+        """Return a context for work on this request alone: an exception ends nothing else."""
         return OwnWork(self)
 
     def to_output(self) -> RequestOutput:
-        """As far as it has come."""
+        """Return the request and its answers so far."""
         prompt = self.request.prompt
         text = prompt.text if isinstance(prompt, Prompt) else prompt
         return RequestOutput(
@@ -228,12 +253,16 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class OwnWork:
-    """Context of what is done for one request: an exception ends it, and goes no further."""
+    """Context of work for one request: an exception ends it, and goes no further.
+
+    Attributes:
+        state: The request.
+    """
 
     state: RequestState
 
     def __enter__(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
         if isinstance(error, Exception):

@@ -1,4 +1,4 @@
-"""Validation of a request, and the state that the engine keeps of it."""
+"""Validation of a request, which makes its state in the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millpond.engine.memory_estimate import estimate
 from millpond.engine.outputs import Times, TokenLogprob
 from millpond.engine.prefix_cache import can_share
 from millpond.engine.prompt_marks import answer_without_loss, block_ends, check_marks
-from millpond.engine.request import MOST_SALT, OnPressure, Request
+from millpond.engine.request import MAX_SALT, OnPressure, Request
 from millpond.engine.request_state import RequestState
 from millpond.engine.scheduler_request import SchedulerRequest
 from millpond.errors import BudgetError, OptionError, unknown
@@ -24,7 +24,11 @@ from millpond.runner.packed_model import check_tokens
 
 
 class RequestValidator:
-    """Checks requests against the model, the memory and the scheduler's limits."""
+    """Checks requests against the model, the memory and the scheduler's limits.
+
+    Args:
+        parts: Parts of the engine.
+    """
 
     def __init__(self, parts: Components) -> None:
         self._chunks, self._prefix_cache = parts.chunk_reuse, bool(parts.config.prefix_cache)
@@ -33,27 +37,32 @@ class RequestValidator:
         self._scheduler, self._sampler, self._tokenizer = parts.scheduler, parts.sampler, parts.tokenizer
 
     def validate(self, request: Request, ids: tuple[int, ...] | None = None) -> RequestState:
-        """What the engine works on; ids: the prompt's, where they are known.
+        """Check a request and return its state.
+
+        Args:
+            request: The request.
+            ids: Tokens of the prompt, where they are known.
 
         Raises:
             OptionError: a prompt that is empty, longer than the model's context or needs a tokenizer; a value out of
-                range. BudgetError: the request can never fit the memory. Also what `compress` raises.
+                range. Also what `compress` raises.
+            BudgetError: the request can never fit the memory.
         """
         arrived = time.monotonic()
         ids, spans = self.ids_of(request) if ids is None else (ids, [])
-        most = self._most_new(request, len(ids))
+        most = self._max_new_tokens(request, len(ids))
         params = request.params
         self._sampler.check(params, self._model.vocabulary)
         self._check_known(request.known, params.n, most)
         if params.stop and self._tokenizer is None:
             raise OptionError("stop texts need a tokenizer; give stop_token_ids, or the engine its tokenizer")
-        if params.n > self._scheduler.most_running:
-            raise OptionError(f"n={params.n} is more than the {self._scheduler.most_running} answers that may run")
+        if params.n > self._scheduler.max_running:
+            raise OptionError(f"n={params.n} is more than the {self._scheduler.max_running} answers that may run")
         if request.deadline is not None and not request.deadline > 0:
             raise OptionError(f"deadline={request.deadline} seconds: must be more than 0")
         salt = request.cache_salt
-        if salt is not None and not 0 < len(salt) <= MOST_SALT:
-            raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MOST_SALT}, or be None")
+        if salt is not None and not 0 < len(salt) <= MAX_SALT:
+            raise OptionError(f"cache_salt has {len(salt)} characters: must have 1 to {MAX_SALT}, or be None")
         group = self._decode_groups.group(request.cache)
         group.cache_factory.check_prompt(len(ids))
         most = self._within_budget(request, group, len(ids), most)
@@ -104,28 +113,31 @@ class RequestValidator:
         )
 
     def _later(self, group: DecodeGroup, n_tokens: int, most: int, n: int) -> tuple[int, ...]:
-        """What an answer does not hold yet after each part of it, where the scheduler counts with ages."""
+        """Return the bytes that an answer does not hold yet after each part of it.
+
+        Empty where the scheduler does not count with ages.
+        """
         if not self._scheduler.spreads:
             return ()
         prompt = group.cache_factory.within_context(n_tokens)
         return growth_bytes(lambda new: estimate(group.cache_factory, prompt, new, n).each, most)
 
     def _within_budget(self, request: Request, group: DecodeGroup, n_tokens: int, most: int) -> int:
-        """New tokens of an answer where nothing of the prompt may be evicted; else `peak`.
+        """Return the new tokens of an answer; fewer where nothing of the prompt may be evicted.
 
         Raises:
             OptionError, BudgetError: see `answer_without_loss`; or there is no such value of on_pressure.
         """
-        chosen = self._on_pressure if request.cache.on_pressure is None else request.cache.on_pressure
-        if chosen not in get_args(OnPressure):
-            raise unknown("on_pressure", chosen, get_args(OnPressure))
-        if chosen == "evict":
+        on_pressure = self._on_pressure if request.cache.on_pressure is None else request.cache.on_pressure
+        if on_pressure not in get_args(OnPressure):
+            raise unknown("on_pressure", on_pressure, get_args(OnPressure))
+        if on_pressure == "evict":
             return most
-        asked, context = request.params.max_tokens, self._model.context_length
-        return answer_without_loss(group.cache_factory, self._model.layers, n_tokens, asked, most, context)
+        max_tokens, context = request.params.max_tokens, self._model.context_length
+        return answer_without_loss(group.cache_factory, self._model.layers, n_tokens, max_tokens, most, context)
 
     def _stops(self, request: Request, n_tokens: int, chunks: bool, group: DecodeGroup) -> list[int]:
-        """The ends of blocks at which sums over a prompt's queries are kept."""
+        """Return the ends of blocks at which sums over a prompt's queries are kept."""
         if (
             not group.cache_factory.policy.sums_prompt
             or self._no_use_of_breakpoints(request, chunks, group) is not None
@@ -134,9 +146,10 @@ class RequestValidator:
         return block_ends(request.marks.breakpoints, n_tokens, group.slots)
 
     def require_breakpoints(self, request: Request) -> None:
-        """
+        """Check that later prompts can continue from the breakpoints of a request.
+
         Raises:
-            OptionError: breakpoints where no later prompt could go on from them; the message says why.
+            OptionError: they cannot; the message says why.
         """
         if not request.marks.breakpoints:
             return
@@ -146,7 +159,7 @@ class RequestValidator:
             raise OptionError(f"breakpoints={request.marks.breakpoints}: {reason}; or leave breakpoints out")
 
     def _no_use_of_breakpoints(self, request: Request, chunks: bool, group: DecodeGroup) -> str | None:
-        """Why no other prompt can go on from a prompt, and what to do; None: others can."""
+        """Return why no other prompt can continue from a prompt, and the way out; None: it can."""
         if not self._prefix_cache:
             return "this engine keeps no prompts: give it prefix_cache=True"
         if chunks:
@@ -161,7 +174,7 @@ class RequestValidator:
         return None
 
     def _uses_chunks(self, request: Request, spans: list[PromptSpan], group: DecodeGroup) -> bool:
-        """See `ChunkReuse.check`.
+        """Return whether a prompt uses the chunk store, see `ChunkReuse.check`.
 
         Raises:
             OptionError: a prompt with chunks that the engine cannot run; the message says why.
@@ -177,7 +190,7 @@ class RequestValidator:
         )
 
     def ids_of(self, request: Request) -> tuple[tuple[int, ...], list[PromptSpan]]:
-        """The tokens of its prompt, and its parts where it holds chunks.
+        """Return the tokens of a prompt, and its parts where it holds chunks.
 
         Raises:
             OptionError: see `validate`.
@@ -197,7 +210,8 @@ class RequestValidator:
         return ids, spans if any(span.is_chunk for span in spans) else []
 
     def _check_known(self, known: Sequence[Sequence[int]], n: int, most: int) -> None:
-        """
+        """Check the known tokens of the answers.
+
         Raises:
             OptionError: known tokens of another number of answers, more than an answer may have, or no tokens.
         """
@@ -209,17 +223,17 @@ class RequestValidator:
             if tokens:
                 check_tokens(tokens, self._model.vocabulary)
 
-    def _most_new(self, request: Request, prompt: int) -> int:
-        """Tokens that an answer may have."""
-        context, asked = self._model.context_length, request.params.max_tokens
+    def _max_new_tokens(self, request: Request, prompt: int) -> int:
+        """Return the tokens that an answer may have."""
+        context, max_tokens = self._model.context_length, request.params.max_tokens
         if context is None:
-            if asked is None:
+            if max_tokens is None:
                 raise OptionError("the model sets no limit to a text: give max_tokens")
-            return asked
+            return max_tokens
         if self._decode_groups.reach is not None:
-            return context if asked is None else asked
+            return context if max_tokens is None else max_tokens
         if prompt >= context:
             raise OptionError(
                 f"the prompt has {prompt} tokens, and the model's context holds {context} with the answer"
             )
-        return context - prompt if asked is None else min(asked, context - prompt)
+        return context - prompt if max_tokens is None else min(max_tokens, context - prompt)

@@ -9,12 +9,15 @@ from millpond.engine.fairness import ClientService
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is.
+    """Stage of a request.
 
     Attributes:
-        WAITING: it has not begun. PREFILL: its prompt is read. DECODE: its answers get tokens.
-        PREEMPTED: it had begun, and is swapped out of the pool.
-        PINNED: it is a shared prefix, held for those that begin with it. RELEASED: one that nothing needs any more.
+        WAITING: It has not begun.
+        PREFILL: Its prompt is being read.
+        DECODE: Its answers get tokens.
+        PREEMPTED: It had begun, and is swapped out of the pool.
+        PINNED: It is a shared prefix, held for the requests that begin with it.
+        RELEASED: It is a shared prefix that nothing needs any more.
     """
 
     WAITING = "waiting"
@@ -27,11 +30,13 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes of pages that a request holds at most.
+    """Most bytes of pages that a request holds.
 
     Attributes:
-        prefill: until its prompt is planned. shared: then, for all of its answers together. each: for each of them.
-        disk: of a disk, in each of the layers that lie there.
+        prefill: Bytes until the prompt is planned.
+        shared: Bytes afterwards that all answers share.
+        each: Bytes afterwards per answer.
+        disk: Bytes on disk, per layer stored there.
     """
 
     prefill: int
@@ -40,11 +45,11 @@ class MemoryNeed:
     disk: int = 0
 
     def decoding(self, num_answers: int) -> int:
-        """While `num_answers` answers continue."""
+        """Return the bytes while `num_answers` answers continue."""
         return self.shared + self.each * num_answers
 
     def peak(self, num_answers: int) -> int:
-        """At any time."""
+        """Return the most bytes at any time."""
         return max(self.prefill, self.decoding(num_answers))
 
 
@@ -53,21 +58,28 @@ class SchedulerRequest:
     """One request as the scheduler sees it.
 
     Attributes:
-        key: its name. num_prompt_tokens: tokens to read. memory_need: see `MemoryNeed`.
-        num_answers: answers that are not finished.
-        client_id: names the client. priority: lower goes first.
-        deadline: when it ends at the latest, on the caller's clock; None: never. is_uncut: its prompt cannot be cut.
-        arrival, client: given by the scheduler. num_computed_tokens: tokens of the prompt that were read.
-        times_passed: requests of others that began before it while it did not fit.
-        steps_waited: steps in which it did not fit.
-        is_skippable: its answers decode in a batch of their own, which may pass a step.
-        is_shared_prefix: it is a common beginning of prompts, and is held once it is read.
-        prefix: the shared prefix that it begins with, and waits for.
-        is_loading: what it needs is still read from files.
-        max_new_tokens: most tokens of each answer. num_decoded_tokens: those that decoding steps have added.
-        growth: bytes of an answer that are not held yet after each of several equal parts of it, see `growth_bytes`;
-            empty: all are.
-        status: where it is.
+        key: Its name.
+        num_prompt_tokens: Tokens to read.
+        memory_need: Bytes that it may hold.
+        num_answers: Answers that are not finished.
+        client_id: Name of the client.
+        priority: Lower goes first.
+        deadline: Latest end, on the caller's clock; None: never.
+        is_uncut: Whether its prompt cannot be cut.
+        arrival: Order of arrival, set by the scheduler.
+        num_computed_tokens: Tokens of the prompt that were read.
+        times_passed: Requests of others that began before it while it did not fit.
+        steps_waited: Steps in which it did not fit.
+        is_skippable: Whether its answers decode in a batch of their own, which may pass a step.
+        is_shared_prefix: Whether it is a common beginning of prompts, which is held once it is read.
+        prefix: Shared prefix that it begins with, and waits for.
+        is_loading: Whether something that it needs is still being read from files.
+        max_new_tokens: Most tokens of each answer.
+        num_decoded_tokens: Tokens per answer that decoding steps have added.
+        growth: Bytes per answer still to be allocated after each of several equal parts of it, see `growth_bytes`;
+            empty if all are allocated at once.
+        client: Service of its client, set by the scheduler.
+        status: Its stage.
     """
 
     key: str
@@ -94,7 +106,7 @@ class SchedulerRequest:
 
     @property
     def queue_key(self) -> tuple[int, int, int, int]:
-        """The lowest goes first."""
+        """Sort key in the queue; the lowest goes first."""
         return self.priority, *self.client.queue_key, self.arrival
 
     @property
@@ -104,7 +116,7 @@ class SchedulerRequest:
 
     @property
     def waits_for_prefix(self) -> bool:
-        """Whether the shared prefix that it begins with is still to be read."""
+        """Whether the shared prefix that it begins with has not been read yet."""
         return (
             self.status is RequestStatus.WAITING
             and self.prefix is not None

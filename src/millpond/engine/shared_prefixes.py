@@ -1,8 +1,8 @@
 """Shared prefixes of a planned batch: common beginnings of prompts, read as requests of their own and pinned.
 
-A shared prefix is a cache whose prompt was not planned. A request behind it begins with a copy of that state: its pages
-are shared until one of the two writes, and what a method sums over queries (column sums, moments, the queries
-themselves) goes on from there. So a beginning may end inside a page, which is then copied, and is exact for methods
+A shared prefix is a cache whose prompt was not planned. A request that begins with it starts with a copy of that state:
+its pages are shared until one of the two writes, and sums over queries (column sums, moments, the queries
+themselves) continue from there. So a beginning may end inside a page, which is then copied, and is exact for methods
 that sum.
 """
 
@@ -28,10 +28,12 @@ from millpond.runner.cache_factory import CacheFactory
 
 
 class SharedPrefixes:
-    """Adds shared prefixes, lets requests begin with them, and lets them go when nothing needs them any more.
+    """Adds shared prefixes, lets requests begin with them, and releases unneeded ones.
 
     Args:
-        requests: the engine's, shared prefixes among them.
+        memory_limit: Limit that all pools share.
+        scheduler: Scheduler of the engine.
+        requests: Requests of the engine, shared prefixes among them.
     """
 
     def __init__(self, memory_limit: MemoryLimit, scheduler: Scheduler, requests: RequestTable) -> None:
@@ -39,11 +41,11 @@ class SharedPrefixes:
         self._names = count()
 
     def plan(self, states: Sequence[RequestState], levels: int | None) -> BatchPlan:
-        """The plan of requests of one kind; see `plan_batch`."""
+        """Return the plan of requests of one kind; see `plan_batch`."""
         cache_factory = states[0].group.cache_factory if states else None
         if cache_factory is None or not can_begin(cache_factory):
             levels = 0
-        answers = [float(sum(completion.most for completion in state.completions)) for state in states]
+        answers = [float(sum(completion.max_new_tokens for completion in state.completions)) for state in states]
         plan = plan_batch([state.ids_array for state in states], answers, levels=levels)
         if cache_factory is None:
             return plan
@@ -52,33 +54,44 @@ class SharedPrefixes:
     def add_planned(
         self, states: Sequence[RequestState], levels: int | None, take_in: Callable[[RequestState], None]
     ) -> None:
-        """Shared prefixes and requests join the queue in the order of their plan.
+        """Add shared prefixes and requests to the queue in the order of their plan.
 
         Args:
-            levels: see `plan_batch`. take_in: adds a request.
+            states: The requests.
+            levels: See `plan_batch`.
+            take_in: Adds a request.
         """
-        kinds: dict[Hashable, list[RequestState]] = {}
+        by_kind: dict[Hashable, list[RequestState]] = {}
         for state in states:
-            kinds.setdefault((state.group, state.request.cache_salt), []).append(state)
-        for alike in kinds.values():
+            by_kind.setdefault((state.group, state.request.cache_salt), []).append(state)
+        for alike in by_kind.values():
             plan = self.plan(alike, levels)
             added: dict[int, RequestState | None] = {-1: None}
             for reading in plan.readings:
                 if reading.prompt is None:
-                    of = plan.prefixes[reading.prefix]
-                    above = added[of.parent]
-                    found = self._add(alike[of.prompt].ids_array[: of.length], alike[of.prompt].group, above)
-                    added[reading.prefix] = found or above
+                    common_prefix = plan.prefixes[reading.prefix]
+                    parent = added[common_prefix.parent]
+                    new_prefix = self._add(
+                        alike[common_prefix.prompt].ids_array[: common_prefix.length],
+                        alike[common_prefix.prompt].group,
+                        parent,
+                    )
+                    added[reading.prefix] = new_prefix or parent
                 else:
                     self._assign(alike[reading.prompt], added[reading.prefix])
                     take_in(alike[reading.prompt])
             self._end_unused([shared_prefix for shared_prefix in added.values() if shared_prefix is not None])
 
     def _add(self, ids: np.ndarray, group: DecodeGroup, parent: RequestState | None) -> RequestState | None:
-        """A shared prefix joins the queue; None: prompts of this method begin with none, or it does not fit.
+        """Add a shared prefix to the queue.
 
         Args:
-            ids: (n,) its tokens. group: of the requests behind it. parent: the shared prefix that it continues.
+            ids: Its tokens, (n,).
+            group: Group of the requests that begin with it.
+            parent: Shared prefix that it continues.
+
+        Returns:
+            The shared prefix; None: prompts of this method begin with none, or it does not fit.
         """
         if group.cache_factory.within_context(len(ids)) != len(ids) or len(ids) == group.cache_factory.reach:
             return None  # gaps close before its end
@@ -90,19 +103,19 @@ class SharedPrefixes:
         scheduled = SchedulerRequest(name, len(tokens), alone, num_answers=0, is_shared_prefix=True)
         shared_prefix = RequestState(Request(request_id=name, prompt=tokens), tokens, scheduled, group, [], Times(0.0))
         if parent is not None:
-            behind = estimate_prefix(group.cache_factory, len(tokens), len(parent.ids))
-            if self._fits_after(parent, behind.prefill):
+            after_parent = estimate_prefix(group.cache_factory, len(tokens), len(parent.ids))
+            if self._fits_after(parent, after_parent.prefill):
                 self._attach(shared_prefix, parent)
-                scheduled.memory_need = behind
+                scheduled.memory_need = after_parent
         self._requests.add(shared_prefix)
         self._scheduler.add(scheduled)
         return shared_prefix
 
     def _assign(self, state: RequestState, shared_prefix: RequestState | None) -> None:
-        """Let a request begin with a shared prefix, or with the nearest before it with which it fits; or with none.
+        """Let a request begin with a shared prefix, or with the nearest parent with which it fits.
 
-        A request whose prompt's log probabilities are wanted reads all of it, as does one of which spans
-        leave; one with chunks takes them from a store.
+        Or with none. A request whose prompt's log probabilities are requested reads all of it, as does one of which
+        spans are dropped; one with chunks takes them from a store.
         """
         if state.prompt_logprobs is not None or state.spans or state.marks.forget:
             return
@@ -121,7 +134,10 @@ class SharedPrefixes:
             shared_prefix = shared_prefix.shared_prefix
 
     def attach(self, state: RequestState) -> int:
-        """See `PromptSource`: a request that begins, or a shared prefix, holds what its shared prefix holds."""
+        """Copy the cache of a shared prefix to a request that begins, see `PromptSource`.
+
+        The request may be a shared prefix itself.
+        """
         shared_prefix = state.shared_prefix
         if shared_prefix is None or shared_prefix.private_cache is None:
             return 0
@@ -132,15 +148,16 @@ class SharedPrefixes:
         return len(shared_prefix.ids)
 
     def on_prompt_planned(self, state: RequestState) -> None:
-        """The prompt of a request was planned: unless its pages stay, those of its shared prefix are not needed any
-        more."""
+        """Detach a request whose prompt was planned, unless its pages stay."""
         if state.shared_prefix is not None and not keeps_pages(state.group.cache_factory):
             self.detach(state)
 
     def detach(self, state: RequestState, *, swapped: bool = False) -> None:
-        """A request needs its shared prefix no more; one that nothing needs is let go.
+        """Detach a request from its shared prefix; release one that nothing needs.
 
-        swapped: it had to leave the pool, and comes back with pages of its own.
+        Args:
+            state: The request.
+            swapped: Whether it had to leave the pool, and returns with pages of its own.
         """
         shared_prefix = state.shared_prefix
         if swapped and shared_prefix is not None:
@@ -154,8 +171,10 @@ class SharedPrefixes:
             state, shared_prefix = shared_prefix, shared_prefix.shared_prefix
 
     def release(self, shared_prefix: RequestState) -> None:
-        """Give up a shared prefix: what has not begun with it runs as if there were none. One that is gone is no
-        error."""
+        """Release a shared prefix: requests that have not begun with it run as if there were none.
+
+        A released one is no error.
+        """
         if self._requests.get(shared_prefix.request.request_id) is not shared_prefix:
             return
         for state in list(shared_prefix.users):
@@ -167,7 +186,7 @@ class SharedPrefixes:
         self.detach(shared_prefix)
 
     def release_newest(self) -> bool:
-        """Give up the newest shared prefix whose pages no other holds; False: there is none."""
+        """Release the newest shared prefix whose pages no other holds; return False if none is."""
         held = self._requests.with_status(RequestStatus.PINNED)
         idle = [
             shared_prefix for shared_prefix in held if all(user.private_cache is None for user in shared_prefix.users)
@@ -178,7 +197,7 @@ class SharedPrefixes:
         return True
 
     def _end_unused(self, added: list[RequestState]) -> None:
-        """Release those among new shared prefixes that nothing begins with."""
+        """Release new shared prefixes that nothing begins with."""
         for shared_prefix in reversed(added):  # children come after their parents
             if not shared_prefix.users:
                 self.release(shared_prefix)
@@ -188,7 +207,7 @@ class SharedPrefixes:
         shared_prefix.users.add(state)
 
     def _fits_after(self, shared_prefix: RequestState | None, n_bytes: int) -> bool:
-        """Whether `n_bytes` fit together with a shared prefix and all those that it continues."""
+        """Return whether `n_bytes` fit together with a shared prefix and all those it continues."""
         limit = self._memory_limit.limit_bytes
         while shared_prefix is not None:
             n_bytes += shared_prefix.scheduled.memory_need.prefill
@@ -205,10 +224,10 @@ class SharedPrefixes:
 
 
 def can_begin(cache_factory: CacheFactory) -> bool:
-    """Whether a prompt can begin with a copy of the state behind its beginning.
+    """Return whether a prompt can begin with a copy of the state after its beginning.
 
-    It cannot where entries leave before the prompt was read, where keys turn with evictions, where a prompt must be
-    read in one pass, where KV lies on a disk, and in hybrids with recurrent states.
+    It cannot where entries are evicted before the prompt was read, where keys turn with evictions, where a prompt must
+    be read in one pass, where KV is on a disk, and in hybrids with recurrent states.
     """
     policy = cache_factory.policy
     read_whole = policy.prefill == "once" and policy.positions == "absolute" and not cache_factory.whole_prompt

@@ -29,10 +29,12 @@ class PromptSegment:
     """Some tokens of a prompt.
 
     Attributes:
-        batch_cache: of the prompt alone. ids: (n,) int64, the tokens. start: index of the first in the prompt.
-        ends: the prompt ends with them. every_row: the logits of all tokens are needed; else of none, or of the last
-            where the prompt ends.
-        span: of a prompt with chunks, which of these tokens are computed; None: all.
+        batch_cache: Cache of the prompt alone.
+        ids: The tokens, (n,) int64.
+        start: Index of the first in the prompt.
+        ends: Whether the prompt ends with them.
+        every_row: Whether the logits of all tokens are needed; else of none, or of the last where the prompt ends.
+        span: Choice of the tokens to compute, in a prompt with chunks; None: all.
     """
 
     batch_cache: BatchCache
@@ -44,18 +46,18 @@ class PromptSegment:
 
     @property
     def computed(self) -> np.ndarray:
-        """(R,) int64: which of the tokens are computed."""
+        """Indices of the tokens that are computed, (R,) int64."""
         return np.arange(len(self.ids)) if self.span is None else self.span.rows.numpy()
 
     @property
     def rows(self) -> range:
-        """Rows of its own whose logits are needed."""
+        """Rows of the segment whose logits are needed."""
         n = len(self.computed)
         return range(0 if self.every_row else n - 1 if self.ends else n, n)
 
 
 def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequence[PromptSegment]) -> list[Tensor]:
-    """One forward pass.
+    """Run one forward pass.
 
     Returns:
         Logits (n, vocabulary) per group, one row per answer, then per prompt segment those that it needs.
@@ -66,13 +68,18 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
     needed: list[np.ndarray] = []
     begin = 0
 
-    def put(
-        cache: BatchCache, tokens: np.ndarray, places: np.ndarray, rows: range, span: PartialSpan | None, decoding: bool
+    def add_segment(
+        cache: BatchCache,
+        tokens: np.ndarray,
+        segment_positions: np.ndarray,
+        rows: range,
+        span: PartialSpan | None,
+        decoding: bool,
     ) -> None:
         nonlocal begin
         segments.append(Segment(cache.layers, begin, begin + len(tokens), decoding, cache.states, cache, span))
         ids.append(tokens)
-        positions.append(places)
+        positions.append(segment_positions)
         needed.append(begin + np.arange(rows.start, rows.stop))
         begin += len(tokens)
 
@@ -81,27 +88,33 @@ def run(model: PackedModel, groups: Sequence[DecodeGroup], prompt_segments: Sequ
             group.close_gaps(group.cache_factory.reach)
         newest = np.array([completion.newest for completion in group.completions], dtype=np.int64)
         group.batch_cache.begin(torch.from_numpy(newest[:, None]).to(model.device))
-        put(group.batch_cache, newest, group.batch_cache.tracker.seen.astype(np.int64), range(len(newest)), None, True)
+        add_segment(
+            group.batch_cache, newest, group.batch_cache.tracker.seen.astype(np.int64), range(len(newest)), None, True
+        )
     for segment in prompt_segments:
         cache, rows = segment.batch_cache, segment.computed
         cache.begin(torch.from_numpy(segment.ids[None]).to(model.device))
         begin_at = segment.start - int(cache.tracker.closed.sum())  # of its only sequence, if it has begun
-        put(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
-    chosen = np.concatenate(needed)
-    dummy = not len(chosen)  # a part of a prompt alone: the model still wants a row
-    wanted = torch.from_numpy(np.array([begin - 1]) if dummy else chosen).to(model.device)
+        add_segment(cache, segment.ids[rows], begin_at + rows, segment.rows, segment.span, False)
+    logit_rows = np.concatenate(needed)
+    no_logits = not len(logit_rows)  # a part of a prompt alone: the model still wants a row
+    model_rows = torch.from_numpy(np.array([begin - 1]) if no_logits else logit_rows).to(model.device)
     logits = model.forward(
         torch.from_numpy(np.concatenate(ids)).to(model.device),
         torch.from_numpy(np.concatenate(positions)).to(model.device),
         segments,
-        wanted,
+        model_rows,
     )
     ends = np.cumsum([len(rows) for rows in needed]).tolist()
     return [logits[end - len(rows) : end] for end, rows in zip(ends, needed, strict=True)]
 
 
 class StepExecutor:
-    """Runs passes. It ends answers, and retires no request: that is the engine's business."""
+    """Runs passes. It ends answers, and retires no request: the engine does that.
+
+    Args:
+        parts: Parts of the engine.
+    """
 
     def __init__(self, parts: Components) -> None:
         self._counts, self._tokenizer, self._requests = parts.counts, parts.tokenizer, parts.requests
@@ -110,7 +123,11 @@ class StepExecutor:
         self._prompt_end = PromptEnd(parts)
 
     def run(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
-        """One pass for groups that decode, and for requests with the number of tokens that are read of their prompts.
+        """Run one pass for groups that decode and for prompts that are read.
+
+        Args:
+            groups: Groups that decode.
+            reading: Requests, with the number of tokens that are read of their prompts.
 
         Returns:
             Requests with new tokens.
@@ -119,33 +136,33 @@ class StepExecutor:
             Exception: the pass failed, of all or for one of them: caches hold some layers' part of it.
         """
         begun = [(state, n, part) for state, n in reading if (part := self._begin_segment(state, n)) is not None]
-        ended = [state for state, _ in reading if state.failed]
+        ended_states = [state for state, _ in reading if state.failed]
         reading, segments = [(state, n) for state, n, _ in begun], [part for _, _, part in begun]
         if not groups and not segments:
-            return ended
+            return ended_states
         logits = run(self._model, groups, segments)
-        lost = self._fail_lost(groups, reading)
-        ended += lost
+        lost_states = self._fail_lost(groups, reading)
+        ended_states += lost_states
         completions: list[CompletionState] = []
         rows: list[Tensor] = []
-        for group, of_group in zip(groups, logits, strict=False):
-            stay = [index for index, completion in enumerate(group.completions) if not completion.finished]
-            completions += [group.completions[index] for index in stay]
-            rows.append(of_group if len(stay) == len(of_group) else of_group[stay])
+        for group, group_logits in zip(groups, logits, strict=False):
+            unfinished_rows = [index for index, completion in enumerate(group.completions) if not completion.finished]
+            completions += [group.completions[index] for index in unfinished_rows]
+            rows.append(group_logits if len(unfinished_rows) == len(group_logits) else group_logits[unfinished_rows])
         read: list[RequestState] = []
         partly: list[RequestState] = []
-        for (state, n), segment, of_segment in zip(reading, segments, logits[len(groups) :], strict=True):
+        for (state, n), segment, segment_logits in zip(reading, segments, logits[len(groups) :], strict=True):
             self._add_computed_tokens(state, n, len(segment.computed))
-            if state in lost:
+            if state in lost_states:
                 continue
-            self._end_segment(state, segment, of_segment)
+            self._end_segment(state, segment, segment_logits)
             if state.failed:
-                ended.append(state)
+                ended_states.append(state)
             elif segment.ends:
                 read.append(state)
                 unfinished = state.unfinished
                 completions += unfinished
-                rows.append(of_segment[-1:].expand(len(unfinished), -1))
+                rows.append(segment_logits[-1:].expand(len(unfinished), -1))
             else:
                 partly.append(state)
         if completions:
@@ -154,15 +171,15 @@ class StepExecutor:
         for state in partly:
             with state.own_work():
                 self._prefix_cache.insert_blocks(state)
-            ended += [state] if state.failed else []
+            ended_states += [state] if state.failed else []
         for group in dict.fromkeys([*groups, *(state.group for state in read)]):
             group.update_stats()
-        return list(dict.fromkeys([*ended, *(self._requests.owner(completion) for completion in completions)]))
+        return list(dict.fromkeys([*ended_states, *(self._requests.owner(completion) for completion in completions)]))
 
     # ------------------------------------------------------------------ prompts
 
     def _begin_segment(self, state: RequestState, n: int) -> PromptSegment | None:
-        """The next `n` tokens of a prompt; None: the request has ended, since that failed."""
+        """Return the next `n` tokens of a prompt; None: the request has failed and ended."""
         if state.times.started is None:
             state.times = replace(state.times, started=time.monotonic())
         with state.own_work():
@@ -181,7 +198,7 @@ class StepExecutor:
         return PromptSegment(state.private_cache, ids, start, ends, every_row, span)
 
     def _add_computed_tokens(self, state: RequestState, n: int, computed: int) -> None:
-        """`n` more tokens of a prompt are in its cache, of which `computed` were computed."""
+        """Count `n` more tokens of a prompt in its cache, of which `computed` were computed."""
         if computed < n:
             self._scheduler.add_computed_tokens(state.scheduled, n - computed, served=False)
             self._counts["reused_tokens"] += n - computed
@@ -189,7 +206,7 @@ class StepExecutor:
         self._counts["prompt_tokens"] += computed
 
     def _end_segment(self, state: RequestState, segment: PromptSegment, logits: Tensor) -> None:
-        """A segment of a prompt was read: what is due before its tokens are chosen, or the next segment is read."""
+        """Finish a segment of a prompt, before its tokens are chosen or the next segment is read."""
         with state.own_work():
             self._score_prompt(state, segment, logits)
             if state.marks.forget:
@@ -200,41 +217,41 @@ class StepExecutor:
                 state.blend.finish()
 
     def _score_prompt(self, state: RequestState, segment: PromptSegment, logits: Tensor) -> None:
-        """Log probabilities of the prompt's tokens after those that were read, if requested."""
+        """Record log probabilities of the tokens after those that were read, if requested."""
         if state.prompt_logprobs is None:
             return
         tokens = state.ids[segment.start + 1 : segment.start + len(segment.ids) + 1]
         top = [state.request.params.prompt_logprobs or 0] * len(tokens)
-        for token, (value, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
-            state.prompt_logprobs.append(with_texts(self._tokenizer, token, value, likeliest))
+        for token, (logprob, likeliest) in zip(tokens, score_tokens(logits[: len(tokens)], tokens, top), strict=True):
+            state.prompt_logprobs.append(with_texts(self._tokenizer, token, logprob, likeliest))
 
     def _fail_lost(self, groups: list[DecodeGroup], reading: list[tuple[RequestState, int]]) -> list[RequestState]:
         """End the requests whose keys and values could not be read from the disk or written to it."""
-        ended = []
+        ended_states = []
         for state, _ in reading:
             for error in [] if state.private_cache is None else state.private_cache.pop_failed().values():
                 state.fail(error)
-                ended.append(state)
+                ended_states.append(state)
         for group in groups:
             for sequence, error in group.batch_cache.pop_failed().items():
                 state = self._requests.owner(group.completions[sequence])
                 state.fail(error)
-                ended.append(state)
-        return ended
+                ended_states.append(state)
+        return ended_states
 
     # ------------------------------------------------------------------ next tokens
 
     def _choose(self, completions: list[CompletionState], logits: Tensor) -> None:
-        """The next token of every answer; those whose logits allow none end, and requests for which this fails.
+        """Choose the next token of every answer; end those whose logits allow none.
 
-        An answer whose cache began again takes the tokens that it has.
+        Requests for which this fails end too. An answer whose cache began again takes the tokens that it has.
         """
-        fresh = [index for index, completion in enumerate(completions) if not completion.replaying]
-        if len(fresh) < len(completions):
+        new_rows = [index for index, completion in enumerate(completions) if not completion.replaying]
+        if len(new_rows) < len(completions):
             for completion in completions:
                 if completion.replaying:
                     completion.replay()
-            completions, logits = [completions[index] for index in fresh], logits[fresh]
+            completions, logits = [completions[index] for index in new_rows], logits[new_rows]
         for completion, sampled in zip(completions, self._sampled(completions, logits), strict=True):
             if sampled is None or completion.finished:
                 continue
@@ -245,28 +262,30 @@ class StepExecutor:
                     raise sampled.error
 
     def _sampled(self, completions: list[CompletionState], logits: Tensor) -> list[Sampled | None]:
-        """The next token of each answer; None: it has ended."""
+        """Return the next token of each answer; None: it has ended."""
         keys = [completion.key for completion in completions]
         try:
             return [*self._sampler(keys, logits)]
         except BadLogitsError as error:
-            bad = error.reasons
+            reasons = error.reasons
             for completion in completions:
-                if completion.key in bad:
+                if completion.key in reasons:
                     completion.end("error")
-                    self._requests.owner(completion).error = bad[completion.key]
-            good = [index for index, key in enumerate(keys) if key not in bad]
-            rest = iter(self._sampled([completions[index] for index in good], logits[good]))
-            return [None if key in bad else next(rest) for key in keys]
+                    self._requests.owner(completion).error = reasons[completion.key]
+            usable_rows = [index for index, key in enumerate(keys) if key not in reasons]
+            usable_tokens = iter(self._sampled([completions[index] for index in usable_rows], logits[usable_rows]))
+            return [None if key in reasons else next(usable_tokens) for key in keys]
         except Exception as error:
             if len(completions) > 1:  # one of them, or each
-                alone = [self._sampled([one], logits[index : index + 1]) for index, one in enumerate(completions)]
-                return [sampled for (sampled,) in alone]
+                sampled_alone = [
+                    self._sampled([single], logits[index : index + 1]) for index, single in enumerate(completions)
+                ]
+                return [sampled for (sampled,) in sampled_alone]
             self._requests.owner(completions[0]).fail(error)
             return [None]
 
 
 def names_of(groups: Sequence[DecodeGroup], reading: Sequence[tuple[RequestState, int]]) -> tuple[str, ...]:
-    """The requests of a pass by name, common prefixes of a batch left out."""
+    """Return the names of the requests of a pass, without common prefixes of a batch."""
     decoding = (completion.key[0] for group in groups for completion in group.completions)
     return tuple(dict.fromkeys([*decoding, *(state.request.request_id for state, _ in reading if state.completions)]))

@@ -7,25 +7,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, StrictFloat, StrictInt, Tag, ValidationError
 
-from millpond.engine.grammar.compiler import MOST_CHOICES, MOST_GRAMMAR
-from millpond.engine.grammar.patterns import MOST_CHARACTERS
-from millpond.engine.grammar.schema import MOST_BYTES
-from millpond.engine.request import MOST_SALT, OnPressure
-from millpond.engine.sampling.params import MOST_ALLOWED, MOST_BAD_WORD, MOST_BAD_WORDS
+from millpond.engine.grammar.compiler import MAX_CHOICES, MAX_GRAMMAR
+from millpond.engine.grammar.patterns import MAX_CHARACTERS
+from millpond.engine.grammar.schema import MAX_BYTES
+from millpond.engine.request import MAX_SALT, OnPressure
+from millpond.engine.sampling.params import MAX_ALLOWED, MAX_BAD_WORD, MAX_BAD_WORDS
 from millpond.prompt_marks import MAX_BREAKPOINTS, MAX_KEPT, MAX_SHARES
 from millpond.server.errors import ApiError, of_validation
-from millpond.server.markdown import MOST_CHARACTERS as MOST_MARKDOWN
+from millpond.server.markdown import MOST_CHARACTERS as MAX_MARKDOWN
 from millpond.server.messages import MAX_NAME, MAX_TOOLS, Body, Message, Name, Tool
 
 #: Structures of one structural tag at most.
 MAX_STRUCTURES = 128
 _FEW = Field(min_length=1, max_length=MAX_STRUCTURES, fail_fast=True)
 #: A JSON schema as itself or as its text.
-Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MOST_BYTES)]
-Regex = Annotated[str, Field(max_length=MOST_CHARACTERS)]
-Choices = Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
-Ebnf = Annotated[str, Field(max_length=MOST_GRAMMAR)]
-TagOrText = dict[str, Any] | Annotated[str, Field(max_length=MOST_BYTES)]
+Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=MAX_BYTES)]
+Regex = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+Ebnf = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+TagOrText = dict[str, Any] | Annotated[str, Field(max_length=MAX_BYTES)]
 
 
 class Structure(Body):
@@ -153,11 +153,11 @@ def _value(given: Any, field: str) -> Any:
 
 
 #: Of seeds, what 64 bits hold; of counts of tokens, more than any context holds.
-_INT64, MOST_TOKENS = 2**63 - 1, 2**31 - 1
+_INT64, MAX_TOKENS = 2**63 - 1, 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 #: Lists of what clients send end at the first bad value: the errors of all would be many.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MOST_BAD_WORD)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)]
 StopText = Annotated[str, Field(min_length=1, max_length=1_000)]
 #: Names in `millpond.forget` at most, and one of them: a call's id has `MAX_NAME` characters at most.
 MAX_FORGETS = 256
@@ -165,7 +165,7 @@ Forgettable = Annotated[str, Field(min_length=1, max_length=MAX_NAME + len("tool
 #: Of the budget.
 Share = Annotated[StrictFloat, Field(gt=0, le=1)]
 #: Of a text, in characters or tokens; whether it lies in the prompt is known later.
-Place = Annotated[StrictInt, Field(ge=-MOST_TOKENS, le=MOST_TOKENS)]
+Place = Annotated[StrictInt, Field(ge=-MAX_TOKENS, le=MAX_TOKENS)]
 SpanShares = Annotated[list[tuple[Place, Place, Share]], Field(max_length=MAX_SHARES, fail_fast=True)]
 #: A number for all messages, or spans: an error speaks of the one that was meant.
 FairShareField = Annotated[
@@ -245,16 +245,16 @@ class TokenFields(GuidedFields):
     min_p: float | None = Field(default=None, ge=0, le=1)
     typical_p: float | None = Field(default=None, gt=0, le=1)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MOST_BAD_WORDS, fail_fast=True)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MOST_ALLOWED)] | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1_000)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MOST_SALT)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     millpond: CacheFields = CacheFields()
     # said for the one who runs the server; no answer depends on them
     user: ClientNote | None = None
@@ -307,8 +307,8 @@ class InfillBody(TokenFields):
     input_suffix: str = ""
     input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
     prompt: str = ""
-    n_predict: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
-    n_indent: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    n_predict: int | None = Field(default=None, ge=-1, le=MAX_TOKENS)
+    n_indent: int = Field(default=0, ge=0, le=MAX_TOKENS)
     t_max_predict_ms: float | None = Field(default=None, ge=0, le=1e12)
     response_fields: Annotated[list[ClientNote], Field(max_length=64)] | None = None
     # said for llama.cpp, which has slots, an order of samplers, and no limit of the prompt's time yet
@@ -415,4 +415,4 @@ class DetokenizeBody(Body):
 class MarkdownBody(Body):
     """POST /page/markdown."""
 
-    text: str = Field(max_length=MOST_MARKDOWN)
+    text: str = Field(max_length=MAX_MARKDOWN)

@@ -6,7 +6,7 @@ import pytest
 
 import millpond as mp
 from millpond.engine.engine import Engine
-from millpond.engine.offload.cost import block_course
+from millpond.engine.offload.cost import block_sweeps
 from millpond.engine.request import Request
 from tests.helpers.hf.families import VOCABULARY, family
 
@@ -29,7 +29,7 @@ def test_the_engine_takes_as_many_sweeps(sequences: int, prompt: int, new: int, 
         steps.append((now.prompt_tokens - before.prompt_tokens, now.generated_tokens - before.generated_tokens))
     engine.close()
     reading, decoding = [step for step in steps if step[0]], [step for step in steps if not step[0]]
-    course = block_course(sequences, prompt, new, step_tokens)
+    course = block_sweeps(sequences, prompt, new, step_tokens)
     assert (course.prefill, course.decode) == (len(reading), len(decoding))
     assert course.prompt_rows == pytest.approx(sequences * prompt / len(reading))
     assert course.meanwhile + course.ends == pytest.approx(sum(n for _, n in reading) / len(reading))
@@ -39,6 +39,6 @@ def test_the_engine_takes_as_many_sweeps(sequences: int, prompt: int, new: int, 
 
 def test_prompts_that_wait_for_those_that_decode_take_more_sweeps() -> None:
     """With more sequences than rows in a sweep an eighth is left for prompts."""
-    course = block_course(64, 64, 1000, 32)
+    course = block_sweeps(64, 64, 1000, 32)
     assert course.prefill > 64 * 64 / 32 * 2
     assert course.meanwhile > 32

@@ -15,7 +15,7 @@ from millpond.engine.offload.machine import Accelerator
 from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.plan import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.planner import EXAMPLE
-from millpond.engine.offload.search import Limits, least_memory, least_seconds, predicted, search, solve
+from millpond.engine.offload.search import Limits, min_memory, min_seconds, predicted, search, solve
 from millpond.errors import BudgetError
 
 MiB = 2**20
@@ -48,9 +48,9 @@ def test_no_block_takes_less_than_its_bound(recall: ModelSize, read_per_s: float
     solved, tight = 0, 0
     for sequences, rows, more in product((1, 3, 16, 64), (16, 256), (0, 1, 6, 100)):
         block = BlockShape(sequences=sequences, micro_batch=min(8, sequences), prompt_rows=rows)
-        limits = Limits(memory=least_memory(cost, can) + more * MiB, device_memory=(24 + more) * MiB if device else 0)
+        limits = Limits(memory=min_memory(cost, can) + more * MiB, device_memory=(24 + more) * MiB if device else 0)
         room = {"device": limits.of("device"), "host": limits.of("host")}
-        least = least_seconds(cost, block, room, may(can))
+        least = min_seconds(cost, block, room, may(can))
         shares = solve(cost, block, limits, can)
         if shares is None:
             continue
@@ -71,11 +71,11 @@ def test_a_search_with_bounds_finds_what_one_without_finds(
     pytest.importorskip("scipy")
     cost = cost_of(recall, method, codec, 1e8)
     for more in (0, 2, 20):
-        memory = least_memory(cost) + more * MiB
+        memory = min_memory(cost) + more * MiB
         limits = Limits(memory=memory, latency_s=latency_s, sequences=24, prompt_rows=128)
         found = outcome(cost, limits)
         with monkeypatch.context() as patch:
-            patch.setattr(searching, "least_seconds", lambda *_: 0.0 if latency_s is None else -1.0)
+            patch.setattr(searching, "min_seconds", lambda *_: 0.0 if latency_s is None else -1.0)
             patch.setattr(searching, "_too_slow", lambda *_: False)
             assert outcome(cost, limits) == found
 
@@ -90,4 +90,4 @@ def outcome(cost: CostModel, limits: Limits) -> object:
 def test_a_place_without_room_has_no_bound(recall: ModelSize) -> None:
     cost = cost_of(recall, "full", "auto", 1e8)
     block = BlockShape(sequences=1, micro_batch=1, prompt_rows=16)
-    assert least_seconds(cost, block, {"device": 0.0, "host": 0.0}, may(ENGINE)) == inf
+    assert min_seconds(cost, block, {"device": 0.0, "host": 0.0}, may(ENGINE)) == inf

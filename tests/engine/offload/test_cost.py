@@ -13,13 +13,13 @@ from millpond.cache.tiered.disk_tier import DiskTier
 from millpond.cache.tiered.write_back import MAX_PATCHES
 from millpond.engine.engine import Engine
 from millpond.engine.memory_estimate import estimate
-from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, StepMemory, block_course
+from millpond.engine.offload.cost import PLACES, BlockShape, CostModel, StepMemory, block_sweeps
 from millpond.engine.offload.kv_size import KVSize, cache_layout, kv_size
 from millpond.engine.offload.machine import Accelerator, MachineConstants
 from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.plan import ENGINE, EVERYTHING, Capabilities
 from millpond.engine.offload.planner import EXAMPLE
-from millpond.engine.offload.search import Limits, least_memory, predicted, search, solve, solve_linear
+from millpond.engine.offload.search import Limits, min_memory, predicted, search, solve, solve_linear
 from millpond.engine.request import Request
 from millpond.errors import BudgetError
 from millpond.models.load import load_model
@@ -95,7 +95,7 @@ def test_kv_is_what_requests_reserve(recall: ModelSize) -> None:
 
 def test_bytes_of_a_plan_sum_to_less_than_its_memory(recall: ModelSize) -> None:
     cost = cost_of(recall)
-    least = least_memory(cost)
+    least = min_memory(cost)
     for memory in range(least, 2 * least, least // 7):
         plan = search(cost, Limits(memory=memory))
         assert plan.prediction is not None
@@ -109,7 +109,7 @@ def test_bytes_of_a_plan_sum_to_less_than_its_memory(recall: ModelSize) -> None:
 
 def test_least_memory_is_the_least_that_runs(recall: ModelSize) -> None:
     cost = cost_of(recall)
-    least = least_memory(cost)
+    least = min_memory(cost)
     search(cost, Limits(memory=least))
     with pytest.raises(BudgetError, match=f"below the smallest that runs, {least:,} bytes"):
         search(cost, Limits(memory=least - 1))
@@ -117,7 +117,7 @@ def test_least_memory_is_the_least_that_runs(recall: ModelSize) -> None:
 
 def test_more_memory_is_never_slower(recall: ModelSize) -> None:
     cost = cost_of(recall)
-    least = least_memory(cost)
+    least = min_memory(cost)
     rates = [search(cost, Limits(memory=least * n // 4)).prediction for n in (4, 5, 7, 10, 15)]
     found = [one.tokens_per_s for one in rates if one is not None]
     assert all(later >= 0.97 * earlier for earlier, later in pairwise(found))
@@ -131,7 +131,7 @@ def test_the_linear_program_agrees_with_filling_the_memory(recall: ModelSize) ->
     slow = replace(cost, machine=replace(EXAMPLE, read_per_s=1e6))  # bound by reading, so the optimum is unique
     for sequences in (1, 3, 8):
         block = BlockShape(sequences=sequences, micro_batch=sequences, prompt_rows=64)
-        limits = Limits(memory=least_memory(cost) + 3 * MiB)
+        limits = Limits(memory=min_memory(cost) + 3 * MiB)
         shares, filled = solve_linear(slow, block, limits, free), solve(slow, block, limits)
         if shares is None or filled is None:
             assert shares is filled
@@ -279,7 +279,7 @@ def test_the_engine_counts_what_stays_in_memory_of_kv_on_a_disk(recall: ModelSiz
         name: {term.name: term.at(far) for term in CostModel(deep, kv, EXAMPLE).decode(block)}
         for name, kv in (("full", full), ("h2o", h2o))
     }
-    decoding = CostModel(deep, full, EXAMPLE).course(block).decoding  # 4 at first, fewer once the first have ended
+    decoding = CostModel(deep, full, EXAMPLE).sweeps(block).decoding  # 4 at first, fewer once the first have ended
     assert 2 < decoding < 4
     assert seconds["full"]["disk reads"] == pytest.approx(decoding * full.step_bytes / EXAMPLE.read_per_s)
     assert seconds["full"]["disk writes"] == pytest.approx(decoding * full.new_bytes / EXAMPLE.write_per_s)
@@ -292,7 +292,7 @@ def test_what_is_besides_the_products_is_counted(recall: ModelSize) -> None:
     """Each constant of the machine makes a sweep longer, by as much as it is called for."""
     cost, far = cost_of(recall), {"weights disk": 1.0, "kv host": 1.0}
     block = BlockShape(sequences=4, micro_batch=4, prompt_rows=64)
-    course, n = cost.course(block), len(recall.layers)
+    course, n = cost.sweeps(block), len(recall.layers)
 
     def compute(machine: MachineConstants) -> tuple[float, float]:
         changed = replace(cost, machine=machine)
@@ -372,7 +372,7 @@ def test_prompts_whose_kv_goes_to_the_disk_take_their_reads_and_writes(recall: M
         return {term.name: term.at(far) for term in CostModel(recall, kv, machine).prefill(block)}
 
     # Sweeps read tokens 0-40, 40-80, 80-100 and 0-20, 20-60, 60-100: before these 0, 40, 80, 20 and 60 of a prompt.
-    course = CostModel(recall, kv, machine).course(block)
+    course = CostModel(recall, kv, machine).sweeps(block)
     assert (course.prefill, course.prompt_rows, course.again, course.ends) == (5, 40, 40, 0.4)
     came = 40 * 1e6 + 0.4 * 1e8
     left = 40 * 1e6 + 0.4 * 3e7
@@ -399,7 +399,7 @@ def test_the_tier_reads_of_prompts_what_is_counted(recall: ModelSize, tmp_path: 
         kv = kv_size(recall, 256, 2, method=method, budget=budget)
         assert kv.settles == (method == "snapkv")
         assert kv.prompt_bytes == 256 * kv.new_bytes
-        again = block_course(1, 256, 2, 64).again * 4
+        again = block_sweeps(1, 256, 2, 64).again * 4
         assert again == 64 + 128 + 192
         assert tier.bytes_read == pytest.approx(again * kv.new_bytes + kv.settles * kv.prompt_bytes, rel=0.05)
         assert tier.bytes_written == pytest.approx(kv.prompt_bytes + kv.settles * kv.kept_bytes, rel=0.05)

@@ -91,7 +91,7 @@ def test_tokens_and_log_probabilities_are_those_in_memory(
             if "disk" in shares and "host" in shares:
                 continue
             both = llm.plan.bytes["disk"]["embeddings and head"]
-            layers = llm.plan.bytes["host"]["weights"] - model_size(folder, weights).far_ends.held_bytes
+            layers = llm.plan.bytes["host"]["weights"] - model_size(folder, weights).ends_on_disk.held_bytes
             assert layers == (model_size(folder, weights).layer_bytes if "host" in shares else 0)
             assert both > llm.plan.bytes["host"]["slots"]
 
@@ -99,7 +99,7 @@ def test_tokens_and_log_probabilities_are_those_in_memory(
 def test_a_sweep_reads_what_was_predicted_and_each_row_once(root: Path) -> None:
     folder = saved("llama", False, root)
     size, rows = model_size(folder), WeightSizes(Skeleton.of(folder)).ends_on_disk.tokens
-    assert size.far_ends.n_tiles > 2
+    assert size.ends_on_disk.n_tiles > 2
     with mp.LLM(folder, memory="12MiB", plan=plan(), method="full", max_step_tokens=64) as llm:
         streamed = llm.engine._model._streamed
         assert streamed is not None
@@ -112,7 +112,7 @@ def test_a_sweep_reads_what_was_predicted_and_each_row_once(root: Path) -> None:
         looked_up = [9, 4, *found[:-1]]
         assert streamed.row_bytes_read - before[1] == sum(rows.rows(one, one + 1).nbytes for one in looked_up)
         swept = streamed.bytes_read - before[0] - (streamed.row_bytes_read - before[1])
-        assert swept == steps * (llm.plan.bytes["disk"]["weights"] + size.far_ends.head_bytes)
+        assert swept == steps * (llm.plan.bytes["disk"]["weights"] + size.ends_on_disk.head_bytes)
 
 
 def test_the_smallest_memory_is_smaller_and_runs(root: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_smallest_memory_is_smaller_and_runs(root: Path) -> None:
         least[ends] = int(str(refused.value).split("runs, ")[1].split(" ")[0].replace(",", ""))
         assert ("which are read from the disk" in str(refused.value)) == (ends == "disk")
     size = model_size(folder)
-    saves = size.end_bytes - size.far_ends.held_bytes - size.far_ends.row_room_bytes
+    saves = size.end_bytes - size.ends_on_disk.held_bytes - size.ends_on_disk.row_room_bytes
     assert least["host"] - least["disk"] >= saves > 2 * VOCABULARY * 64 * 4 - (1 << 16)
     limits = {"max_step_tokens": 16, "max_running": 2}
     with pytest.raises(BudgetError, match=f"{least['disk']:,} bytes for one sequence"):

@@ -13,7 +13,7 @@ import pytest
 from millpond.engine.offload.plan import (
     ENGINE,
     EVERYTHING,
-    MOST_BYTES,
+    MAX_BYTES,
     Plan,
     Prediction,
     from_json,
@@ -109,7 +109,7 @@ def test_a_damaged_prediction_is_refused(name: str, value: Any) -> None:
 
 
 def test_a_huge_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_bytes(b" " * (MOST_BYTES + 1))
+    (tmp_path / "plan.json").write_bytes(b" " * (MAX_BYTES + 1))
     with pytest.raises(DataError, match="too many for a plan"):
         load_plan(tmp_path / "plan.json")
 

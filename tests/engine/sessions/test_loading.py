@@ -98,7 +98,7 @@ def test_a_request_that_is_cancelled_while_its_turn_is_read(
 
 def test_a_request_that_is_cancelled_before_it_begins(begun: tuple[Engine, list[list[int]]]) -> None:
     engine, texts = begun
-    engine._scheduler.most_running = 1
+    engine._scheduler.max_running = 1
     engine.add(request("runs", words(40, 99), 12))
     steps(engine, 3)
     engine.add(request("waits", texts[0]))
@@ -198,7 +198,7 @@ def test_the_best_priority_is_not_held_up_by_turns_that_wait(begun: tuple[Engine
     engine, texts = begun
     assert engine._parts.sessions is not None
     loader = engine._parts.sessions.loads._loader
-    loader._limit, engine._scheduler.most_running = 1, 1
+    loader._limit, engine._scheduler.max_running = 1, 1
     engine.add(request("runs", words(40, 99), 40))
     steps(engine, 4)
     engine.add(request("last", texts[0]))

@@ -120,7 +120,7 @@ def test_a_plan_that_is_searched_for_uses_only_what_it_may(
         EngineConfig(method="full"),
         machine=EXAMPLE,
         workload=Workload(prompt=20, new=20),
-        can=replace(ENGINE, schedules=(schedule,)),
+        capabilities=replace(ENGINE, schedules=(schedule,)),
     )
     assert opened.placement.plan.schedule == schedule
     assert opened.streamed is not None

@@ -15,13 +15,18 @@ from millpond.engine.chunks.loaded import LoadedChunks
 from millpond.kernels.args import AttentionShape
 from millpond.kernels.scattered_rows import attention_to_parts
 
-#: How each layer turns its keys; None for a layer that does not.
+#: Rotary embedding of the keys of each layer; None for a layer that does not turn them.
 Rotations = list[RotaryEmbedding | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ReusedChunk:
-    """A chunk that stands at `begin` of a prompt, and the variant that its tokens come from."""
+    """A chunk in a prompt, and the variant that its tokens come from.
+
+    Attributes:
+        begin: Index of its first token in the prompt.
+        variant: The variant.
+    """
 
     begin: int
     variant: StoredVariant
@@ -36,10 +41,17 @@ class ComputedChunk:
     """A chunk that is computed in full, for the store.
 
     Attributes:
-        begin, end: its tokens. chunk, prefix: keys. exact: nothing before it is approximate.
-        before: keys of the parts before it -> their tokens. parts: (tokens of the prompt,) int64, the part of each: its
-            number in `before`, len(before) for the chunk itself, and one more for tokens that count for none.
-        sums: (n, parts) float32, the attention of its tokens, summed over layers. keys, values: per layer, in pieces.
+        begin: Index of its first token.
+        end: Index after its last token.
+        chunk: Key of the chunk.
+        prefix: Key of the tokens before it.
+        exact: Whether nothing before it is approximate.
+        before: Keys of the parts before it -> their tokens.
+        parts: Part of each token of the prompt, (tokens of the prompt,) int64: its number in `before`, len(before) for
+            the chunk itself, and one more for tokens that count for none.
+        sums: Attention of its tokens, summed over layers, (n, parts) float32.
+        keys: Keys per layer, in pieces.
+        values: Values per layer, in pieces.
     """
 
     begin: int
@@ -54,20 +66,24 @@ class ComputedChunk:
     values: list[list[Tensor]] = field(default_factory=list)
 
     def variant(self) -> ChunkVariant:
-        """What the store keeps, when all of the chunk was computed."""
+        """Return the variant that the store keeps, when all of the chunk was computed."""
         keys, values = ([torch.cat(pieces, 1) for pieces in part] for part in (self.keys, self.values))
         return variant_of(self.chunk, self.prefix, self.exact, self.before, self.sums / len(keys), keys, values)
 
 
 @dataclass(slots=True, eq=False)
 class PromptBlend:
-    """What is computed of one prompt, and where the rest comes from.
+    """Choice of the tokens of one prompt that are computed, and the sources of the others.
 
     Attributes:
-        computed: (tokens,) bool. reused: chunks with a variant. kept: chunks that are computed for the store.
-        exact: all reused chunks are as a full computation would give them. store: that they are of, in which they stay
-            until `release`. private: what is stored is for the memory of this process alone.
-        loaded: what was read for the prompt before it began.
+        computed: Whether each token is computed, (tokens,) bool.
+        reused: Chunks with a variant.
+        kept: Chunks that are computed for the store.
+        exact: Whether all reused chunks are as a full computation would give them.
+        rotations: Rotary embeddings of the layers.
+        store: Store of the chunks, in which they stay until `release`.
+        private: Whether what is stored is for the memory of this process alone.
+        loaded: Chunks that were read for the prompt before it began.
     """
 
     computed: np.ndarray
@@ -80,8 +96,8 @@ class PromptBlend:
     loaded: LoadedChunks | None = None
 
     def __post_init__(self) -> None:
-        for one in self.reused:
-            self.store.pin(one.variant.facts)
+        for chunk in self.reused:
+            self.store.pin(chunk.variant.facts)
 
     @property
     def n_reused(self) -> int:
@@ -91,37 +107,37 @@ class PromptBlend:
     @property
     def n_recomputed(self) -> int:
         """Tokens of reused chunks that are computed."""
-        return sum(int(self.computed[one.begin : one.end].sum()) for one in self.reused)
+        return sum(int(self.computed[chunk.begin : chunk.end].sum()) for chunk in self.reused)
 
     @property
     def tainted(self) -> bool:
-        """Whether something comes from the store, so that none of the prompt's pages may pass for computed ones."""
+        """Whether some tokens come from the store, so that none of its pages counts as computed."""
         return not bool(self.computed.all())
 
     def reach(self, begin: int, n: int) -> int:
-        """How many tokens from `begin` a pass takes in that computes at most n, at least one of them."""
+        """Return how many tokens from `begin` a pass takes that computes at most n, at least one."""
         rows = np.flatnonzero(self.computed[begin:])
         return int(rows[n]) if n < len(rows) else len(self.computed) - begin
 
     def span(self, begin: int, end: int) -> BlendedSpan | None:
-        """The tokens of a pass; None where all are computed and none is for the store."""
-        kept = [one for one in self.kept if one.begin < end and begin < one.end]
+        """Return the tokens of a pass; None where all are computed and none is for the store."""
+        kept = [chunk for chunk in self.kept if chunk.begin < end and begin < chunk.end]
         if bool(self.computed[begin:end].all()) and not kept:
             return None
-        reused = [one for one in self.reused if one.begin < end and begin < one.end]
+        reused = [chunk for chunk in self.reused if chunk.begin < end and begin < chunk.end]
         rows = torch.from_numpy(np.flatnonzero(self.computed[begin:end]))
         return BlendedSpan(begin, end - begin, rows, reused, kept, self.rotations)
 
     def finish(self) -> None:
-        """The prompt is read: give the store what was computed for it."""
-        for one in self.kept:
-            self.store.put(one.variant(), private=self.private)
+        """Give the store the chunks that were computed for it: the prompt is read."""
+        for chunk in self.kept:
+            self.store.put(chunk.variant(), private=self.private)
         self.release()
 
     def release(self) -> None:
-        """No more of the prompt will be read; a second call does nothing."""
-        for one in self.reused:
-            self.store.unpin(one.variant.facts)
+        """Release the chunks: no more of the prompt will be read. A second call does nothing."""
+        for chunk in self.reused:
+            self.store.unpin(chunk.variant.facts)
         self.kept, self.reused = [], []
         if self.loaded is not None:
             self.loaded.release()
@@ -130,10 +146,15 @@ class PromptBlend:
 
 @dataclass(frozen=True, slots=True)
 class BlendedSpan:
-    """The tokens of one prompt in one pass: see `PartialSpan`.
+    """Tokens of one prompt in one pass: see `PartialSpan`.
 
     Attributes:
-        begin: position of the first. reused, kept: chunks that reach into the span.
+        begin: Position of the first.
+        length: Number of tokens.
+        rows: Indices of those that are computed, (R,).
+        reused: Reused chunks that reach into the span.
+        kept: Chunks that are computed for the store and reach into the span.
+        rotations: Rotary embeddings of the layers.
     """
 
     begin: int
@@ -144,52 +165,57 @@ class BlendedSpan:
     rotations: Rotations
 
     def complete(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `PartialSpan.complete`; what is computed for the store is noted."""
+        """Complete keys and values, see `PartialSpan.complete`; record those for the store."""
         keys, values = k.new_empty(len(k), self.length, k.shape[-1]), v.new_empty(len(v), self.length, v.shape[-1])
-        for one in self.reused:
-            begin, end = max(one.begin, self.begin), min(one.end, self.begin + self.length)
-            own = slice(begin - one.begin, end - one.begin)
-            there = slice(begin - self.begin, end - self.begin)
-            keys[:, there] = self._turned(layer, one.variant.keys(layer)[:, own].to(k.device), begin).to(k.dtype)
-            values[:, there] = one.variant.values(layer)[:, own].to(v.device, v.dtype)
+        for chunk in self.reused:
+            begin, end = max(chunk.begin, self.begin), min(chunk.end, self.begin + self.length)
+            in_chunk = slice(begin - chunk.begin, end - chunk.begin)
+            in_span = slice(begin - self.begin, end - self.begin)
+            keys[:, in_span] = self._turned(layer, chunk.variant.keys(layer)[:, in_chunk].to(k.device), begin).to(
+                k.dtype
+            )
+            values[:, in_span] = chunk.variant.values(layer)[:, in_chunk].to(v.device, v.dtype)
         rows = self.rows.to(k.device)
         keys[:, rows], values[:, rows] = k, v
         for kept in self.kept:
-            self._note(kept, layer, keys, values)
+            self._record(kept, layer, keys, values)
         return keys, values
 
     def observe(self, layer: int, q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> None:
-        """See `PartialSpan.observe`: sums the attention of chunks that are computed for the store."""
+        """Sum the attention of chunks that are computed for the store, see `PartialSpan.observe`."""
         rows = self.rows + self.begin
         for kept in self.kept:
-            own = torch.nonzero((rows >= kept.begin) & (rows < kept.end)).flatten()
-            places = rows[own]
+            chunk_rows = torch.nonzero((rows >= kept.begin) & (rows < kept.end)).flatten()
+            positions_of_rows = rows[chunk_rows]
             parts = kept.parts[positions[0].long().cpu()].to(q.device)  # all heads hold the same before a plan
-            found = attention_to_parts(
-                q[:, own.to(q.device)],
+            attention = attention_to_parts(
+                q[:, chunk_rows.to(q.device)],
                 keys,
-                places.to(q.device, torch.int32),
+                positions_of_rows.to(q.device, torch.int32),
                 positions,
                 shape,
                 parts,
                 kept.sums.shape[1],
             )
-            kept.sums[places - kept.begin] += found.cpu()
+            kept.sums[positions_of_rows - kept.begin] += attention.cpu()
 
     def _turned(self, layer: int, keys: Tensor, begin: int, inverse: bool = False) -> Tensor:
-        """Keys (Hkv, n, key_dim) turned to the positions from `begin` on, or back, in float32 or wider."""
+        """Return keys (Hkv, n, key_dim) turned to the positions from `begin` on, or back.
+
+        In float32 or wider.
+        """
         rotary = self.rotations[layer]
         if rotary is None:
             return keys
-        places = torch.arange(begin, begin + keys.shape[1], device=keys.device)
-        return rotary.rotate(keys[None], places[None], inverse=inverse)[0]
+        positions = torch.arange(begin, begin + keys.shape[1], device=keys.device)
+        return rotary.rotate(keys[None], positions[None], inverse=inverse)[0]
 
-    def _note(self, kept: ComputedChunk, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Note a chunk's part of a span, keys before RoPE."""
+    def _record(self, kept: ComputedChunk, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Record a chunk's part of a span, keys before RoPE."""
         begin, end = max(kept.begin, self.begin), min(kept.end, self.begin + self.length)
-        there = slice(begin - self.begin, end - self.begin)
+        in_span = slice(begin - self.begin, end - self.begin)
         if layer == len(kept.keys):
             kept.keys.append([])
             kept.values.append([])
-        kept.keys[layer].append(self._turned(layer, keys[:, there], begin, inverse=True).to(keys.dtype).cpu())
-        kept.values[layer].append(values[:, there].cpu().clone())
+        kept.keys[layer].append(self._turned(layer, keys[:, in_span], begin, inverse=True).to(keys.dtype).cpu())
+        kept.values[layer].append(values[:, in_span].cpu().clone())

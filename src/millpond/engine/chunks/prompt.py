@@ -1,4 +1,4 @@
-"""A prompt of texts and chunks, and its tokens: each part is tokenized by itself."""
+"""Prompts of texts and chunks, and their tokens: each part is tokenized by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Chunk:
     """A text that many prompts hold, whose keys and values a chunk store keeps.
 
     Attributes:
-        content: a text, or its token ids.
+        content: A text, or its token ids.
 
     Raises:
         OptionError: it is empty, or neither of both.
@@ -35,13 +35,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt whose parts stand one after another; chunks come from the engine's chunk store where it has them.
+    """A prompt of consecutive parts; chunks come from the engine's chunk store if it has them.
 
-    Each part is tokenized by itself, so that a chunk has the same tokens wherever it stands. Special tokens that the
-    tokenizer puts before or after a text stand before the first part or after the last one, unless it is token ids.
+    Each part is tokenized by itself, so that a chunk has the same tokens everywhere. Special tokens that the
+    tokenizer puts before or after a text come before the first part or after the last one, unless it is token ids.
+
+    Args:
+        parts: Texts, token ids and `Chunk`s.
 
     Attributes:
-        parts: texts, token ids and `Chunk`s.
+        parts: Texts, token ids and `Chunk`s.
 
     Raises:
         OptionError: no part, or one that is none of these.
@@ -61,13 +64,13 @@ class Prompt:
 
     @property
     def text(self) -> str | None:
-        """The text of all parts; None where one of them is token ids."""
+        """Text of all parts; None where one of them is token ids."""
         texts = [one for one in self.texts if isinstance(one, str)]
         return "".join(texts) if len(texts) == len(self.parts) else None
 
     @property
     def texts(self) -> tuple[str | tuple[int, ...], ...]:
-        """The contents of all parts."""
+        """Contents of all parts."""
         return tuple(part.content if isinstance(part, Chunk) else part for part in self.parts)
 
     @property
@@ -78,7 +81,13 @@ class Prompt:
 
 
 class PromptSpan(NamedTuple):
-    """A part of a prompt: its tokens from `begin` to `end`."""
+    """A part of a prompt.
+
+    Attributes:
+        begin: Index of its first token.
+        end: Index after its last token.
+        is_chunk: Whether it is a chunk.
+    """
 
     begin: int
     end: int
@@ -86,7 +95,7 @@ class PromptSpan(NamedTuple):
 
 
 def tokenized(prompt: Prompt, tokenizer: Any) -> tuple[tuple[int, ...], list[PromptSpan]]:
-    """The tokens of a prompt, and its parts.
+    """Return the tokens of a prompt, and its parts.
 
     Raises:
         OptionError: a text without a tokenizer, or a chunk without a token.
@@ -110,7 +119,7 @@ def tokenized(prompt: Prompt, tokenizer: Any) -> tuple[tuple[int, ...], list[Pro
 
 
 def with_ids(prompt: Prompt, tokenizer: Any) -> Prompt:
-    """The same prompt with token ids in place of texts.
+    """Return the same prompt with token ids in place of texts.
 
     Raises:
         OptionError: as `tokenized`.
@@ -122,22 +131,22 @@ def with_ids(prompt: Prompt, tokenizer: Any) -> Prompt:
 
 
 def _special_tokens(prompt: Prompt, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens that the tokenizer puts before and after a text.
+    """Return the tokens that the tokenizer puts before and after a text.
 
     Raises:
         OptionError: a text without a tokenizer.
     """
     contents = prompt.texts
-    if not any(isinstance(one, str) for one in contents):
+    if not any(isinstance(content, str) for content in contents):
         return [], []
     if tokenizer is None:
         raise OptionError("a prompt of texts needs a tokenizer; give token ids, or the engine its tokenizer")
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
-    if not places:
+    with_special = list(tokenizer("a")["input_ids"])
+    begins = [i for i in range(len(with_special) - len(bare) + 1) if with_special[i : i + len(bare)] == bare]
+    if not begins:
         return [], []
-    before, after = whole[: places[0]], whole[places[0] + len(bare) :]
+    before, after = with_special[: begins[0]], with_special[begins[0] + len(bare) :]
     return before if isinstance(contents[0], str) else [], after if isinstance(contents[-1], str) else []
 
 

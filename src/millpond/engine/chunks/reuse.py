@@ -1,4 +1,4 @@
-"""Reuse of stored chunks in the prompts of an engine: which variant of each, what is computed again, and its files."""
+"""Reuse of stored chunks in the prompts of an engine: the variant of each, the tokens computed again, and its files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from millpond.policy.reuse import Pick, Recompute, pick_tokens
 from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import PackedModel
 
-#: deviation(begin, variant) -> (n,) how far the keys of a chunk are from those of this prompt.
+#: deviation(begin, variant) -> (n,): distance of the keys of a chunk from those of this prompt.
 Deviation = Callable[[int, StoredVariant], Tensor]
 
 
 def model_mark(model: Any, weights: str | None) -> str:
-    """Mark of a model and the format of its weights; to be made before these are packed."""
+    """Return the mark of a model and the format of its weights.
+
+    It must be made before the weights are packed.
+    """
     return hashlib.sha256(f"{fingerprint(model)} {model.dtype} {weights}".encode()).hexdigest()
 
 
@@ -42,7 +45,9 @@ class ChunkReuse:
     """A chunk store with the model that it belongs to.
 
     Args:
-        mark: see `model_mark`.
+        store: The store.
+        model: The model.
+        mark: Mark of the model, see `model_mark`.
 
     Raises:
         UnsupportedModelError: keys of this model cannot be moved; the message says why.
@@ -63,9 +68,16 @@ class ChunkReuse:
         options: CacheOptions,
         logprobs: bool,
     ) -> bool:
-        """Whether a request takes chunks from the store or gives some to it; False: its prompt runs as any other.
+        """Return whether a request takes chunks from the store or gives some to it.
 
-        method: of `cache_factory`. logprobs: those of the prompt are wanted.
+        False: its prompt runs as any other.
+
+        Args:
+            cache_factory: Factory of its cache.
+            method: Name of the method of `cache_factory`.
+            spans: Parts of the prompt.
+            options: Options of its cache.
+            logprobs: Whether the log probabilities of the prompt are requested.
 
         Raises:
             OptionError: a method that needs all queries of a prompt, and some would not be computed; or a chunk that
@@ -74,10 +86,12 @@ class ChunkReuse:
         for span in spans:
             if span.is_chunk:
                 self.store.check_size(span.end - span.begin)
-        apart = cache_factory.policy.scores_entries or cache_factory.policy.sums_prompt or not can_share(cache_factory)
+        needs_all_tokens = (
+            cache_factory.policy.scores_entries or cache_factory.policy.sums_prompt or not can_share(cache_factory)
+        )
         if options.recompute == 1:
-            return not apart and not logprobs
-        if apart:
+            return not needs_all_tokens and not logprobs
+        if needs_all_tokens:
             raise OptionError(
                 f"method {method!r} needs every query or hidden state of a prompt, and "
                 "tokens that come from a chunk store have none; give recompute=1, or a method such as 'full', 'snapkv' "
@@ -98,15 +112,19 @@ class ChunkReuse:
         salt: str | None,
         loaded: LoadedChunks | None = None,
     ) -> PromptBlend:
-        """Choose a variant of each chunk of a prompt, and what is computed.
+        """Choose a variant of each chunk of a prompt, and the tokens that are computed.
 
         The first token of a prompt is computed, unless it comes from a chunk that was stored at a beginning: most
         models let all tokens attend to it, whatever it is, and one from the middle of another text does not serve.
 
         Args:
-            ids: (n,) int64. window: last tokens whose queries the method needs. salt: of the request. It takes chunks
-                that were stored without a salt or with its own; those that it gives are for its own salt alone, in
-                memory. loaded: what `load` found, besides which only memory is looked at; None: files are read here.
+            ids: Tokens of the prompt, (n,) int64.
+            spans: Parts of the prompt.
+            options: Options of its cache.
+            window: Last tokens whose queries the method needs.
+            salt: Salt of the request. It takes chunks that were stored without a salt or with its own; those that it
+                gives are for its own salt alone, in memory.
+            loaded: Variants that `load` read; besides these only memory is searched. None: files are read here.
         """
         computed = np.ones(len(ids), dtype=bool)
         reused: list[ReusedChunk] = []
@@ -118,7 +136,7 @@ class ChunkReuse:
         for span, choice in self._choices(ids, spans, options, salt, source):
             if choice is not None:
                 if choice.variant is None:
-                    if choice.keep and all(one.chunk != choice.key for one in kept):
+                    if choice.keep and all(chunk.chunk != choice.key for chunk in kept):
                         kept.append(_to_keep(ids, span, choice.key, choice.prefix, exact, before, spans))
                 else:
                     exact = exact and choice.same and self.store.exact
@@ -141,21 +159,26 @@ class ChunkReuse:
         options: CacheOptions,
         salt: str | None,
         loaded: LoadedChunks,
-        going: Callable[[], bool],
+        is_wanted: Callable[[], bool],
     ) -> None:
         """Read the variants that `begin` would choose now, from any thread.
 
         Args:
-            loaded: is filled. going: whether to go on, looked at after each chunk.
+            ids: Tokens of the prompt, (n,) int64.
+            spans: Parts of the prompt.
+            options: Options of its cache.
+            salt: Salt of the request.
+            loaded: Filled with the variants.
+            is_wanted: Whether to continue, called after each chunk.
         """
         for _ in self._choices(ids, spans, options, salt, LoadingSource(self.store, loaded)):
-            if not going():
+            if not is_wanted():
                 return
 
     def _choices(
         self, ids: np.ndarray, spans: Sequence[PromptSpan], options: CacheOptions, salt: str | None, source: ChunkSource
     ) -> Iterator[tuple[PromptSpan, _Choice | None]]:
-        """The parts of a prompt, and of each chunk the variant that it takes."""
+        """Yield the parts of a prompt, and of each chunk the variant that it takes."""
         before: dict[str, None] = {}
         n_chunks = sum(span.is_chunk for span in spans)
         depth = 0
@@ -181,11 +204,11 @@ class ChunkReuse:
         source: ChunkSource,
         use: ChunkUse,
     ) -> _Choice:
-        """The variant with the least CFO under some keys."""
-        known = [facts for key in sorted(keys) for facts in source.find(key)]
-        if recompute == 1 and known:
+        """Return the variant with the least CFO under some keys."""
+        variants = [facts for key in sorted(keys) for facts in source.find(key)]
+        if recompute == 1 and variants:
             return _Choice(own, prefix, None, keep=False)
-        for facts in sorted(known, key=lambda one: one.share(prefix, before, self.store.alpha)):
+        for facts in sorted(variants, key=lambda facts_: facts_.share(prefix, before, self.store.alpha)):
             same = facts.exact and facts.prefix == prefix
             share = facts.share(prefix, before, self.store.alpha)
             share = share if recompute == "auto" or same else float(recompute)
@@ -199,12 +222,15 @@ class ChunkReuse:
 
 
 class _Choice(NamedTuple):
-    """What becomes of a chunk.
+    """Choice for a chunk.
 
     Attributes:
-        key: under which this request stores it. prefix: key of all ids before it. variant: None: it is computed.
-        share: that is computed again. same: the variant was computed in just this context, in full.
-        keep: the store shall have what is computed.
+        key: Key under which this request stores it.
+        prefix: Key of all ids before it.
+        variant: Variant that it takes; None: it is computed.
+        share: Share of its tokens that is computed again.
+        same: Whether the variant was computed in just this context, in full.
+        keep: Whether the store shall have what is computed.
     """
 
     key: str
@@ -224,15 +250,15 @@ def _to_keep(
     before: dict[str, int],
     spans: Sequence[PromptSpan],
 ) -> ComputedChunk:
-    """A chunk that is computed for the store.
+    """Return a chunk that is computed for the store.
 
     The first token of a prompt counts for no part: most tokens attend to it, whatever it is.
     """
     numbers = {part: number for number, part in enumerate(before)}
     parts = torch.full((len(ids),), len(before) + 1)
-    for one in spans:
-        if one.end <= span.begin:
-            parts[one.begin : one.end] = numbers[ids_key(ids[one.begin : one.end])]
+    for earlier in spans:
+        if earlier.end <= span.begin:
+            parts[earlier.begin : earlier.end] = numbers[ids_key(ids[earlier.begin : earlier.end])]
     parts[span.begin : span.end] = len(before)
     if span.begin:
         parts[0] = len(before) + 1
@@ -243,7 +269,7 @@ def _to_keep(
 def _picked(
     pick: Pick, variant: StoredVariant, begin: int, share: float, prefix: str, deviation: Deviation | None
 ) -> Tensor:
-    """(n,) int64: the tokens of a chunk that are computed again."""
+    """Return the tokens of a chunk that are computed again, (n,) int64."""
     n = variant.facts.n_tokens
     if not share:
         return torch.zeros(0, dtype=torch.int64)
@@ -252,7 +278,15 @@ def _picked(
 
 
 class _Deviation:
-    """Deviation of the keys of layer 1 from cached ones, after layer 0 has computed all tokens (CacheBlend)."""
+    """Deviation of the keys of layer 1 from cached ones (CacheBlend).
+
+    Layer 0 has computed all tokens before.
+
+    Args:
+        model: The model.
+        rotations: Rotary embeddings of the layers.
+        ids: Tokens of the prompt, (n,).
+    """
 
     def __init__(self, model: PackedModel, rotations: Rotations, ids: np.ndarray) -> None:
         self._rotary = rotations[1]
@@ -260,15 +294,15 @@ class _Deviation:
 
     def __call__(self, begin: int, variant: StoredVariant) -> Tensor:
         old = variant.keys(1).to(self._keys.device)
-        places = torch.arange(begin, begin + old.shape[1], device=old.device)
+        positions = torch.arange(begin, begin + old.shape[1], device=old.device)
         if self._rotary is not None:
-            old = self._rotary.rotate(old[None], places[None])[0]
+            old = self._rotary.rotate(old[None], positions[None])[0]
         new = self._keys[:, begin : begin + old.shape[1]]
         return (new.float() - old.float()).square().sum((0, 2)).cpu()
 
 
 def _rotations(model: PackedModel) -> list[RotaryEmbedding | None]:
-    """How the layers of a model turn their keys.
+    """Return the rotary embeddings of the layers' keys; None for a layer without one.
 
     Raises:
         UnsupportedModelError: its keys cannot be moved.
@@ -287,7 +321,13 @@ def _rotations(model: PackedModel) -> list[RotaryEmbedding | None]:
 
 
 class ChunkLoadSource:
-    """See `LoadSource`. More requests ahead would find fewer of the chunks that those before them store."""
+    """Chunks that requests wait for, see `LoadSource`.
+
+    More requests ahead would find fewer of the chunks that those before them store.
+
+    Args:
+        reuse: The chunk store with its model.
+    """
 
     name = "millpond-chunks"
     ahead = 4
@@ -296,25 +336,25 @@ class ChunkLoadSource:
         self._reuse, self.limit = reuse, reuse.store.loading
 
     def wants(self, state: RequestState) -> bool:
-        """A prompt with chunks."""
+        """Return whether a prompt has chunks."""
         return bool(state.spans)
 
     def empty(self) -> LoadedChunks:
-        """See `LoadSource`."""
+        """Return an empty holder, see `LoadSource`."""
         return LoadedChunks(self._reuse.store)
 
     def order(self, state: RequestState) -> LoadOrder[LoadedChunks]:
-        """See `LoadSource`."""
+        """Return the order for a request, see `LoadSource`."""
         request, store = state.request, self._reuse.store
 
         def size() -> int:
             return sum(store.size_of(span.end - span.begin) for span in state.spans if span.is_chunk)
 
-        def load(loaded: LoadedChunks, going: Callable[[], bool]) -> None:
-            self._reuse.load(state.ids_array, state.spans, request.cache, request.cache_salt, loaded, going)
+        def load(loaded: LoadedChunks, is_wanted: Callable[[], bool]) -> None:
+            self._reuse.load(state.ids_array, state.spans, request.cache, request.cache_salt, loaded, is_wanted)
 
         return LoadOrder(size, load)
 
     def failed(self) -> None:
-        """See `LoadSource`."""
+        """Record a failed load, see `LoadSource`."""
         self._reuse.store.load_failed()

@@ -1,4 +1,4 @@
-"""The other end of `millpond.engine.grammar.worker`: grammars compiled in a process of their own, under limits."""
+"""Process that compiles grammars under limits: the caller's end of `millpond.engine.grammar.worker`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 from millpond.engine.grammar.worker import HEAD, MADE, UNKNOWN, CompileLimits, exactly
 from millpond.errors import MillpondError, OptionError
 
-#: Of every grammar; texts of a limited length take longest: 2 to 5 s with the 50,257 words of GPT-2.
+#: Limits of every grammar; texts of a limited length take longest: 2 to 5 s with the 50,257 words of GPT-2.
 LIMITS = CompileLimits(cpu_seconds=20, memory_bytes=512 << 20, result_bytes=96 << 20)
 #: Seconds that the worker has to exit.
 _END_S = 2.0
 
 
 class Ask:
-    """One grammar that is to be compiled; another thread may give it up."""
+    """One grammar to compile; another thread may cancel it."""
 
     def __init__(self) -> None:
         self._wire: socket.socket | None = None
@@ -56,10 +56,13 @@ class Ask:
 
 
 class GrammarProcess:
-    """Starts the worker when it is first needed, and again if it died; safe to use from any thread.
+    """Starts the worker when it is first needed, and again if it died; safe from any thread.
+
+    Args:
+        limits: Limits of each grammar.
 
     Attributes:
-        limits: of each grammar.
+        limits: Limits of each grammar.
     """
 
     def __init__(self, limits: CompileLimits = LIMITS) -> None:
@@ -70,15 +73,19 @@ class GrammarProcess:
         self._owner = 0
 
     def compile(self, spec: dict[str, Any], name: str, tokenizer: str, ask: Ask | None = None) -> str:
-        """A compiled grammar as JSON. It takes as long as it takes: not to be called where others wait.
+        """Return a compiled grammar as JSON.
+
+        It may take long: do not call it where others wait.
 
         Args:
-            spec: its `kind` and `value`, as the worker takes them. ask: by which another thread may give it up.
-            name: of the tokenizer. tokenizer: itself, as JSON of xgrammar.
+            spec: Its `kind` and `value`, as the worker takes them.
+            name: Name of the tokenizer.
+            tokenizer: The tokenizer as JSON of xgrammar.
+            ask: Handle by which another thread may cancel it.
 
         Raises:
-            OptionError: the grammar is refused, or takes more than its limits. MillpondError: it was given up, or the
-                worker cannot be started.
+            OptionError: the grammar is refused, or takes more than its limits.
+            MillpondError: it was cancelled, or the worker cannot be started.
         """
         ask = ask or Ask()
         body = json.dumps({"tokenizer": name, "spec": spec, "limits": asdict(self.limits)}).encode()
@@ -108,8 +115,8 @@ class GrammarProcess:
         wire.sendall(struct.pack(">Q", len(body)) + body)
         kind, length = HEAD.unpack(exactly(wire, HEAD.size))
         if kind == UNKNOWN:
-            info = tokenizer.encode()
-            wire.sendall(struct.pack(">Q", len(info)) + info)
+            tokenizer_json = tokenizer.encode()
+            wire.sendall(struct.pack(">Q", len(tokenizer_json)) + tokenizer_json)
             kind, length = HEAD.unpack(exactly(wire, HEAD.size))
         return kind, exactly(wire, length)
 
@@ -126,7 +133,7 @@ class GrammarProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         script = Path(__file__).with_name("worker.py")
-        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it forks
+        single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # it forks
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(script), str(theirs.fileno())],
@@ -134,7 +141,7 @@ class GrammarProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | alone,
+                env=os.environ | single_thread,
                 start_new_session=True,
             )
         self._control, self._owner = ours, os.getpid()
@@ -152,6 +159,6 @@ class GrammarProcess:
                 process.wait()
 
 
-#: One for all models of this process.
+#: The one worker for all models of this process.
 WORKER = GrammarProcess()
 atexit.register(WORKER.close)

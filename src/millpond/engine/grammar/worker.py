@@ -1,4 +1,4 @@
-"""A process of its own that compiles grammars, each in a child that may be killed: what runs when this file is run.
+"""Process that compiles grammars, each in a child that may be killed; run as a file.
 
 Native code in a thread can be neither interrupted nor held to an amount of memory; a process can. This one imports
 xgrammar once and forks for each grammar, so that a child begins in milliseconds, and kills children that take too long
@@ -20,24 +20,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-#: What an answer begins with, before its length: a grammar, a refusal with its reason, a tokenizer must be sent first.
+#: First byte of a reply, before its length: a grammar, a refusal with its reason, a tokenizer must be sent first.
 MADE, REFUSED, UNKNOWN = b"+", b"-", b"?"
 HEAD = struct.Struct(">cQ")
 #: Seconds between two checks of the children.
 _LOOK_S = 0.02
-_MOST_TOKENIZERS = 4
-#: What xgrammar's errors begin with: the time, the place in its source, what did not hold there.
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
+_MAX_TOKENIZERS = 4
+#: Beginning of xgrammar's errors: the time, the position in its source, the condition that did not hold there.
+_ERROR_HEAD = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Of one grammar.
+    """Limits of one grammar.
 
     Attributes:
-        cpu_seconds: of a processor, however long that takes on a busy machine. memory_bytes: beyond those at the start.
-        result_bytes: of the grammar when it is returned.
-        clock_seconds: on the clock, after which a process that does nothing is given up.
+        cpu_seconds: Processor time, however long that takes on a busy machine.
+        memory_bytes: Memory beyond that at the start.
+        result_bytes: Size of the grammar when it is returned.
+        clock_seconds: Time on the clock after which a process that does nothing is killed.
     """
 
     cpu_seconds: int
@@ -63,10 +64,10 @@ def main() -> None:
     tokenizers: dict[str, Any] = {}
     children: list[_Child] = []
     while True:
-        heard = [control, *(child.wire for child in children)]
-        ready, _, _ = select.select(heard, [], [], _LOOK_S if children else None)
+        sockets = [control, *(child.wire for child in children)]
+        ready, _, _ = select.select(sockets, [], [], _LOOK_S if children else None)
         for child in list(children):
-            _look_after(child, children, gone=child.wire in ready)
+            _look_after(child, children, caller_gone=child.wire in ready)
         if control in ready:
             _, wires, _, _ = socket.recv_fds(control, 1, 1)
             if not wires:  # the caller is gone
@@ -76,20 +77,20 @@ def main() -> None:
             _begin(socket.socket(fileno=wires[0]), tokenizers, children, xgrammar, control)
 
 
-def _look_after(child: _Child, children: list[_Child], gone: bool) -> None:
-    """Kill a child that timed out or whose caller is gone; report one that died without an answer."""
-    late = time.monotonic() > child.ends
-    if late or gone:
+def _look_after(child: _Child, children: list[_Child], caller_gone: bool) -> None:
+    """Kill a child that timed out or whose caller is gone; report one that died silently."""
+    is_late = time.monotonic() > child.ends
+    if is_late or caller_gone:
         os.kill(child.pid, signal.SIGKILL)
-    pid, status = os.waitpid(child.pid, 0 if late or gone else os.WNOHANG)
+    pid, status = os.waitpid(child.pid, 0 if is_late or caller_gone else os.WNOHANG)
     if pid == 0:
         return
     children.remove(child)
     if status:
-        by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if by == signal.SIGXCPU:
+        signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if signal_number == signal.SIGXCPU:
             reason = f"more than {child.limits.cpu_seconds} s of a processor"
-        elif late:
+        elif is_late:
             reason = f"more than {child.limits.clock_seconds:g} s"
         else:
             reason = f"more than {child.limits.memory_bytes >> 20} MiB"
@@ -101,17 +102,17 @@ def _begin(
     wire: socket.socket, tokenizers: dict[str, Any], children: list[_Child], xgrammar: Any, control: socket.socket
 ) -> None:
     try:
-        asked = json.loads(receive(wire))
-        name = asked["tokenizer"]
+        message = json.loads(receive(wire))
+        name = message["tokenizer"]
         if name not in tokenizers:
             _send(wire, UNKNOWN, b"")
             tokenizers[name] = xgrammar.TokenizerInfo.deserialize_json(receive(wire).decode())
-            if len(tokenizers) > _MOST_TOKENIZERS:
+            if len(tokenizers) > _MAX_TOKENIZERS:
                 del tokenizers[next(iter(tokenizers))]
     except (OSError, EOFError):
         wire.close()
         return
-    limits = CompileLimits(**asked["limits"])
+    limits = CompileLimits(**message["limits"])
     pid = os.fork()
     if pid:
         children.append(_Child(pid, wire, time.monotonic() + limits.clock_seconds, limits))
@@ -120,7 +121,7 @@ def _begin(
     try:
         control.close()
         _confine(limits)
-        code = _compile(wire, asked["spec"], tokenizers[name], limits, xgrammar)
+        code = _compile(wire, message["spec"], tokenizers[name], limits, xgrammar)
     finally:
         os._exit(code)
 
@@ -140,23 +141,23 @@ def _confine(limits: CompileLimits) -> None:
 
 
 def _compile(wire: socket.socket, spec: dict[str, Any], tokenizer: Any, limits: CompileLimits, xgrammar: Any) -> int:
-    """What the exit status of the child shall be."""
+    """Compile a grammar, send it, and return the exit status of the child."""
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     kind, value = spec["kind"], spec["value"]
     try:
         if kind == "json_schema":
-            made = compiler.compile_json_schema(json.dumps(value), max_whitespace_cnt=spec["most_blanks"])
+            compiled = compiler.compile_json_schema(json.dumps(value), max_whitespace_cnt=spec["most_blanks"])
         elif kind == "regex":
-            made = compiler.compile_regex(value)
+            compiled = compiler.compile_regex(value)
         elif kind == "grammar":
-            made = compiler.compile_grammar(value)
+            compiled = compiler.compile_grammar(value)
         else:
-            made = compiler.compile_structural_tag({"type": "structural_tag", "format": value})
-        first = xgrammar.allocate_token_bitmask(1, tokenizer.vocab_size)
-        if xgrammar.GrammarMatcher(made).fill_next_token_bitmask(first, 0) and not first.any():
+            compiled = compiler.compile_structural_tag({"type": "structural_tag", "format": value})
+        first_mask = xgrammar.allocate_token_bitmask(1, tokenizer.vocab_size)
+        if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first_mask, 0) and not first_mask.any():
             _send(wire, REFUSED, b"no answer can follow it")
             return 0
-        serialized = made.serialize_json().encode()
+        serialized = compiled.serialize_json().encode()
     except MemoryError:
         return 1
     except Exception as error:  # xgrammar's own types are not public
@@ -173,9 +174,9 @@ def _compile(wire: socket.socket, spec: dict[str, Any], tokenizer: Any, limits: 
 
 
 def _reason(error: Exception) -> str:
-    """What xgrammar says, without the time and the place in its source."""
+    """Return the text of xgrammar's error, without the time and the position in its source."""
     lines = str(error).strip().splitlines()
-    return _PLACE.sub("", lines[-1]) if lines else type(error).__name__
+    return _ERROR_HEAD.sub("", lines[-1]) if lines else type(error).__name__
 
 
 def _send(wire: socket.socket, kind: bytes, data: bytes) -> None:
@@ -184,7 +185,7 @@ def _send(wire: socket.socket, kind: bytes, data: bytes) -> None:
 
 
 def receive(wire: socket.socket) -> bytes:
-    """The next message of the caller: its length, then its bytes.
+    """Return the next message of the caller: its length, then its bytes.
 
     Raises:
         EOFError: the other end was closed.

@@ -26,21 +26,33 @@ from millpond.runner.cache_layout import CacheLayout, check_packable
 
 @dataclass(frozen=True, kw_only=True)
 class KVSize:
-    """The cache of one sequence, all layers together; bytes include positions and scores, in whole pages.
+    """Cache of one sequence, all layers together.
+
+    Bytes include positions and scores, in whole pages.
 
     Attributes:
-        prompt, new: tokens.
-        prefill: bytes while the prompt is read. held: at most while it decodes. mean: on average over the answer.
-        far_reading, far_held: bytes in memory of a sequence whose layers all lie on a disk (positions, scores, a page
-            of each head, two layers at a time): while the prompt is read, and while it decodes.
-        window_reading, window_held: parts of these that are there however few layers lie on a disk: two at a time.
-        step_bytes: of keys and values that a decoding step reads on average. new_bytes: of those that a token adds.
-        evicts: of a prompt that has ended less stays than was read.
-        prompt_bytes: of keys and values of a prompt that is being read. kept_bytes: of those that its plan keeps.
-        settles: the end of a prompt reads its pages and writes those that stay; else they stay as they are.
-        overwrites: entries take the places of others, so that pages on a disk are written again now and then.
-        step_flops, prompt_flops: of attention in a decoding step, and while the prompt is read.
-        group: query heads that read one KV head. pools: kinds of pages. arena_bytes: grain in which pools take memory.
+        prompt: Tokens of the prompt.
+        new: Tokens of the answer.
+        reading: Bytes while the prompt is read.
+        held: Most bytes while it decodes.
+        mean: Bytes on average over the answer.
+        far_reading: Bytes in memory of a sequence whose layers are all on a disk (positions, scores, a page
+            of each head, two layers at a time), while the prompt is read.
+        far_held: The same while it decodes.
+        window_reading: Part of `far_reading` that is there however few layers are on a disk: two at a time.
+        window_held: The same part of `far_held`.
+        step_bytes: Bytes of keys and values that a decoding step reads on average.
+        new_bytes: Bytes of keys and values that a token adds.
+        prompt_bytes: Bytes of keys and values of a prompt that is being read.
+        kept_bytes: Bytes of those that its plan keeps.
+        settles: Whether the end of a prompt reads its pages and writes those that stay; else they are not touched.
+        evicts: Whether less stays of a prompt that has ended than was read.
+        overwrites: Whether entries replace others, so that pages on a disk are written again now and then.
+        step_flops: FLOP of attention in a decoding step.
+        prompt_flops: FLOP of attention while the prompt is read.
+        group: Query heads that read one KV head.
+        pools: Kinds of pages.
+        arena_bytes: Grain in which pools take memory.
     """
 
     prompt: int
@@ -67,17 +79,17 @@ class KVSize:
 
     @cached_property
     def most(self) -> int:
-        """At any time."""
+        """Most bytes at any time."""
         return max(self.reading, self.held)
 
     @cached_property
     def far_most(self) -> int:
-        """In memory at any time, of a sequence whose layers all lie on a disk."""
+        """Most bytes in memory at any time, of a sequence whose layers are all on a disk."""
         return max(self.far_reading, self.far_held)
 
     @cached_property
     def window_most(self) -> int:
-        """The part of `far_most` that is there however few layers lie on a disk."""
+        """Part of `far_most` that is there however few layers are on a disk."""
         return self.window_reading if self.far_reading >= self.far_held else self.window_held
 
 
@@ -92,10 +104,17 @@ def kv_size(
     codec: CodecSpec = AUTO,
     memory: int | None = None,
 ) -> KVSize:
-    """The cache of a sequence of `prompt` tokens with an answer of `new` tokens.
+    """Return the cache of a sequence of `prompt` tokens with an answer of `new` tokens.
 
     Args:
-        memory: that pools share, which sets the grain in which they take memory.
+        model: Sizes of the model.
+        prompt: Tokens of the prompt.
+        new: Tokens of the answer.
+        method: Method of the cache, see `compress`.
+        options: Options of the method.
+        budget: Entries that are kept, see `compress`.
+        codec: Number format of the entries, see `compress`.
+        memory: Bytes that pools share, which set the grain in which they take memory.
 
     Raises:
         OptionError, BudgetError: as `compress`, or the engine cannot run the method.
@@ -137,7 +156,10 @@ def kv_size(
 
 
 def _window(near: int, one_far: int, far: int, layers: int) -> int:
-    """What is there however few layers lie on a disk, out of bytes with none, one and all of them there."""
+    """Return the bytes that are there however few layers are on a disk.
+
+    They follow from the bytes with none, one and all of the layers there.
+    """
     if layers == 1:
         return far
     each = (far - (one_far - near * (layers - 1) / layers)) / (layers - 1)
@@ -145,8 +167,10 @@ def _window(near: int, one_far: int, far: int, layers: int) -> int:
 
 
 def planned(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of `kv_size` by which an engine's caches are counted: in place of a number format that needs a
-    calibration plain numbers, which take no less."""
+    """Return the arguments of `kv_size` by which an engine's caches are counted.
+
+    Plain numbers stand in for a number format that needs a calibration; they take no less.
+    """
     method, budget, codec, usual = config.choice
     if usual:  # as the model can store it, see `kv_size`
         return {}
@@ -161,7 +185,7 @@ def cache_layout(
     budget: Budget | str | int | float | None,
     codec: CodecSpec,
 ) -> CacheLayout:
-    """Where entries would lie, as the engine would have it.
+    """Return the layout of a cache as the engine would have it.
 
     Raises:
         OptionError, BudgetError: as `compress`, or the engine cannot run the method.
@@ -190,6 +214,6 @@ def cache_layout(
 
 
 def _pairs(prompt: int, window: int) -> int:
-    """Pairs of a token of the prompt and one that it sees."""
+    """Return the pairs of a token of the prompt and one that it sees."""
     seen = min(window or prompt, prompt)
     return seen * (seen + 1) // 2 + (prompt - seen) * seen

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from millpond.typed_json import Number
 
-#: Rows that products are timed with.
+#: Rows of the products that are timed.
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-#: Numbers of the matrices that products are timed with; rows of codes are bf16.
+#: Number formats of the matrices of the products that are timed; rows of codes are bf16.
 WEIGHTS = ("bf16", "f32", "int8", "int4")
 #: Numbers as the file of a machine may hold them; 0 where nothing was measured.
 Rate = Annotated[float, Number(above=0)]
@@ -25,8 +25,9 @@ class Accelerator:
     """A device that the host has in addition to its own cores.
 
     Attributes:
-        flops: FLOP per second of products. memory_per_s, link_per_s: bytes per second of its memory, and between it
-            and the host.
+        flops: FLOP per second of products.
+        memory_per_s: Bytes per second of its memory.
+        link_per_s: Bytes per second between it and the host.
     """
 
     flops: float
@@ -36,12 +37,16 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class CallTimes:
-    """Seconds that a step takes besides products, attention and reads: calls, small operations, plans of a cache.
+    """Seconds of a step besides products, attention and reads.
+
+    They are those of calls, small operations, and plans of a cache.
 
     Attributes:
-        step_s: of a step. layer_s: of each layer that decodes. sequence_s: of each layer for a sequence that decodes.
-        piece_s: of each layer for a piece of a prompt. prompt_s: of each layer for a prompt of which only a budget
-            stays, when it ends.
+        step_s: Of a step.
+        layer_s: Of each layer that decodes.
+        sequence_s: Of each layer for a sequence that decodes.
+        piece_s: Of each layer for a piece of a prompt.
+        prompt_s: Of each layer for a prompt of which only a budget stays, when it ends.
     """
 
     step_s: Seconds
@@ -53,20 +58,25 @@ class CallTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConstants:
-    """What a machine does in a second.
+    """Speeds of a machine.
 
     Attributes:
-        read_per_s, write_per_s: bytes of sequential direct reads and writes in the folder, sustained; 0: not measured.
-        burst_per_s: the best span of `SPAN_S` of the reads.
-        memory_per_s: bytes that one pass over memory reads.
+        read_per_s: Bytes per second of sequential direct reads in the folder, sustained.
+        write_per_s: Bytes per second of such writes; 0: not measured.
+        burst_per_s: Bytes per second in the best span of `SPAN_S` of the reads.
+        memory_per_s: Bytes per second that one pass over memory reads.
         flops: FLOP per second by `WEIGHTS`, then by rows of the product: see `rate`.
         attention: FLOP per second of the attention of a prompt.
-        read_cpu_s: seconds of a core for each byte that is read. calls: what a step takes besides.
-        disk_calls: what it takes in addition where KV lies on a disk.
-        settled: whether two spans of reads agreed within 5 %.
-        accelerator: None where there is none.
-        folder, hardware, date: where, on what, and when it was measured. threads, cores: of torch, and those that this
-            process may use.
+        read_cpu_s: Seconds of a core for each byte that is read.
+        calls: Seconds of a step besides.
+        disk_calls: Seconds of a step in addition where KV is on a disk.
+        settled: Whether two spans of reads agreed within 5 %.
+        accelerator: Speeds of the accelerator; None where there is none.
+        folder: Folder whose disk was measured.
+        hardware: Name of the machine that was measured.
+        threads: Threads of torch.
+        cores: Cores that this process may use.
+        date: When it was measured.
     """
 
     read_per_s: Rate
@@ -88,17 +98,17 @@ class MachineConstants:
     _sorted: dict[str, list[tuple[int, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rate(self, dtype: str, rows: float) -> float:
-        """FLOP per second of a product of `rows` rows; between measured numbers a straight line of the logarithms.
+        """Return the FLOP per second of a product of `rows` rows.
 
-        Beyond the last one the rate stays.
+        Between measured numbers of rows it is a straight line of the logarithms. Beyond the last one the rate stays.
         """
         table = self._sorted.setdefault(dtype, sorted(self.flops[dtype].items()))
         counts = [n for n, _ in table]
-        place = bisect_left(counts, rows)
-        if place == 0:
+        index = bisect_left(counts, rows)
+        if index == 0:
             return table[0][1] * (rows / counts[0] if rows < counts[0] else 1.0)
-        if place == len(table):
+        if index == len(table):
             return table[-1][1]
-        (low, slow), (high, fast) = table[place - 1 : place + 1]
+        (low, slow), (high, fast) = table[index - 1 : index + 1]
         part = log(rows / low) / log(high / low)
         return exp(log(slow) + part * (log(fast) - log(slow)))

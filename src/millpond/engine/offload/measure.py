@@ -40,14 +40,15 @@ from millpond.tiers.ledger import Ledger, Tier
 
 
 def computing_clock() -> Callable[[], float]:
-    """Seconds: of this thread where it computes alone, so that other processes do not lengthen them; else of the wall.
+    """Return a clock in seconds: of this thread where it computes alone, else of the wall.
 
-    What several threads compute is waited for by the calling one, whose own time says nothing then.
+    Other processes do not lengthen the time of a thread. The calling thread waits for what several threads compute, and
+    its own time says nothing then.
     """
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-#: Layers of the two models: what grows with them is of a layer, the rest of a step.
+#: Layers of the two models: times that grow with them are of a layer, the rest of a step.
 _LAYERS = (2, 10)
 #: So small that products take next to nothing; heads as in models of a billion parameters.
 _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _VOCABULARY = 64, 8, 4, 64, 128
@@ -60,7 +61,14 @@ _PROMPTS = 4
 
 
 class _Steps(NamedTuple):
-    """Median seconds of steps: a piece of a prompt, one that ends it, and one token of few and of many sequences."""
+    """Median seconds of steps.
+
+    Attributes:
+        piece: Of a step that reads a piece of a prompt.
+        end: Of one that ends a prompt.
+        few: Of one token of few sequences.
+        many: Of one token of many sequences.
+    """
 
     piece: float
     end: float
@@ -69,39 +77,54 @@ class _Steps(NamedTuple):
 
 
 class _Time(NamedTuple):
-    """Seconds of a step: of `computing_clock`, and of the wall."""
+    """Seconds of a step.
+
+    Attributes:
+        computed: By `computing_clock`.
+        passed: By the wall.
+    """
 
     computed: float
     passed: float
 
 
 class _Measured(NamedTuple):
-    """Steps by `computing_clock`, and by the wall."""
+    """Steps of a model.
+
+    Attributes:
+        computed: By `computing_clock`.
+        passed: By the wall.
+    """
 
     computed: _Steps
     passed: _Steps
 
 
 def call_times() -> tuple[CallTimes, CallTimes]:
-    """Measure, in about 6 s, with the threads that torch has now.
+    """Measure the call times, in about 6 s, with the present threads of torch.
 
     The cache evicts (`h2o`): a method that keeps everything plans faster.
 
     Returns:
-        What a step takes, and what it takes more where KV lies on a disk: the way of pages, waited for.
+        Times of a step, and times in addition where KV is on a disk: transfers of pages that are waited for.
     """
-    here = [_steps(n, on_disk=False) for n in _LAYERS]
-    away = [_steps(n, on_disk=True) for n in _LAYERS]
-    computed = _per_layer(*(steps.computed for steps in here))
-    near, far = (_per_layer(*(steps.passed for steps in steps_of)) for steps_of in (here, away))
-    more = {field.name: max(getattr(far, field.name) - getattr(near, field.name), 0.0) for field in fields(CallTimes)}
-    return computed, CallTimes(**more)
+    in_memory = [_steps(n, on_disk=False) for n in _LAYERS]
+    on_disk = [_steps(n, on_disk=True) for n in _LAYERS]
+    computed = _per_layer(*(steps.computed for steps in in_memory))
+    memory_calls, disk_calls = (_per_layer(*(steps.passed for steps in steps_of)) for steps_of in (in_memory, on_disk))
+    added = {
+        field.name: max(getattr(disk_calls, field.name) - getattr(memory_calls, field.name), 0.0)
+        for field in fields(CallTimes)
+    }
+    return computed, CallTimes(**added)
 
 
 def _per_layer(shallow: _Steps, deep: _Steps) -> CallTimes:
-    """What grows with the layers is of a layer."""
+    """Return the times per layer and step: those that grow with the layers are of a layer."""
     layers = _LAYERS[1] - _LAYERS[0]
-    piece, end, few, many = (max(more - less, 0.0) / layers for less, more in zip(shallow, deep, strict=True))
+    piece, end, few, many = (
+        max(deep_s - shallow_s, 0.0) / layers for shallow_s, deep_s in zip(shallow, deep, strict=True)
+    )
     sequence = max(many - few, 0.0) / (_MANY - _FEW)
     return CallTimes(
         step_s=max(shallow.few - _LAYERS[0] * few, 0.0),
@@ -113,7 +136,7 @@ def _per_layer(shallow: _Steps, deep: _Steps) -> CallTimes:
 
 
 def _steps(n_layers: int, on_disk: bool) -> _Measured:
-    """Steps of a model with as many layers, and KV in memory or on a disk."""
+    """Measure steps of a model with `n_layers` layers, and KV in memory or on a disk."""
     ends: list[_Time] = []
     pieces: list[_Time] = []
     with (
@@ -131,22 +154,22 @@ def _steps(n_layers: int, on_disk: bool) -> _Measured:
 
 
 def _timed(engine: Engine, sequences: int, new: int) -> list[_Time]:
-    """The steps that prompts and answers of some sequences take."""
+    """Measure the steps of prompts and answers of some sequences."""
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     for n in range(sequences):
-        prompt = tuple((7 * place + n) % _VOCABULARY for place in range(_PIECE * _PIECES))
+        prompt = tuple((7 * index + n) % _VOCABULARY for index in range(_PIECE * _PIECES))
         engine.add(Request(request_id=str(n), prompt=prompt, params=params))
     times, clock = [], computing_clock()
     while engine.busy:
-        began, at = clock(), time.perf_counter()
+        began, wall_began = clock(), time.perf_counter()
         engine.step()
-        times.append(_Time(clock() - began, time.perf_counter() - at))
+        times.append(_Time(clock() - began, time.perf_counter() - wall_began))
     return times
 
 
 @contextmanager
 def _engine(folder: Path, n_layers: int, on_disk: bool) -> Iterator[Engine]:
-    """An engine whose layers are all read in every step."""
+    """Yield an engine whose layers are all read in every step."""
     _write_model(folder, n_layers)
     skeleton, ledger = Skeleton.of(folder), Ledger([Tier("host", "host")])
     streamed = StreamedLayers(skeleton, WeightSizes(skeleton), ledger)
@@ -160,14 +183,14 @@ def _engine(folder: Path, n_layers: int, on_disk: bool) -> Iterator[Engine]:
 
 
 def _write_model(folder: Path, n_layers: int) -> None:
-    """A Llama with random weights in bf16."""
+    """Write a Llama with random weights in bf16."""
     draw = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=draw).div_(columns**0.5).bfloat16()
 
-    one = torch.ones(_WIDTH, dtype=torch.bfloat16)
-    tensors = {"model.embed_tokens.weight": matrix(_VOCABULARY, _WIDTH), "model.norm.weight": one.clone()}
+    ones = torch.ones(_WIDTH, dtype=torch.bfloat16)
+    tensors = {"model.embed_tokens.weight": matrix(_VOCABULARY, _WIDTH), "model.norm.weight": ones.clone()}
     for index in range(n_layers):
         shapes = {
             "self_attn.q_proj": (_HEADS * _HEAD_DIM, _WIDTH),
@@ -179,7 +202,7 @@ def _write_model(folder: Path, n_layers: int) -> None:
             "mlp.down_proj": (_WIDTH, _WIDTH),
         }
         layer = {f"{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        layer |= {f"{name}.weight": one.clone() for name in ("input_layernorm", "post_attention_layernorm")}
+        layer |= {f"{name}.weight": ones.clone() for name in ("input_layernorm", "post_attention_layernorm")}
         tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = {
@@ -204,7 +227,7 @@ def _write_model(folder: Path, n_layers: int) -> None:
 REQUEST = 4 * 2**20
 #: Bytes of memory that is read into in turn: one buffer alone stays in the processor's cache, and reads were 1.4 times
 #: as fast as those of a sweep.
-ROOM = 64 * 2**20
+BUFFER = 64 * 2**20
 #: Bytes of the file that is read; more than a disk's own cache would be better, and takes longer to write.
 FILE = 2**30
 #: Seconds of a span of reads, and most spans. Disks burst: one span alone was wrong by 2.7 x.
@@ -216,8 +239,15 @@ PRODUCT_S, SIDE, MATRICES = 0.15, 2048, 4
 
 
 class Reads(NamedTuple):
-    """Bytes per second: sustained, in the best span, and of writes; whether two spans agreed; seconds of a core for
-    each byte that is read."""
+    """Speed of a disk.
+
+    Attributes:
+        sustained: Bytes per second of reads, sustained.
+        burst: Bytes per second of reads in the best span.
+        written: Bytes per second of writes.
+        settled: Whether two spans agreed.
+        cpu_s: Seconds of a core for each byte that is read.
+    """
 
     sustained: float
     burst: float
@@ -230,32 +260,32 @@ def measure(folder: Path, report: Report | None = None, file: Path | None = None
     """Measure the machine, in about 30 s.
 
     Args:
-        folder: where the disk is read; a file of at most 1 GiB is written there and removed. report: shown what is
-            measured and how far it is.
-        file: that is read in place of one that is written; None where there is none. Writes are not measured then.
+        folder: Folder whose disk is read; a file of at most 1 GiB is written there and removed.
+        report: Called with what is measured and the share done.
+        file: File to read in place of one that is written; None where there is none. Writes are not measured then.
 
     Raises:
         OptionError: the folder is not there, cannot be written, or lacks room.
     """
 
-    def say(what: str, share: float) -> None:
+    def report_progress(part: str, share: float) -> None:
         if report is not None:
-            report(f"measuring this machine: {what}", share)
+            report(f"measuring this machine: {part}", share)
 
-    reads = read_speed(folder, lambda share: say("disk", 0.6 * share), file=file)
-    say("memory", 0.6)
+    reads = read_speed(folder, lambda share: report_progress("disk", 0.6 * share), file=file)
+    report_progress("memory", 0.6)
     memory = _memory_speed()
     flops: dict[str, dict[int, float]] = {}
     for n, name in enumerate(WEIGHTS):
         flops[name] = {}
-        for at, rows in enumerate(ROWS):
-            say(f"products in {name}", 0.6 + 0.3 * (n * len(ROWS) + at) / (len(WEIGHTS) * len(ROWS)))
+        for index, rows in enumerate(ROWS):
+            report_progress(f"products in {name}", 0.6 + 0.3 * (n * len(ROWS) + index) / (len(WEIGHTS) * len(ROWS)))
             flops[name][rows] = _product_rate(rows, name)
-    say("attention", 0.9)
+    report_progress("attention", 0.9)
     attention = _attention_rate()
-    say("calls", 0.92)
+    report_progress("calls", 0.92)
     calls, disk_calls = call_times()
-    say("done", 1.0)
+    report_progress("done", 1.0)
     return MachineConstants(
         read_per_s=reads.sustained,
         write_per_s=reads.written,
@@ -276,7 +306,7 @@ def measure(folder: Path, report: Report | None = None, file: Path | None = None
 
 
 def hardware() -> str:
-    """What the machine is, as far as it says: processor, its cores that this process may use, and system."""
+    """Return the name of the machine: processor, cores that this process may use, and system."""
     return f"{_processor()}, {_cores()} cores, {platform.system()}"
 
 
@@ -296,30 +326,35 @@ def _processor() -> str:
 def read_speed(
     folder: Path, report: Callable[[float], None] | None = None, *, file_bytes: int = FILE, file: Path | None = None
 ) -> Reads:
-    """Speed of sequential direct reads, until two spans agree, and of the writes of the file that is read.
+    """Return the speed of sequential direct reads, until two spans agree, and of writes.
+
+    The writes are those of the file that is read.
 
     Args:
-        file: one that is there is read, and nothing written, if it holds `REQUEST` bytes.
+        folder: Folder on the disk.
+        report: Called with the share done.
+        file_bytes: Bytes of a file that is written.
+        file: Existing file to read in place of it, if it holds `REQUEST` bytes; nothing is written then.
 
     Raises:
         OptionError: see `measure`.
     """
     if file is not None and file.stat().st_size >= REQUEST:
-        file_bytes, place = file.stat().st_size // REQUEST * REQUEST, _file_there(file)
+        file_bytes, opened_file = file.stat().st_size // REQUEST * REQUEST, _file_there(file)
     else:
         file_bytes = file_bytes // REQUEST * REQUEST
-        place = _file_in(folder, file_bytes)
-    with place as (handle, written):
+        opened_file = _file_in(folder, file_bytes)
+    with opened_file as (handle, written):
         spans: list[float] = []
-        at, cpu, total = 0, time.thread_time(), 0
-        with mmap.mmap(-1, ROOM) as pages, memoryview(pages) as room:  # pages of its own, so it is aligned
+        offset, cpu, total = 0, time.thread_time(), 0
+        with mmap.mmap(-1, BUFFER) as pages, memoryview(pages) as buffers:  # pages of its own, so it is aligned
             while len(spans) < 2 or (abs(spans[-1] / spans[-2] - 1) > AGREE and len(spans) < SPANS):
                 began, n = time.perf_counter(), 0
-                while (passed := time.perf_counter() - began) < SPAN_S:
-                    begin = at % ROOM
-                    n += _read(handle, room[begin : begin + REQUEST], at)
-                    at = (at + REQUEST) % file_bytes
-                spans.append(n / passed)
+                while (elapsed_s := time.perf_counter() - began) < SPAN_S:
+                    begin = offset % BUFFER
+                    n += _read(handle, buffers[begin : begin + REQUEST], offset)
+                    offset = (offset + REQUEST) % file_bytes
+                spans.append(n / elapsed_s)
                 total += n
                 if report is not None:
                     report(len(spans) / SPANS)
@@ -328,16 +363,16 @@ def read_speed(
     return Reads(statistics.fmean(spans[-2:]), max(spans), written, settled, cpu_s)
 
 
-def _read(handle: int, buffer: memoryview, at: int) -> int:
-    n = os.preadv(handle, [buffer], at)
+def _read(handle: int, buffer: memoryview, offset: int) -> int:
+    n = os.preadv(handle, [buffer], offset)
     if n != len(buffer):
-        raise OptionError(f"a read of {len(buffer)} bytes at {at} gave {n}; try another folder")
+        raise OptionError(f"a read of {len(buffer)} bytes at {offset} gave {n}; try another folder")
     return n
 
 
 @contextmanager
 def _file_there(path: Path) -> Iterator[tuple[int, float]]:
-    """A file that is read past the page cache; no bytes a second were written."""
+    """Yield a file that is read past the page cache, and 0: no bytes a second were written."""
     handle = -1
     try:
         handle = _direct(os.open(path, os.O_RDONLY))
@@ -351,7 +386,10 @@ def _file_there(path: Path) -> Iterator[tuple[int, float]]:
 
 @contextmanager
 def _file_in(folder: Path, n_bytes: int) -> Iterator[tuple[int, float]]:
-    """A file of random bytes that no other process can open by name, and the speed at which it was written."""
+    """Yield a file of random bytes without a name, and the speed at which it was written.
+
+    No other process can open it by name.
+    """
     check_folder(folder, n_bytes)
     handle, name = tempfile.mkstemp(prefix=".millpond-measure-", dir=folder)
     try:
@@ -360,8 +398,8 @@ def _file_in(folder: Path, n_bytes: int) -> Iterator[tuple[int, float]]:
         began = time.perf_counter()
         with mmap.mmap(-1, REQUEST) as buffer:
             buffer.write(os.urandom(REQUEST))
-            for at in range(0, n_bytes, REQUEST):
-                os.pwrite(handle, buffer, at)
+            for offset in range(0, n_bytes, REQUEST):
+                os.pwrite(handle, buffer, offset)
         os.fsync(handle)
         yield handle, n_bytes / (time.perf_counter() - began)
     except OSError as error:
@@ -371,7 +409,7 @@ def _file_in(folder: Path, n_bytes: int) -> Iterator[tuple[int, float]]:
 
 
 def _direct(handle: int) -> int:
-    """The same file, past the page cache where the system and its file system allow that."""
+    """Return the same file, past the page cache where the system and file system allow that."""
     try:
         import fcntl
 
@@ -382,35 +420,46 @@ def _direct(handle: int) -> int:
 
 
 def _memory_speed() -> float:
-    """Bytes per second of one pass over 256 MB, with all threads of torch: the median of several."""
-    there = torch.ones(2**26, dtype=torch.float32)
-    there.sum()
+    """Return the bytes per second of one pass over 256 MB, with all threads of torch.
+
+    The median of several passes.
+    """
+    array = torch.ones(2**26, dtype=torch.float32)
+    array.sum()
     times = []
     for _ in range(7):
         began = time.perf_counter()
-        there.sum()
+        array.sum()
         times.append(time.perf_counter() - began)
-    return there.nbytes / statistics.median(times)
+    return array.nbytes / statistics.median(times)
 
 
 @torch.no_grad()
 def _product_rate(rows: int, name: str) -> float:
-    """FLOP per second of products by our own linear layers, each with another matrix than the one before.
+    """Return the FLOP per second of products by our own linear layers.
+
+    Each product has another matrix than the one before.
 
     Args:
-        name: one of `WEIGHTS`.
+        rows: Rows of the product.
+        name: One of `WEIGHTS`.
     """
     dtype = torch.float32 if name == "f32" else torch.bfloat16
     weights: list[Weight] = [torch.randn(SIDE, SIDE).to(dtype) for _ in range(MATRICES)]
     if name in FORMATS:
-        weights = [QuantizedWeight.quantize(one, FORMATS[name]) for one in weights if isinstance(one, torch.Tensor)]
+        weights = [
+            QuantizedWeight.quantize(matrix, FORMATS[name]) for matrix in weights if isinstance(matrix, torch.Tensor)
+        ]
     x = torch.randn(rows, SIDE).to(dtype)
     median = _median_s(lambda n: linear(x, weights[n % MATRICES]))
     return 2 * rows * SIDE * SIDE / median
 
 
 def _median_s(compute: Callable[[int], object]) -> float:
-    """Median seconds of calls with 0, 1, ..., of at least `MATRICES` after the first one, in about `PRODUCT_S`."""
+    """Return the median seconds of calls with 0, 1, ..., in about `PRODUCT_S`.
+
+    At least `MATRICES` calls count, after the first one.
+    """
     times: list[float] = []
     clock, began = computing_clock(), time.perf_counter()
     compute(MATRICES - 1)
@@ -423,10 +472,12 @@ def _median_s(compute: Callable[[int], object]) -> float:
 
 @torch.no_grad()
 def _attention_rate() -> float:
-    """FLOP per second of the attention of a piece of a prompt, half of which is new."""
+    """Return the FLOP per second of the attention of a piece of a prompt; half of it is new."""
     heads, kv_heads, dim, n = 8, 4, 64, 256
     q, k, v = (torch.randn(h, rows, dim).bfloat16() for h, rows in ((heads, n), (kv_heads, 2 * n), (kv_heads, 2 * n)))
-    places = torch.arange(2 * n, dtype=torch.int32)
-    args = PrefillArgs(q, k, v, places[n:], AttentionShape(dim**-0.5), places[:n].expand(kv_heads, -1).contiguous())
+    positions = torch.arange(2 * n, dtype=torch.int32)
+    args = PrefillArgs(
+        q, k, v, positions[n:], AttentionShape(dim**-0.5), positions[:n].expand(kv_heads, -1).contiguous()
+    )
     pairs = n * n + n * (n + 1) // 2
     return 4 * dim * heads * pairs / _median_s(lambda _: ops.prefill(args))

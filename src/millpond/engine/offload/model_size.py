@@ -31,9 +31,11 @@ class LayerSize:
     """One decoder layer.
 
     Attributes:
-        shape: what it stores of a token. n_heads: query heads.
-        n_bytes: of its weights as they are read. parameters: numbers of its matrices.
-        row_bytes: that a row takes besides weights and KV while it passes the layer.
+        shape: Shape of what it stores of a token.
+        n_heads: Query heads.
+        n_bytes: Bytes of its weights as they are read.
+        parameters: Numbers of its matrices.
+        row_bytes: Bytes that a row takes besides weights and KV while it passes the layer.
     """
 
     shape: LayerShape
@@ -44,13 +46,15 @@ class LayerSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FarEnds:
+class EndsOnDisk:
     """Embeddings and head that are read while the model runs.
 
     Attributes:
-        held_bytes: of what is in no layer and stays in memory. row_room_bytes: of a buffer for a row. saved_bytes: of
-            both matrices in their file. head_bytes, n_tiles: that a sweep reads of the head, and in how
-            many parts.
+        held_bytes: Bytes of the weights outside the layers that stay in memory.
+        row_room_bytes: Bytes of a buffer for a row.
+        saved_bytes: Bytes of both matrices in their file.
+        head_bytes: Bytes of the head that a sweep reads.
+        n_tiles: Number of parts in which it reads them.
     """
 
     held_bytes: int
@@ -65,14 +69,20 @@ class ModelSize:
     """A model on disk.
 
     Attributes:
-        folder: where its files are. name: of its class. dtype: of its weights as they were saved. weights: format of
-            matrices in codes; None: as they were saved. fingerprint: of shapes and places of all
-            tensors.
-        layers: in their order. end_bytes: of embeddings, head and all that is in no layer, in memory.
-        far_ends: what that is where embeddings and head stay on the disk.
-        slot_bytes: of a slot that any layer fits in. widening_bytes: scratch of products in 16 bits.
-        vocabulary, head_parameters: of the logits, and numbers of the last matrix. width: of hidden states.
-        context: most tokens of a text; None: no limit.
+        folder: Folder of its files.
+        name: Name of its class.
+        dtype: Number format of its weights as they were saved.
+        weights: Format of matrices in codes; None: as they were saved.
+        fingerprint: Hash of shapes and places of all tensors.
+        layers: Sizes of the layers, in their order.
+        end_bytes: Bytes of embeddings, head and all other weights outside the layers, in memory.
+        ends_on_disk: Sizes of these where embeddings and head stay on the disk.
+        slot_bytes: Bytes of a slot that any layer fits in.
+        widening_bytes: Bytes of scratch of products in 16 bits.
+        width: Width of hidden states.
+        vocabulary: Width of the logits.
+        head_parameters: Numbers of the last matrix.
+        context: Most tokens of a text; None: no limit.
     """
 
     folder: Path
@@ -82,7 +92,7 @@ class ModelSize:
     fingerprint: str
     layers: tuple[LayerSize, ...]
     end_bytes: int
-    far_ends: FarEnds
+    ends_on_disk: EndsOnDisk
     slot_bytes: int
     widening_bytes: int
     width: int
@@ -92,7 +102,7 @@ class ModelSize:
 
     @cached_property
     def shapes(self) -> list[LayerShape]:
-        """What each layer stores."""
+        """Shapes of what each layer stores."""
         return [layer.shape for layer in self.layers]
 
     @cached_property
@@ -110,12 +120,13 @@ def model_size(model: str | os.PathLike[str], weights: str | None = None) -> Mod
     """Read the sizes of a model.
 
     Args:
-        model: a folder with config.json and safetensors, a GGUF file, or a name of `millpond models`.
+        model: A folder with config.json and safetensors, a GGUF file, or a name of `millpond models`.
         weights: "int8" or "int4" for matrices in codes; None: as they were saved.
 
     Raises:
-        OptionError: there is no such folder, or it holds no safetensors. DataError: a file is damaged, or does not fit
-            the configuration. UnsupportedModelError: the layers are not built as Llama's, OPT's or GPT-NeoX's.
+        OptionError: there is no such folder, or it holds no safetensors.
+        DataError: a file is damaged, or does not fit the configuration.
+        UnsupportedModelError: the layers are not built as Llama's, OPT's or GPT-NeoX's.
     """
     folder = Path(resolve(model))
     if not folder.is_dir():
@@ -127,17 +138,17 @@ def model_size(model: str | os.PathLike[str], weights: str | None = None) -> Mod
 
 
 def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> ModelSize:
-    """The sizes of a model whose headers were read.
+    """Return the sizes of a model whose headers were read.
 
     Raises:
         UnsupportedModelError: see `model_size`.
     """
     profile = supported(skeleton.model)
     sizes = WeightSizes(skeleton, weights)
-    far = sizes.ends_on_disk
-    built: Any = skeleton.model
-    head = built.get_output_embeddings()
-    item = skeleton.dtype.itemsize
+    ends_on_disk = sizes.ends_on_disk
+    built_model: Any = skeleton.model
+    head = built_model.get_output_embeddings()
+    element_bytes = skeleton.dtype.itemsize
     return ModelSize(
         folder=folder,
         name=profile.name,
@@ -145,21 +156,21 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
         weights=weights,
         fingerprint=fingerprint(skeleton, weights),
         layers=tuple(
-            _layer_size(layer, index, window, aligned_up(layout.nbytes), item)
+            _layer_size(layer, index, window, aligned_up(layout.nbytes), element_bytes)
             for index, (layer, window, layout) in enumerate(
                 zip(skeleton.layers, profile.windows, sizes.layers, strict=True)
             )
         ),
         end_bytes=sizes.kept_bytes(()),
-        far_ends=FarEnds(
-            held_bytes=far.held_bytes,
-            row_room_bytes=far.row_room_bytes,
-            saved_bytes=far.saved_bytes,
+        ends_on_disk=EndsOnDisk(
+            held_bytes=ends_on_disk.held_bytes,
+            row_room_bytes=ends_on_disk.row_room_bytes,
+            saved_bytes=ends_on_disk.saved_bytes,
             head_bytes=sum(tile.nbytes for tile in sizes.tiles),
             n_tiles=len(sizes.tiles),
         ),
         slot_bytes=sizes.slot_bytes,
-        widening_bytes=2 * 4 * BLOCK if item < 4 or weights else 0,
+        widening_bytes=2 * 4 * BLOCK if element_bytes < 4 or weights else 0,
         width=int(profile.config.hidden_size),
         vocabulary=profile.vocabulary,
         head_parameters=head.weight.numel(),
@@ -167,7 +178,7 @@ def size_of(folder: Path, skeleton: Skeleton, weights: str | None = None) -> Mod
     )
 
 
-def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: int) -> LayerSize:
+def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, element_bytes: int) -> LayerSize:
     block = block_of(layer, fusable)
     dim = block.head_dim
     out = [len(weight) for weight, _ in block.qkv.parts]
@@ -180,19 +191,20 @@ def _layer_size(layer: nn.Module, index: int, window: int, n_bytes: int, item: i
         n_heads=q // dim,
         n_bytes=n_bytes,
         parameters=sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2),
-        row_bytes=item * (3 * width + max(sum(out), 2 * up + inner)) + 4 * max(width, inner),
+        row_bytes=element_bytes * (3 * width + max(sum(out), 2 * up + inner)) + 4 * max(width, inner),
     )
 
 
 def fingerprint(skeleton: Skeleton, weights: str | None = None) -> str:
-    """A hash of the class, of name, shape, dtype and place of each tensor, and of the format of its codes, by which a
-    plan knows its model.
+    """Return a hash of a model's class, tensors and code format, by which a plan knows it.
+
+    Of each tensor the name, shape, dtype and place count.
     """
-    places: Sequence[Any] = [skeleton.ends, *skeleton.by_layer]
-    marks = [
-        (place.name, str(place.dtype), place.shape, place.path.name, place.offset)
-        for part in places
-        for place in part.values()
+    parts: Sequence[Any] = [skeleton.ends, *skeleton.by_layer]
+    tensor_marks = [
+        (tensor.name, str(tensor.dtype), tensor.shape, tensor.path.name, tensor.offset)
+        for part in parts
+        for tensor in part.values()
     ]
-    found = [type(skeleton.model).__name__, *([weights] if weights else []), *sorted(marks)]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+    hashed = [type(skeleton.model).__name__, *([weights] if weights else []), *sorted(tensor_marks)]
+    return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]

@@ -1,5 +1,7 @@
-"""Opening of a model inside a limit of host memory: what stays in memory, what is read in every sweep, what is left for
-KV."""
+"""Opening of a model inside a limit of host memory.
+
+Some weights stay, others are streamed, and the rest of the memory is for KV.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,19 @@ from millpond.tiers.free_memory import map_large_blocks
 from millpond.tiers.ledger import Ledger, Tier
 
 #: Tokens of one sequence, uncompressed, for which there must be memory.
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What lies where while a model runs.
+    """Placement of a model that runs.
 
     Attributes:
-        plan: what it follows. bytes: by tier, then by purpose. memory_bytes: limit of the host; None: no limit.
-        workload: that the plan was made for; None for one that was given, or a model that fits. said: sentences of a
-            plan that predicts nothing else.
+        plan: The plan that it follows.
+        bytes: Bytes by tier, then by purpose.
+        memory_bytes: Limit of the host; None: no limit.
+        workload: Workload that the plan was made for; None for a plan that was given, or a model that fits.
+        said: Sentences of a plan that predicts nothing else.
     """
 
     plan: Plan
@@ -70,8 +74,12 @@ class Opened:
     """A model that an engine can run.
 
     Attributes:
-        model: of transformers. config: with the limit that KV has. streamed: its layers, where they do not all stay
-            in memory. tier: of KV on a disk, where some is. ledger: of the memory that it takes.
+        model: Model of transformers.
+        config: Settings, with the limit of KV.
+        streamed: Its layers, where they do not all stay in memory.
+        tier: Disk of KV, where some is on one.
+        placement: Its placement.
+        ledger: Record of the memory that it takes.
     """
 
     model: Any
@@ -94,36 +102,43 @@ def open_in_memory(
     workload: Workload | None = None,
     report: Report | None = None,
     device: SimulatedDevice | None = None,
-    can: Capabilities = ENGINE,
+    capabilities: Capabilities = ENGINE,
     tiered: Mapping[str, Any] | None = None,
     **streaming: Any,
 ) -> Opened:
-    """Open the model in a folder so that weights, KV and the buffers of a step take at most `memory` of the host.
+    """Open the model in a folder so that it takes at most `memory` of the host.
 
-    A model that fits is loaded whole. Of another one the layers that the plan keeps stay; without a plan the fastest
-    one is searched for. What is left becomes the limit of KV, unless `config` has a lower one. Matrices in codes
-    (`config.weights`) are read from a file in `disk`, which is made where there is none; with neither `memory` nor
-    `plan` they are packed in memory, one after another.
+    Weights, KV and the buffers of a step count. A model that fits is loaded whole. Of another one the layers that the
+    plan keeps stay; without a plan the fastest one is searched for. The rest becomes the limit of KV, unless `config`
+    has a lower one. Matrices in codes (`config.weights`) are read from a file in `disk`, which is made where there is
+    none; with neither `memory` nor `plan` they are packed in memory, one after another.
 
     Args:
-        memory: "512MiB" or bytes; None: no limit. plan: None for one that is made here. dtype: as it was saved, if it
-            is given at all; any where matrices are packed in memory. disk: a folder for packed weights, and for KV
-            that a plan puts on the disk; None: KV lies in that of the model. machine: its constants; None: measured
-            once and kept. workload: that a plan is made for; None: `usual`. report: shown how far measuring and packing
-            are. device: that stands for an accelerator, for tests; weights may lie there then, and layers are computed
-            from there. can: what a plan that is searched for may use. tiered: further arguments of `DiskTier`.
-            streaming: of `StreamedLayers`.
+        name: Name or folder of the model.
+        memory: "512MiB" or bytes; None: no limit.
+        plan: Placement to use; None searches for the fastest.
+        dtype: Must equal the saved dtype, if it is given at all; any where matrices are packed in memory.
+        config: Settings of the engine.
+        disk: A folder for packed weights, and for KV that a plan puts on the disk; None: KV is in the model's folder.
+        machine: Its constants; None: measured once and kept.
+        workload: Workload that a plan is made for; None: `usual_workloads`.
+        report: Called with the progress of measuring and packing.
+        device: Stands for an accelerator, for tests; weights may be there then, and layers are computed from there.
+        capabilities: Placements and schedules that a plan that is searched for may use.
+        tiered: Further arguments of `DiskTier`.
+        **streaming: Arguments of `StreamedLayers`.
 
     Raises:
-        BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
-            the saved one, a plan that the engine does not run, or a disk folder that is missing, cannot be written or
-            lacks room. DataError, UnsupportedModelError: as `Skeleton.of`.
+        BudgetError: less memory than the smallest that runs.
+        OptionError: no folder of safetensors, another dtype than the saved one, a plan that the engine does not run, or
+            a disk folder that is missing, cannot be written or lacks room.
+        DataError, UnsupportedModelError: as `Skeleton.of`.
     """
     folder = folder_of(name, dtype)
-    place = None if disk is None else Path(disk)
+    disk_folder = None if disk is None else Path(disk)
     in_memory = config.weights is not None and memory is None and plan is None
-    if place is not None:
-        check_folder(place)
+    if disk_folder is not None:
+        check_folder(disk_folder)
     elif config.weights is not None and not in_memory:
         raise OptionError(
             f"weights={config.weights!r} with memory= or plan=: packed weights are kept in a file; name a folder for "
@@ -138,40 +153,52 @@ def open_in_memory(
             plan.check_model(fingerprint(skeleton, config.weights))
     size, searched = size_of(folder, skeleton, config.weights), False
     verified = streaming.get("verify") == "always"
-    beside = 0 if config.prefix_disk is None else STORE_BYTES
+    store_bytes = 0 if config.prefix_disk is None else STORE_BYTES
     if plan is not None:
         config = _with_plan(config, plan)
-    elif limit is None or _whole_bytes(size, config) + beside <= limit:
+    elif limit is None or _whole_bytes(size, config) + store_bytes <= limit:
         plan, workload = Plan(), None
     else:
         try:
             plan, workload = fastest_plan(
-                size, config, limit - beside, place, machine, workload, report, can=can, verified=verified
+                size,
+                config,
+                limit - store_bytes,
+                disk_folder,
+                machine,
+                workload,
+                report,
+                capabilities=capabilities,
+                verified=verified,
             )
         except BudgetError as error:
-            if not beside:
+            if not store_bytes:
                 raise
-            raise BudgetError(f"{error}; besides, prefix_disk= takes {beside:,} bytes of memory for slots") from error
+            raise BudgetError(
+                f"{error}; besides, prefix_disk= takes {store_bytes:,} bytes of memory for slots"
+            ) from error
         config, searched = _with_plan(config, plan), True
     step = _step(size, config)
-    every = range(len(size.layers))
-    streamed_layers, kv_layers = plan.streamed_layers(len(every)), plan.kv_layers_on_disk(len(every))
+    all_layers = range(len(size.layers))
+    streamed_layers, kv_layers = plan.streamed_layers(len(all_layers)), plan.kv_layers_on_disk(len(all_layers))
     slot_bytes = _kv_slot_bytes(limit) if kv_layers else 0
-    on_device = () if device is None else plan.device_layers(len(every))
-    kept = [index for index in every if index not in {*streamed_layers, *on_device}]
-    far = plan.ends == DISK
-    _check_ends(far, in_memory, verified)
-    n_slots = min(plan.slots, len(streamed_layers) + len(kept) * (device is not None) + far * size.far_ends.n_tiles)
+    on_device = () if device is None else plan.device_layers(len(all_layers))
+    kept = [index for index in all_layers if index not in {*streamed_layers, *on_device}]
+    ends_on_disk = plan.ends == DISK
+    _check_ends(ends_on_disk, in_memory, verified)
+    n_slots = min(
+        plan.slots, len(streamed_layers) + len(kept) * (device is not None) + ends_on_disk * size.ends_on_disk.n_tiles
+    )
     if limit is not None:
         map_large_blocks()
     if limit is not None and device is None:
-        _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes + beside, config, plan)
+        _check_memory(limit, size, step, kept, n_slots, N_SLOTS * slot_bytes + store_bytes, config, plan)
     ledger = Ledger([Tier(HOST, "host", limit), Tier(DISK, "disk"), *([] if device is None else [device.tier])])
-    for purpose, nbytes in {**step.by_purpose, "slots for prompts": beside}.items():
+    for purpose, nbytes in {**step.by_purpose, "slots for prompts": store_bytes}.items():
         ledger.take(HOST, purpose, nbytes)
-    sizes = _sizes(skeleton, name, place, config.weights, report)
+    sizes = _sizes(skeleton, name, disk_folder, config.weights, report)
     streamed: StreamedLayers | None = None
-    if streamed_layers or far or config.weights is not None or device is not None:
+    if streamed_layers or ends_on_disk or config.weights is not None or device is not None:
         with MemoryPacker(sizes, report) if in_memory else nullcontext() as pack:
             streamed = StreamedLayers(
                 skeleton,
@@ -181,13 +208,13 @@ def open_in_memory(
                 n_slots=n_slots,
                 device=device,
                 on_device=on_device,
-                ends_on_disk=far,
+                ends_on_disk=ends_on_disk,
                 pack=pack,
                 **streaming,
             )
         model: Any = streamed.model
     else:
-        ledger.take(HOST, "weights", sizes.kept_bytes(every))
+        ledger.take(HOST, "weights", sizes.kept_bytes(all_layers))
         model = load_model(folder, "auto" if dtype is None else dtype)
     tier: DiskTier | None = None
     if kv_layers:
@@ -209,22 +236,22 @@ def open_in_memory(
     kv = config.kv_limit
     if kv is not None:
         ledger.take(HOST, "kv", kv)
-    where = {HOST: ledger.by_purpose(HOST)}
+    bytes_by_tier = {HOST: ledger.by_purpose(HOST)}
     if device is not None:
-        where = {DEVICE: ledger.by_purpose(DEVICE), **where}
+        bytes_by_tier = {DEVICE: ledger.by_purpose(DEVICE), **bytes_by_tier}
     on_disk = {"weights": sum(size.layers[index].n_bytes for index in streamed_layers)} if streamed_layers else {}
-    if far:
-        on_disk["embeddings and head"] = size.far_ends.saved_bytes
+    if ends_on_disk:
+        on_disk["embeddings and head"] = size.ends_on_disk.saved_bytes
     if on_disk:
-        where[DISK] = on_disk
-    placement = Placement(plan=plan, bytes=where, memory_bytes=limit, workload=workload)
+        bytes_by_tier[DISK] = on_disk
+    placement = Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=workload)
     return Opened(model, config, streamed, tier, placement, ledger)
 
 
 def _sizes(
     skeleton: Skeleton, name: str | PathLike[str], disk: Path | None, weights: str | None, report: Report | None
 ) -> WeightSizes:
-    """Where the weights lie; those in codes of a file are packed first, where they are not."""
+    """Return the layout of the weights; those in codes are first packed into a file if needed."""
     if weights is None or disk is None:
         return WeightSizes(skeleton, weights)
     return packed_sizes(disk, Path(name).resolve().name.removesuffix(".gguf"), skeleton, weights, report)
@@ -235,13 +262,13 @@ def _step(size: ModelSize, config: EngineConfig) -> StepMemory:
 
 
 def _whole_bytes(size: ModelSize, config: EngineConfig) -> int:
-    """Bytes with which the whole model runs as `config` says."""
+    """Return the bytes with which the whole model runs under `config`."""
     step = _step(size, config)
-    return size.n_bytes + step.nbytes + step.kv_bytes(LEAST_TOKENS)
+    return size.n_bytes + step.nbytes + step.kv_bytes(MIN_TOKENS)
 
 
 def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
-    """The engine's settings that a plan decides: sequences in one sweep, and tokens of prompts."""
+    """Return settings with those of a plan: sequences in one sweep, and prompt tokens."""
     block = plan.micro_batch if plan.schedule == "row" else plan.block
     return replace(
         config,
@@ -252,12 +279,15 @@ def _with_plan(config: EngineConfig, plan: Plan) -> EngineConfig:
 
 
 def _kv_slot_bytes(limit: int | None) -> int:
-    """Of each slot that KV is read through: a small part of the memory, and large enough for the disk."""
+    """Return the bytes of each slot that KV is read through.
+
+    A small part of the memory, and large enough for the disk.
+    """
     return SLOT_BYTES if limit is None else min(SLOT_BYTES, max(LEAST_SLOT_BYTES, aligned_down(limit // 64)))
 
 
 def folder_of(name: str | PathLike[str], dtype: str | None) -> Path:
-    """The folder of a model, GGUF files made into one.
+    """Return the folder of a model; GGUF files are made into one.
 
     Raises:
         OptionError: it is not here.
@@ -272,27 +302,31 @@ def folder_of(name: str | PathLike[str], dtype: str | None) -> Path:
 
 
 def check_dtype(dtype: str | None, skeleton: Skeleton) -> None:
-    """
+    """Check that a dtype is that of the files.
+
     Raises:
         OptionError: an unknown dtype, or another than that of the files.
     """
     if dtype not in (None, "auto", *DTYPES):
         raise unknown("dtype", str(dtype), ["auto", *DTYPES])
     if dtype not in (None, "auto") and DTYPES.get(str(dtype)) != skeleton.dtype:
-        saved = next((name for name, known in DTYPES.items() if known == skeleton.dtype), str(skeleton.dtype))
+        saved = next(
+            (name for name, files_dtype in DTYPES.items() if files_dtype == skeleton.dtype), str(skeleton.dtype)
+        )
         raise OptionError(
             f"dtype={dtype!r}: weights that are read layer by layer run as they were saved, in {saved!r}; leave dtype "
             "out, or save the model in that dtype"
         )
 
 
-def _check_ends(far: bool, in_memory: bool, verified: bool) -> None:
-    """
+def _check_ends(ends_on_disk: bool, in_memory: bool, verified: bool) -> None:
+    """Check that embeddings and head on a disk are not to be verified at each read.
+
     Raises:
-        OptionError: embeddings and head on a disk, and checksums of what is read of them compared at each read.
+        OptionError: they are.
     """
-    assert not (far and in_memory), "a plan has a file to read from"
-    if far and verified:
+    assert not (ends_on_disk and in_memory), "a plan has a file to read from"
+    if ends_on_disk and verified:
         raise OptionError(
             "verify='always' compares whole parts with their checksums, and a plan with ends='disk' reads rows of the "
             "embeddings and tiles of the head; leave verify out, or give a plan with ends='host'"
@@ -309,9 +343,9 @@ def _check_memory(
     config: EngineConfig,
     plan: Plan,
 ) -> None:
-    slots, kv, ends = n_slots * size.slot_bytes, step.kv_bytes(LEAST_TOKENS), size.end_bytes
+    slots, kv, ends = n_slots * size.slot_bytes, step.kv_bytes(MIN_TOKENS), size.end_bytes
     if plan.ends == DISK:
-        slots, ends = slots + size.far_ends.row_room_bytes, size.far_ends.held_bytes
+        slots, ends = slots + size.ends_on_disk.row_room_bytes, size.ends_on_disk.held_bytes
     if plan.prediction is not None:  # a plan for shorter texts, or with a smaller cache
         kv = min(kv, plan.prediction.bytes.get(HOST, {}).get("kv", kv))
     weights = ends + sum(size.layers[index].n_bytes for index in kept)
@@ -319,45 +353,47 @@ def _check_memory(
     if limit < smallest:
         parts = {"weights that stay": weights, f"{n_slots} slots for layers": slots, "slots for KV": kv_slots}
         parts |= {**step.by_purpose} | {"KV": kv}
-        shown = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
+        parts_text = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items() if nbytes)
         raise BudgetError(
-            f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({shown}); raise it, or lower "
-            f"max_step_tokens ({config.max_step_tokens}) or max_running ({config.max_running})"
+            f"memory={limit:,} bytes is less than the smallest that runs, {smallest:,} ({parts_text}); raise it, or "
+            f"lower max_step_tokens ({config.max_step_tokens}) or max_running ({config.max_running})"
             + (", or keep fewer layers in the plan" if kept else "")
             + (", or embeddings and head on the disk (ends='disk')" if plan.ends == HOST and n_slots else "")
         )
 
 
 def _kv_memory(ledger: Ledger, config: EngineConfig, streamed: StreamedLayers | None, searched: bool) -> int:
-    """Bytes for KV; with a plan that was searched for at most those that it left.
+    """Return the bytes for KV; with a plan that was searched for at most those that it left.
 
     Raises:
         BudgetError: `kv_memory` is more than what is left.
     """
-    left = ledger.free(HOST)
-    assert left is not None, "the host has a limit"
+    free_bytes = ledger.free(HOST)
+    assert free_bytes is not None, "the host has a limit"
     if searched:
-        return min(left, config.kv_limit or left)
+        return min(free_bytes, config.kv_limit or free_bytes)
     try:
-        return kv_of(left, "memory", config.kv_limit)
+        return kv_of(free_bytes, "memory", config.kv_limit)
     except BudgetError:
         if streamed is not None:
             streamed.close()
         raise
 
 
-def kv_of(left: int, limit: str, wanted: int | None) -> int:
-    """Bytes for KV, of those that are left.
+def kv_of(free_bytes: int, limit: str, requested: int | None) -> int:
+    """Return the bytes for KV, of those that are free.
 
     Args:
-        limit: the option that leaves them. wanted: `kv_memory` in bytes; None: all.
+        free_bytes: Bytes that the limit leaves.
+        limit: The option that leaves them.
+        requested: `kv_memory` in bytes; None: all.
 
     Raises:
-        BudgetError: more are wanted than are left.
+        BudgetError: more are requested than are free.
     """
-    if wanted is not None and wanted > left:
+    if requested is not None and requested > free_bytes:
         raise BudgetError(
-            f"kv_memory={wanted:,} bytes is more than the {left:,} that {limit} leaves for KV; lower it, or raise "
-            f"{limit}"
+            f"kv_memory={requested:,} bytes is more than the {free_bytes:,} that {limit} leaves for KV; lower it, or "
+            f"raise {limit}"
         )
-    return left if wanted is None else wanted
+    return free_bytes if requested is None else requested

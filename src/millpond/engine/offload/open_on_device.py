@@ -1,4 +1,4 @@
-"""A model opened inside the memory of an accelerator: which layers stay there; others are copied in each step."""
+"""Opening of a model inside the memory of an accelerator: some layers stay there, others are copied in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millpond.engine.offload.kv_size import KVSize, kv_size, planned
 from millpond.engine.offload.model_size import ModelSize, fingerprint, size_of
 from millpond.engine.offload.open import Opened, Placement, check_dtype, folder_of, kv_of
 from millpond.engine.offload.plan import DEVICE, DISK, HOST, SLOTS, Capabilities, Plan, spread
-from millpond.engine.offload.planner import Workload, usual
+from millpond.engine.offload.planner import Workload, usual_workloads
 from millpond.errors import BudgetError, OptionError
 from millpond.models.weights.sizes import WeightSizes
 from millpond.models.weights.skeleton import Skeleton
@@ -24,16 +24,20 @@ from millpond.models.weights.streamed import StreamedLayers
 from millpond.tiers.cuda import Bandwidths, CudaDevice
 from millpond.tiers.ledger import Ledger, Tier
 
-#: Bytes per second that a disk is taken to read where nothing was measured.
+#: Bytes per second of a disk, assumed where nothing was measured.
 DISK_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A plan for a device, and what was found.
+    """A plan for a device, and its figures.
 
     Attributes:
-        sequences: that run together. sweep_s: of a decoding step, predicted. tokens_per_s: while all decode.
+        plan: The plan.
+        workload: Texts that it was made for.
+        sequences: Sequences that run together.
+        sweep_s: Predicted seconds of a decoding step.
+        tokens_per_s: Tokens per second while all decode.
     """
 
     plan: Plan
@@ -46,9 +50,9 @@ class DevicePlan:
         return self.sequences / self.sweep_s
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{share:.0%} {tier}" for tier, share in self.plan.weights.items())
+        shares_text = ", ".join(f"{share:.0%} {tier}" for tier, share in self.plan.weights.items())
         return (
-            f"layers: {shown}; at most {self.sequences} sequences of {self.workload}, a step in "
+            f"layers: {shares_text}; at most {self.sequences} sequences of {self.workload}, a step in "
             f"{self.sweep_s * 1e3:.0f} ms if its reads are all it waits for: {self.tokens_per_s:.1f} tokens per second "
             "while all decode"
         )
@@ -62,33 +66,40 @@ def device_plan(
     speed: Bandwidths,
     workload: Workload | None = None,
 ) -> DevicePlan:
-    """The plan with the most tokens per second of a model whose KV lies on the device.
+    """Return the plan with the most tokens per second of a model whose KV is on the device.
 
     A layer that stays there is not copied in each step, and leaves less memory for KV, thus for sequences that share
-    the copies. All numbers of layers are compared. What the host's memory does not hold is read from the disk.
+    the copies. All numbers of layers are compared. Layers that the host's memory does not hold are read from the disk.
 
     Args:
-        device_memory: bytes of the device. memory: of the host that weights may take; None: no limit. workload: texts
-            that it is made for; None: the longest of `usual` of which one sequence fits.
+        size: Sizes of the model.
+        config: Settings of the engine.
+        device_memory: Bytes of the device.
+        memory: Bytes of the host that weights may take; None: no limit.
+        speed: Bandwidths of the device.
+        workload: Texts that it is made for; None: the longest of `usual_workloads` of which one sequence fits.
 
     Raises:
-        BudgetError: not one sequence fits. OptionError: a workload beyond the model's context.
+        BudgetError: not one sequence fits.
+        OptionError: a workload beyond the model's context.
     """
     step = StepMemory.of(size, step_tokens=config.max_step_tokens, running=config.max_running)
-    for one in [workload] if workload is not None else usual(size.context):
-        one.check_context(size.context)
-        kv = kv_size(size, one.prompt, one.new, **planned(config), memory=device_memory)
-        found = [
+    for tried_workload in [workload] if workload is not None else usual_workloads(size.context):
+        tried_workload.check_context(size.context)
+        kv = kv_size(size, tried_workload.prompt, tried_workload.new, **planned(config), memory=device_memory)
+        plans = [
             plan
             for n in range(len(size.layers) + 1)
-            if (plan := _with_layers(n, size, config, step, kv, device_memory, memory, speed, one)) is not None
+            if (plan := _with_layers(n, size, config, step, kv, device_memory, memory, speed, tried_workload))
+            is not None
         ]
-        if found:
-            return max(found, key=lambda plan: plan.tokens_per_s)
-    least = size.end_bytes + min(SLOTS, len(size.layers)) * size.slot_bytes + step.nbytes + kv.most
+        if plans:
+            return max(plans, key=lambda plan: plan.tokens_per_s)
+    min_bytes = size.end_bytes + min(SLOTS, len(size.layers)) * size.slot_bytes + step.nbytes + kv.most
     raise BudgetError(
-        f"device_memory={device_memory:,} bytes is less than the smallest that runs {one}, {least:,} (embeddings and "
-        f"head {size.end_bytes:,}, slots for layers, a step {step.nbytes:,}, KV {kv.most:,}); raise it, or lower "
+        f"device_memory={device_memory:,} bytes is less than the smallest that runs {tried_workload}, "
+        f"{min_bytes:,} (embeddings and head {size.end_bytes:,}, slots for layers, a step "
+        f"{step.nbytes:,}, KV {kv.most:,}); raise it, or lower "
         f"max_step_tokens ({config.max_step_tokens}) or max_running ({config.max_running})"
     )
 
@@ -104,42 +115,43 @@ def _with_layers(
     speed: Bandwidths,
     workload: Workload,
 ) -> DevicePlan | None:
-    """The plan with `n` layers on the device; None where no sequence fits there."""
-    every = len(size.layers)
-    on_device = set(spread(n, every))
-    away = [layer.n_bytes for index, layer in enumerate(size.layers) if index not in on_device]
-    slots = min(SLOTS, len(away)) * size.slot_bytes
-    free = device_memory - size.end_bytes - (size.layer_bytes - sum(away)) - slots - step.nbytes
+    """Return the plan with `n` layers on the device; None where no sequence fits there."""
+    num_layers = len(size.layers)
+    on_device = set(spread(n, num_layers))
+    copied_layers = [layer.n_bytes for index, layer in enumerate(size.layers) if index not in on_device]
+    slots = min(SLOTS, len(copied_layers)) * size.slot_bytes
+    free = device_memory - size.end_bytes - (size.layer_bytes - sum(copied_layers)) - slots - step.nbytes
     if config.kv_limit is not None:
         free = min(free, config.kv_limit)
     reading = max(kv.most - kv.held, 0)  # one prompt is read while the others decode
     sequences = min(config.max_running, (free - reading) // max(kv.held, 1))
     if free < kv.most or sequences < 1:
         return None
-    held, in_host = 0, 0
-    for nbytes in away:
-        if memory is not None and held + nbytes > memory:
+    host_bytes, in_host = 0, 0
+    for nbytes in copied_layers:
+        if memory is not None and host_bytes + nbytes > memory:
             break
-        held, in_host = held + nbytes, in_host + 1
-    on_disk = len(away) - in_host
-    copied = sum(away)
-    read = copied - held
+        host_bytes, in_host = host_bytes + nbytes, in_host + 1
+    on_disk = len(copied_layers) - in_host
+    copied = sum(copied_layers)
+    read = copied - host_bytes
     seconds = max(
         copied / speed.link, read / DISK_BYTES_PER_S, (size.n_bytes + sequences * kv.step_bytes) / speed.memory
     )
     plan = Plan(
-        weights={DEVICE: n / every, HOST: in_host / every, DISK: on_disk / every}, prompt_rows=config.max_step_tokens
+        weights={DEVICE: n / num_layers, HOST: in_host / num_layers, DISK: on_disk / num_layers},
+        prompt_rows=config.max_step_tokens,
     )
     return DevicePlan(plan, workload, sequences, seconds)
 
 
-#: What an engine runs there. KV lies on the device, which a plan calls "host", as where nothing is said.
+#: Capabilities of an engine there. KV is on the device, which a plan calls "host", its default.
 ON_DEVICE = Capabilities(weights=(DEVICE, HOST, DISK), kv=(HOST,), ends=("host",))
 
 
 def open_on_device(
     name: str | PathLike[str],
-    where: torch.device,
+    gpu: torch.device,
     device_memory: str | int | None,
     memory: str | int | None,
     plan: Plan | None,
@@ -150,17 +162,27 @@ def open_on_device(
     device: CudaDevice | None = None,
     **streaming: Any,
 ) -> Opened:
-    """Open the model in a folder so that weights, KV and the buffers of a step take at most `device_memory` there.
+    """Open the model in a folder so that it takes at most `device_memory` of the device.
+
+    Weights, KV and the buffers of a step count.
 
     Args:
-        where: the GPU. device_memory: "16GiB" or bytes; None: no limit, which a plan needs. memory: of the host that
-            weights may take; None: no limit. plan: None for one that is made here. device: that is used; None: made
-            here. streaming: of `StreamedLayers`.
+        name: Name or folder of the model.
+        gpu: The GPU.
+        device_memory: "16GiB" or bytes; None: no limit, which a plan needs.
+        memory: Limit of the weights in the host's memory; None: no limit.
+        plan: Placement to use; None searches for the fastest.
+        dtype: Must equal the saved dtype, if it is given at all.
+        config: Settings of the engine.
+        workload: Workload that a plan is made for.
+        device: Device to use; None: made here.
+        **streaming: Arguments of `StreamedLayers`.
 
     Raises:
-        BudgetError: less memory than the smallest that runs. OptionError: no folder of safetensors, another dtype than
-            the saved one, weights in codes, or a plan that a device does not run. DataError, UnsupportedModelError: as
-            `Skeleton.of`.
+        BudgetError: less memory than the smallest that runs.
+        OptionError: no folder of safetensors, another dtype than the saved one, weights in codes, or a plan that a
+            device does not run.
+        DataError, UnsupportedModelError: as `Skeleton.of`.
     """
     if config.weights is not None:
         raise OptionError(f"weights={config.weights!r}: products with codes run on a CPU; leave it or device out")
@@ -169,12 +191,12 @@ def open_on_device(
     check_dtype(dtype, skeleton)
     capacity = None if device_memory is None else parse_bytes(device_memory)
     limit = None if memory is None else parse_bytes(memory)
-    device = device or CudaDevice(where, capacity)
-    size, found = size_of(folder, skeleton), None
+    device = device or CudaDevice(gpu, capacity)
+    size, searched_plan = size_of(folder, skeleton), None
     if plan is None:
         assert capacity is not None, "checked by those who ask for it"
-        found = device_plan(size, config, capacity, limit, device.measure(), workload)
-        plan = found.plan
+        searched_plan = device_plan(size, config, capacity, limit, device.measure(), workload)
+        plan = searched_plan.plan
     else:
         ON_DEVICE.check(plan)
         if plan.model:
@@ -205,16 +227,18 @@ def open_on_device(
     except BaseException:
         streamed.close()
         raise
-    where_bytes = {DEVICE: ledger.by_purpose(DEVICE), HOST: ledger.by_purpose(HOST)}
+    bytes_by_tier = {DEVICE: ledger.by_purpose(DEVICE), HOST: ledger.by_purpose(HOST)}
     if on_disk:
-        where_bytes[DISK] = {"weights": sum(size.layers[index].n_bytes for index in on_disk)}
-    placement = _placement(plan, where_bytes, limit, found)
+        bytes_by_tier[DISK] = {"weights": sum(size.layers[index].n_bytes for index in on_disk)}
+    placement = _placement(plan, bytes_by_tier, limit, searched_plan)
     return Opened(streamed.model, config, streamed, None, placement, ledger)
 
 
 def _placement(
-    plan: Plan, where: Mapping[str, Mapping[str, int]], limit: int | None, found: DevicePlan | None
+    plan: Plan, bytes_by_tier: Mapping[str, Mapping[str, int]], limit: int | None, searched_plan: DevicePlan | None
 ) -> Placement:
-    if found is None:
-        return Placement(plan=plan, bytes=where, memory_bytes=limit)
-    return Placement(plan=plan, bytes=where, memory_bytes=limit, workload=found.workload, said=(str(found),))
+    if searched_plan is None:
+        return Placement(plan=plan, bytes=bytes_by_tier, memory_bytes=limit)
+    return Placement(
+        plan=plan, bytes=bytes_by_tier, memory_bytes=limit, workload=searched_plan.workload, said=(str(searched_plan),)
+    )

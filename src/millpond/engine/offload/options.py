@@ -1,4 +1,4 @@
-"""Options of loading a model, and the progress of what takes long before a model runs."""
+"""Options of loading a model, and the progress of slow steps before a model runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from millpond.models.weights.streamed import check_verify
 
 @contextmanager
 def bar() -> Iterator[Report]:
-    """What shows how far something is: a bar on a terminal where rich is installed, else nothing."""
+    """Yield a function that shows progress: a bar on a terminal with rich, else nothing."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield lambda what, share: None
+        yield lambda description, share: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,8 +36,8 @@ def bar() -> Iterator[Report]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=1.0, visible=False)
 
-        def report(what: str, share: float) -> None:
-            progress.update(task, description=what, completed=share, visible=True)
+        def report(description: str, share: float) -> None:
+            progress.update(task, description=description, completed=share, visible=True)
 
         yield report
 
@@ -48,7 +48,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(LoadSettings):
-    """How `LLM` loads a model; its fields say themselves what they mean, see `LoadSettings`.
+    """Options by which `LLM` loads a model.
+
+    Its fields say themselves what they mean, see `LoadSettings`.
 
     Raises:
         OptionError: an argument that does nothing without `memory` or `plan`, or a plan that is none.
@@ -68,7 +70,7 @@ class LoadOptions(LoadSettings):
             )
         if self.plan == AUTO and self.memory is None and self.device_memory is None:
             raise OptionError("plan='auto' searches for a plan inside a memory limit; give memory=, such as '1GiB'")
-        if self.gpu is not None and self.asked:
+        if self.gpu is not None and self.is_limited:
             if self.gpu.type != "cuda":
                 raise OptionError(f"device={self.device!r}: memory limits and plans are for 'cuda' devices and the CPU")
             for name in ("disk", "machine"):
@@ -78,28 +80,28 @@ class LoadOptions(LoadSettings):
                 raise OptionError(
                     f"memory= with device={self.device!r} needs device_memory=, such as '16GiB', or a plan"
                 )
-        alone = {name: getattr(self, name) for name in ("disk", "machine", "prompt_tokens", "new_tokens")}
-        if not self.asked:
-            for name, value in alone.items():
+        planning_options = {name: getattr(self, name) for name in ("disk", "machine", "prompt_tokens", "new_tokens")}
+        if not self.is_limited:
+            for name, value in planning_options.items():
                 if value is not None:
                     raise OptionError(f"{name}= belongs to memory= or plan=; give one of them, or leave it out")
             if self.verify != "first":
                 raise OptionError("verify= belongs to memory= or plan=; give one of them, or leave it out")
         if self.plan not in (None, AUTO):
             for name in ("machine", "prompt_tokens", "new_tokens"):
-                if alone[name] is not None:
+                if planning_options[name] is not None:
                     raise OptionError(f"{name}= is for making a plan, and one is given; leave one of the two out")
         if (self.prompt_tokens is None) != (self.new_tokens is None):
             raise OptionError("prompt_tokens= and new_tokens= say together what a plan is made for; give both")
 
     @property
-    def asked(self) -> bool:
+    def is_limited(self) -> bool:
         """Whether memory is limited, or a plan given."""
         return self.memory is not None or self.plan is not None or self.device_memory is not None
 
     @property
     def gpu(self) -> torch.device | None:
-        """The accelerator that is named; None for a CPU.
+        """Accelerator that is named; None for a CPU.
 
         Raises:
             OptionError: torch knows no such device.
@@ -107,21 +109,21 @@ class LoadOptions(LoadSettings):
         if self.device is None:
             return None
         try:
-            found = torch.device(self.device)
+            device = torch.device(self.device)
         except RuntimeError as error:
             raise OptionError(f"device={self.device!r}: {str(error).splitlines()[0]}") from error
-        return None if found.type == "cpu" else found
+        return None if device.type == "cpu" else device
 
-    def place(self) -> torch.device | None:
-        """`gpu`, which torch can use here.
+    def usable_gpu(self) -> torch.device | None:
+        """Return `gpu`, which torch can use here.
 
         Raises:
-            OptionError: it cannot.
+            OptionError: torch cannot use it.
         """
         return None if self.gpu is None else usable_device(str(self.gpu), f"device={self.device!r}")
 
     def open(self, model: str | PathLike[str], dtype: str | None, config: EngineConfig) -> Opened:
-        """The model in a folder, opened inside the limit; with a bar for what takes long.
+        """Open the model in a folder inside the limit, with a bar for slow steps.
 
         Raises:
             OptionError, BudgetError, UnsupportedModelError, DataError: see `open_in_memory`.
@@ -134,9 +136,11 @@ class LoadOptions(LoadSettings):
         workload = None
         if self.prompt_tokens is not None and self.new_tokens is not None:
             workload = Workload(prompt=self.prompt_tokens, new=self.new_tokens)
-        place = self.place()
-        if place is not None:
-            return open_on_device(model, place, self.device_memory, self.memory, plan, dtype, config, workload=workload)
+        device = self.usable_gpu()
+        if device is not None:
+            return open_on_device(
+                model, device, self.device_memory, self.memory, plan, dtype, config, workload=workload
+            )
         with bar() as report:
             return open_in_memory(
                 model,

@@ -1,4 +1,4 @@
-"""Entry point of planning: the fastest plan of a model for a workload with a memory limit, and what would help."""
+"""Planning: the fastest plan of a model for a workload with a memory limit, and what would help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millpond.engine.offload.machine import WEIGHTS, CallTimes, MachineConstants
 from millpond.engine.offload.machine_file import machine_constants
 from millpond.engine.offload.model_size import ModelSize, model_size
 from millpond.engine.offload.plan import DISK, ENGINE, HOST, Capabilities, Plan
-from millpond.engine.offload.search import Limits, check_memory, least_memory, search
+from millpond.engine.offload.search import Limits, check_memory, min_memory, search
 from millpond.errors import BudgetError, MillpondError, OptionError
 from millpond.models.cache_folder import check_folder
 from millpond.models.weights.packed_file import Report
@@ -28,6 +28,10 @@ from millpond.runner.packed_model import check_format
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Tokens of each prompt and each answer.
+
+    Attributes:
+        prompt: Tokens of each prompt.
+        new: Tokens of each answer.
 
     Raises:
         OptionError: a number that is not whole, or below 1.
@@ -42,9 +46,10 @@ class Workload:
                 raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
 
     def check_context(self, context: int | None) -> None:
-        """
+        """Check that prompt and answer fit the model's context; None: any do.
+
         Raises:
-            OptionError: more tokens than the model's context; None: any.
+            OptionError: they are longer.
         """
         if context is not None and self.prompt + self.new > context:
             raise OptionError(
@@ -56,11 +61,11 @@ class Workload:
         return f"{self.prompt} + {self.new} tokens"
 
 
-def usual(context: int | None) -> Iterator[Workload]:
-    """What is planned for where nothing is said: 512 + 128 tokens, then shorter texts, down to 96 + 32.
+def usual_workloads(context: int | None) -> Iterator[Workload]:
+    """Yield workloads to plan for by default: 512 + 128 tokens, then shorter ones to 96 + 32.
 
     Example:
-        >>> [str(one) for one in usual(400)]
+        >>> [str(workload) for workload in usual_workloads(400)]
         ['256 + 64 tokens', '128 + 32 tokens', '96 + 32 tokens']
     """
     for prompt, new in ((512, 128), (256, 64), (128, 32), (96, 32)):
@@ -86,31 +91,33 @@ def plan(
     report: Report | None = None,
     capabilities: Capabilities = ENGINE,
 ) -> Plan:
-    """Plan how a model runs inside a memory limit: what lies where, how many sequences at a time, how fast.
+    """Plan how a model runs inside a memory limit.
 
-    Needs the model's config.json and safetensors headers; no weight is loaded. The speed is a prediction from a cost
+    The plan says which weights and KV are on which tier, how many sequences run at a time, and how fast. It needs the
+    model's config.json and safetensors headers; no weight is loaded. The speed is a prediction from a cost
     model with constants of this machine.
 
     Args:
-        model: a folder, a GGUF file or a name of `millpond models`.
-        memory: of the host for weights, KV and buffers together: "1GiB", or bytes.
-        prompt_tokens: of each prompt.
-        new_tokens: of each answer.
-        disk: a folder on the disk that weights may stay on; None: everything must fit in memory.
-        method: of the KV cache, see `compress`.
-        options: of the method.
-        budget: entries that are kept, see `compress`.
-        codec: number format of the entries, see `compress`.
+        model: A folder, a GGUF file or a name of `millpond models`.
+        memory: Limit of the host for weights, KV and buffers together: "1GiB", or bytes.
+        prompt_tokens: Tokens of each prompt.
+        new_tokens: Tokens of each answer.
+        disk: A folder on the disk that weights may stay on; None: everything must fit in memory.
+        method: Method of the KV cache, see `compress`.
+        options: Options of the method.
+        budget: Entries that are kept, see `compress`.
+        codec: Number format of the entries, see `compress`.
         weights: "int8" or "int4", matrices that are packed in a file in `disk`; None: as they were saved.
-        latency_s: most seconds from the first prompt to the last token of a block; None: any.
-        machine: its constants; None: measured once for the folder, in about 30 s, and kept in the user's cache folder.
-        measure: measure even where constants are kept. report: called with what is being measured and the share done.
-        capabilities: placements and schedules that may be chosen.
+        latency_s: Most seconds from the first prompt to the last token of a block; None: any.
+        machine: Its constants; None: measured once for the folder, in about 30 s, and kept in the user's cache folder.
+        measure: Measure even where constants are kept.
+        report: Called with what is being measured and the share done.
+        capabilities: Placements and schedules that may be chosen.
 
     Raises:
         BudgetError: nothing fits the memory, with the least that does, or meets the latency.
-        OptionError: a folder that is not there, or a value out of range. DataError, UnsupportedModelError: see
-            `model_size`.
+        OptionError: a folder that is not there, or a value out of range.
+        DataError, UnsupportedModelError: see `model_size`.
 
     Example:
         >>> found = plan("pond-recall", memory="64MiB", prompt_tokens=256, new_tokens=64, machine=EXAMPLE)
@@ -130,24 +137,31 @@ def plan(
             size, prompt_tokens, new_tokens, method=method, options=options, budget=budget, codec=codec, memory=memory
         )
 
-    can = capabilities
+    allowed = capabilities
     if disk is None:
-        can = replace(can, weights=_without(can.weights), kv=_without(can.kv))
-    own = kv_that_fits(size, kv, limits, can)  # before anything is measured: what it refuses is refused at once
+        allowed = replace(allowed, weights=_without(allowed.weights), kv=_without(allowed.kv))
+    kv_of_sequence = kv_that_fits(
+        size, kv, limits, allowed
+    )  # before anything is measured: what it refuses is refused at once
     if machine is None:
         machine = constants_for(size.folder, None if disk is None else Path(disk), again=measure, report=report)
-    cost = CostModel(size, own, machine)
-    found = search(cost, limits, can)
-    assert found.prediction is not None, "a plan that was searched for"
-    changes = _changes(cost, limits, can, lambda: kv(limits.memory, "int4"), codec)
-    return replace(found, prediction=replace(found.prediction, what_if=changes))
+    cost = CostModel(size, kv_of_sequence, machine)
+    best_plan = search(cost, limits, allowed)
+    assert best_plan.prediction is not None, "a plan that was searched for"
+    changes = _changes(cost, limits, allowed, lambda: kv(limits.memory, "int4"), codec)
+    return replace(best_plan, prediction=replace(best_plan.prediction, what_if=changes))
 
 
-def kv_that_fits(size: ModelSize, kv: Callable[[int], KVSize], limits: Limits, can: Capabilities = ENGINE) -> KVSize:
-    """The cache of a sequence where one fits.
+def kv_that_fits(
+    size: ModelSize, kv: Callable[[int], KVSize], limits: Limits, capabilities: Capabilities = ENGINE
+) -> KVSize:
+    """Return the cache of a sequence where one fits.
 
     Args:
-        kv: the cache where pools share a number of bytes; with more they take memory in larger grains.
+        size: Sizes of the model.
+        kv: Returns the cache where pools share a number of bytes; with more they take memory in larger grains.
+        limits: Limits of the plan.
+        capabilities: Placements that may be used.
 
     Raises:
         BudgetError: less memory than the smallest that runs, with a number that does.
@@ -155,17 +169,17 @@ def kv_that_fits(size: ModelSize, kv: Callable[[int], KVSize], limits: Limits, c
     memory = limits.memory
     while True:
         cost = CostModel(size, kv(memory), EXAMPLE)  # which no constant of the machine changes
-        least = least_memory(cost, can, limits.rows[0])
-        if least <= memory:
-            check_memory(cost, limits, can)
+        min_bytes = min_memory(cost, capabilities, limits.rows[0])
+        if min_bytes <= memory:
+            check_memory(cost, limits, capabilities)
             return cost.kv
-        memory = least
+        memory = min_bytes
 
 
 def constants_for(
     model: Path, disk: Path | None, *, again: bool = False, report: Report | None = None
 ) -> MachineConstants:
-    """The constants of this machine for a folder `disk`; where there is none, for reads of the model's own files.
+    """Return the constants of this machine for a folder `disk`, or for the model's own files.
 
     Raises:
         OptionError: see `measure`.
@@ -177,29 +191,29 @@ def constants_for(
 
 
 def _changes(
-    cost: CostModel, limits: Limits, can: Capabilities, int4: Callable[[], KVSize], codec: object
+    cost: CostModel, limits: Limits, capabilities: Capabilities, int4: Callable[[], KVSize], codec: object
 ) -> dict[str, float]:
-    """Tokens per second of the best plan after each change; without those that cannot be made."""
+    """Return tokens per second of the best plan after each change that can be made."""
     machine, faster = cost.machine, {}
 
-    def tried(name: str, cost: CostModel, limits: Limits) -> None:
+    def try_change(name: str, cost: CostModel, limits: Limits) -> None:
         try:
-            found = search(cost, limits, can).prediction
+            prediction = search(cost, limits, capabilities).prediction
         except MillpondError:
             return
-        assert found is not None, "a plan that was searched for"
-        faster[name] = found.tokens_per_s
+        assert prediction is not None, "a plan that was searched for"
+        faster[name] = prediction.tokens_per_s
 
-    if DISK in can.weights:
+    if DISK in capabilities.weights:
         double = replace(machine, read_per_s=2 * machine.read_per_s, write_per_s=2 * machine.write_per_s)
-        tried("twice the disk bandwidth", replace(cost, machine=double), limits)
-    tried("twice the memory", cost, replace(limits, memory=2 * limits.memory))
+        try_change("twice the disk bandwidth", replace(cost, machine=double), limits)
+    try_change("twice the memory", cost, replace(limits, memory=2 * limits.memory))
     if codec != "int4":
         try:
             smaller = int4()
         except MillpondError:  # a method or a head_dim that codes do not go with
             return faster
-        tried("an int4 cache", replace(cost, kv=smaller), limits)
+        try_change("an int4 cache", replace(cost, kv=smaller), limits)
     return faster
 
 
@@ -236,70 +250,83 @@ def fastest_plan(
     workload: Workload | None,
     report: Report | None = None,
     *,
-    can: Capabilities = ENGINE,
+    capabilities: Capabilities = ENGINE,
     verified: bool = False,
 ) -> tuple[Plan, Workload]:
-    """The fastest plan inside `memory` bytes, and the workload that it was made for.
+    """Return the fastest plan inside `memory` bytes, and the workload that it was made for.
 
     Layers that do not stay are read from the model's own folder, so it needs no `disk`; KV goes to a disk only with
     one. Sequences, prompt tokens of a sweep and KV are at most those of `config`.
 
     Args:
-        machine: constants; None: measured once and kept. workload: None for the longest of `usual` that fits.
-        can: what the plan may use.
-        verified: all that is read is compared with its checksum, so embeddings and head, of which parts are read, stay
+        size: Sizes of the model.
+        config: Settings of the engine.
+        memory: Bytes of the host.
+        disk: Folder for KV; None: KV stays in memory.
+        machine: Constants; None: measured once and kept.
+        workload: Workload to plan for; None for the longest of `usual_workloads` that fits.
+        report: Called with the progress of measuring.
+        capabilities: Placements and schedules that the plan may use.
+        verified: All that is read is compared with its checksum, so embeddings and head, of which parts are read, stay
             in memory.
 
     Raises:
-        BudgetError: less memory than the smallest that runs. OptionError: a workload beyond the model's context, or the
-            machine cannot be measured.
+        BudgetError: less memory than the smallest that runs.
+        OptionError: a workload beyond the model's context, or the machine cannot be measured.
     """
     limits = Limits(memory=memory, sequences=config.max_running, prompt_rows=config.max_step_tokens, kv=config.kv_limit)
-    can = _within(can, None if config.prefix_cache else disk)  # the prefix cache holds pages in memory
+    capabilities = _within(
+        capabilities, None if config.prefix_cache else disk
+    )  # the prefix cache holds pages in memory
     if verified:
-        can = replace(can, ends=("host",))
+        capabilities = replace(capabilities, ends=("host",))
     if workload is not None:
         workload.check_context(size.context)
-        kv = _kv_that_fits(size, config, workload, limits, can)
+        kv = _kv_that_fits(size, config, workload, limits, capabilities)
     else:
-        workload, kv = _longest(size, config, limits, can)
+        workload, kv = _longest(size, config, limits, capabilities)
     if machine is None:
         machine = constants_for(size.folder, disk, report=report)
-    return search(CostModel(size, kv, machine), limits, can), workload
+    return search(CostModel(size, kv, machine), limits, capabilities), workload
 
 
-def _longest(size: ModelSize, config: EngineConfig, limits: Limits, can: Capabilities) -> tuple[Workload, KVSize]:
-    """The longest usual workload that fits, and its KV.
+def _longest(
+    size: ModelSize, config: EngineConfig, limits: Limits, capabilities: Capabilities
+) -> tuple[Workload, KVSize]:
+    """Return the longest usual workload that fits, and its KV.
 
     Raises:
         BudgetError: none fits.
     """
-    for workload in usual(size.context):
+    for workload in usual_workloads(size.context):
         try:
-            return workload, _kv_that_fits(size, config, workload, limits, can)
+            return workload, _kv_that_fits(size, config, workload, limits, capabilities)
         except BudgetError as error:
             refused = error
     raise refused
 
 
 def _kv_that_fits(
-    size: ModelSize, config: EngineConfig, workload: Workload, limits: Limits, can: Capabilities
+    size: ModelSize, config: EngineConfig, workload: Workload, limits: Limits, capabilities: Capabilities
 ) -> KVSize:
-    """The cache of a sequence.
+    """Return the cache of a sequence.
 
     Raises:
         BudgetError: less memory than the smallest that runs.
     """
-    how = planned(config)
+    cache_options = planned(config)
 
     def kv(memory: int) -> KVSize:
-        return kv_size(size, workload.prompt, workload.new, **how, memory=memory)
+        return kv_size(size, workload.prompt, workload.new, **cache_options, memory=memory)
 
-    return kv_that_fits(size, kv, limits, can)
+    return kv_that_fits(size, kv, limits, capabilities)
 
 
-def _within(can: Capabilities, disk: Path | None) -> Capabilities:
-    """What may be chosen of `can`: KV stays in memory without a folder for it, or without the program for its share."""
+def _within(capabilities: Capabilities, disk: Path | None) -> Capabilities:
+    """Return the part of the capabilities that can be used.
+
+    KV stays in memory without a folder for it, or without the program for its share.
+    """
     if disk is not None and find_spec("scipy") is not None:
-        return can
-    return replace(can, kv=tuple(tier for tier in can.kv if tier == HOST))
+        return capabilities
+    return replace(capabilities, kv=tuple(tier for tier in capabilities.kv if tier == HOST))

@@ -13,9 +13,9 @@ from millpond.errors import OptionError
 #: Limits of completions of one prompt, and of alternatives with log probabilities.
 MAX_N, MAX_LOGPROBS = 128, 20
 #: Limits of bad words, and of characters of one: every step compares the token sequences of each.
-MOST_BAD_WORDS, MOST_BAD_WORD = 1_000, 100
+MAX_BAD_WORDS, MAX_BAD_WORD = 1_000, 100
 #: Limit of allowed ids, more than vocabularies have.
-MOST_ALLOWED = 2**20
+MAX_ALLOWED = 2**20
 #: Fields that constrain an answer.
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 
@@ -25,41 +25,41 @@ class SamplingParams:
     """Token choice and stopping of one request.
 
     Attributes:
-        max_tokens: limit of new tokens; None: as many as the model's context holds.
-        min_tokens: new tokens before which no token that ends the answer is chosen; stop texts are searched for in
+        max_tokens: Limit of new tokens; None: up to the end of the model's context.
+        min_tokens: New tokens before which no token that ends the answer is chosen; stop texts are searched for in
             the text after them.
-        temperature: 0 takes the likeliest token.
-        top_k: sample from the k likeliest tokens; 0 disables it. The filters apply in the order top_k, top_p, min_p,
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_p: Sample from the likeliest tokens of this total probability; 1.0 disables it.
+        top_k: Sample from the k likeliest tokens; 0 disables it. The filters apply in the order top_k, top_p, min_p,
             typical_p.
-        top_p: sample from the likeliest tokens of this total probability; 1.0 disables it.
-        min_p: sample from tokens of at least this share of the highest probability; 0.0 disables it.
-        typical_p: sample from the tokens of this total probability whose surprise is nearest to the expected one
+        min_p: Sample from tokens of at least this share of the highest probability; 0.0 disables it.
+        typical_p: Sample from the tokens of this total probability whose surprise is nearest to the expected one
             (Meister et al. 2022, sec. 4); 1.0 disables it.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer (CTRL,
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or answer (CTRL,
             Keskar et al. 2019).
-        presence_penalty: subtracted once for tokens of the answer.
-        frequency_penalty: subtracted once per occurrence for tokens of the answer.
-        logit_bias: token id -> number added to its logit.
-        bad_words: texts whose tokens are never completed in the answer, with and without a space before them.
-        allowed_token_ids: the only ids that are chosen, those that end the answer among them; None: all. Constraints
+        presence_penalty: Subtracted once for tokens of the answer.
+        frequency_penalty: Subtracted once per occurrence for tokens of the answer.
+        logit_bias: Token id -> number added to its logit.
+        bad_words: Texts whose tokens are never completed in the answer, with and without a space before them.
+        allowed_token_ids: The only ids that are chosen, those that end the answer among them; None: all. Constraints
             hold at the same time; where no token is left the answer ends with an error.
-        logprobs: number of the likeliest tokens reported with each new token, in addition to itself; None: none. They
+        logprobs: Number of the likeliest tokens reported with each new token, in addition to itself; None: none. They
             are the model's own: before penalties, biases, temperature, constraints and forbidden tokens.
-        prompt_logprobs: the same for the tokens of the prompt.
-        stop: texts that end the answer.
-        include_stop: keep the stop text in the answer.
-        stop_token_ids: ids that end the answer.
-        ignore_eos: continue after the model's own end.
-        n: completions of the prompt, each with a seed derived from `seed`.
-        seed: the same seed gives the same tokens whatever else runs; None: a new one each time.
-        json_schema: schema that the answer follows (extra `constrained`). At most one of the five constraints may be
+        prompt_logprobs: The same for the tokens of the prompt.
+        stop: Texts that end the answer.
+        stop_token_ids: Ids that end the answer.
+        include_stop: Keep the stop text in the answer.
+        ignore_eos: Continue after the model's own end.
+        n: Completions of the prompt, each with a seed derived from `seed`.
+        seed: The same seed gives the same tokens whatever else runs; None: a new one each time.
+        json_schema: Schema that the answer follows (extra `constrained`). At most one of the five constraints may be
             given; one that cannot be enforced is refused.
-        regex: regular expression for the whole answer.
-        choice: texts of which the answer is one.
-        grammar: grammar of the answer in EBNF; its first rule is `root`.
-        structural_tag: format of the answer as a structural tag of xgrammar.
-        skip_special_tokens: leave special tokens out of the text.
-        kept_special_tokens: ids that stay in the text nevertheless.
+        regex: Regular expression for the whole answer.
+        choice: Texts of which the answer is one.
+        grammar: Grammar of the answer in EBNF; its first rule is `root`.
+        structural_tag: Format of the answer as a structural tag of xgrammar.
+        skip_special_tokens: Leave special tokens out of the text.
+        kept_special_tokens: Ids that stay in the text nevertheless.
 
     Raises:
         OptionError: a value out of its range.
@@ -114,18 +114,20 @@ class SamplingParams:
             raise OptionError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
         self._check_forbidden()
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(self, name)
-            if asked is not None:
-                self._within(name, asked, 0, MAX_LOGPROBS)
+            num_alternatives = getattr(self, name)
+            if num_alternatives is not None:
+                self._within(name, num_alternatives, 0, MAX_LOGPROBS)
         if any(not text for text in self.stop):
             raise OptionError("stop holds an empty text, which would end every answer at once")
         for token, bias in self.logit_bias.items():
             self._within(f"logit_bias of token {token}", bias, -100, 100)
-        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise OptionError(f"{given[0]} and {given[1]}: an answer can follow one of them; leave the other out")
-        if given and self.ignore_eos:
-            raise OptionError(f"{given[0]} ends the answer where it is complete; leave ignore_eos out")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            raise OptionError(
+                f"{constraints[0]} and {constraints[1]}: an answer can follow one of them; leave the other out"
+            )
+        if constraints and self.ignore_eos:
+            raise OptionError(f"{constraints[0]} ends the answer where it is complete; leave ignore_eos out")
         for name in ("json_schema", "structural_tag"):
             try:
                 json.dumps(getattr(self, name), allow_nan=False)
@@ -135,33 +137,33 @@ class SamplingParams:
             raise OptionError("choice holds no text to choose; give at least one that is not empty")
 
     def _check_forbidden(self) -> None:
-        if len(self.bad_words) > MOST_BAD_WORDS:
-            raise OptionError(f"bad_words has {len(self.bad_words):,} texts and may have {MOST_BAD_WORDS:,}")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise OptionError(f"bad_words has {len(self.bad_words):,} texts and may have {MAX_BAD_WORDS:,}")
         for word in self.bad_words:
             if not word.strip():
                 raise OptionError(f"bad_words holds {word[:20]!r}, which is no word; leave it out")
-            if len(word) > MOST_BAD_WORD:
+            if len(word) > MAX_BAD_WORD:
                 raise OptionError(
-                    f"bad_words holds {word[:20]!r}... of {len(word):,} characters; a word may have {MOST_BAD_WORD}"
+                    f"bad_words holds {word[:20]!r}... of {len(word):,} characters; a word may have {MAX_BAD_WORD}"
                 )
         allowed = self.allowed_token_ids
-        if allowed is not None and not 0 < len(allowed) <= MOST_ALLOWED:
+        if allowed is not None and not 0 < len(allowed) <= MAX_ALLOWED:
             raise OptionError(
-                f"allowed_token_ids has {len(allowed):,} ids: must have 1 to {MOST_ALLOWED:,}, or be None for all"
+                f"allowed_token_ids has {len(allowed):,} ids: must have 1 to {MAX_ALLOWED:,}, or be None for all"
             )
 
     @property
     def constrained(self) -> str | None:
-        """The field that says what the answer must follow."""
+        """Field that constrains the answer; None: there is none."""
         return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
 
     @property
     def forbids(self) -> tuple[str, ...]:
-        """The fields that forbid tokens by name."""
+        """Fields that forbid tokens by name."""
         return tuple(name for name in ("min_tokens", "bad_words", "allowed_token_ids") if getattr(self, name))
 
     @staticmethod
-    def _within(name: str, value: float, least: float, most: float) -> None:
-        if not (isinstance(value, int | float) and least <= value <= most):  # NaN is within nothing
-            above = "" if math.isinf(most) else f" and at most {most:g}"
-            raise OptionError(f"{name}={value}: must be at least {least:g}{above}")
+    def _within(name: str, value: float, min_value: float, max_value: float) -> None:
+        if not (isinstance(value, int | float) and min_value <= value <= max_value):  # NaN is within nothing
+            upper_text = "" if math.isinf(max_value) else f" and at most {max_value:g}"
+            raise OptionError(f"{name}={value}: must be at least {min_value:g}{upper_text}")

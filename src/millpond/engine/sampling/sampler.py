@@ -1,7 +1,7 @@
 """Choice of the next token of every completion in a batch, from one row of logits each.
 
-It knows nothing of sequences, pages or order: its state hangs on keys, so a completion may leave the batch for a while
-and come back.
+It knows nothing of sequences, pages or order: its state is stored by key, so a completion may leave the batch for a
+while and return.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from millpond.kernels.decoder_ops import largest
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token chosen for a completion.
+    """Token chosen for a completion.
 
     Attributes:
-        logprob: of the token as the model gave it, before penalties and temperature; None if not requested.
-        top: (token id, log probability) of the likeliest tokens, the likeliest first, as many as requested.
-        error: why the completion cannot go on behind it; None: it can.
+        token_id: Its id.
+        logprob: Its log probability as the model gave it, before penalties and temperature; None if not requested.
+        top: (token id, log probability) of the requested number of likeliest tokens, the likeliest first.
+        error: Why the completion cannot continue after it; None: it can.
     """
 
     token_id: int
@@ -40,10 +41,13 @@ class Sampled:
 
 
 class BadLogitsError(NumericsError):
-    """Some completions' logits hold NaN, or leave no token to choose; nothing was chosen for any.
+    """Logits of some completions hold NaN, or leave no token to choose; nothing was chosen.
+
+    Args:
+        reasons: See the attribute.
 
     Attributes:
-        reasons: key of each of those completions -> why, in words that name no other. The others can be sampled by
+        reasons: Key of each of those completions -> why, in words that name no other. The others can be sampled by
             another call without them.
     """
 
@@ -53,7 +57,7 @@ class BadLogitsError(NumericsError):
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """Those completions."""
+        """Keys of those completions."""
         return tuple(self.reasons)
 
 
@@ -77,11 +81,11 @@ class Sampler:
     little, as those of a cache that evicts, mostly draw the same token.
 
     Args:
-        tokenizer: needed for answers that follow a grammar, and for bad words. ends: ids that end a text; none: the
-            tokenizer's own.
+        tokenizer: Needed for answers that follow a grammar, and for bad words.
+        ends: Ids that end a text; those of the tokenizer if there are none.
 
     Attributes:
-        grammars: what answers can be made to follow.
+        grammars: Compiler of the rules that answers can follow.
     """
 
     def __init__(self, tokenizer: Any = None, ends: Collection[int] = ()) -> None:
@@ -93,19 +97,19 @@ class Sampler:
         self.grammars = Grammars(tokenizer, ends)
 
     def check(self, params: SamplingParams, vocab_size: int) -> None:
-        """Refuse what only the model can tell is wrong; safe to call while another thread samples.
+        """Refuse parameters that do not fit the model; safe to call while another thread samples.
 
         Raises:
             OptionError: a token id outside the vocabulary.
         """
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             ids = getattr(params, name) or ()
-            wrong = [token for token in ids if not 0 <= token < vocab_size]
-            if wrong:
-                raise OptionError(f"{name} names token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
+            unknown_ids = [token for token in ids if not 0 <= token < vocab_size]
+            if unknown_ids:
+                raise OptionError(f"{name} names token {unknown_ids[0]}; the model's tokens are 0 to {vocab_size - 1}")
 
     def bans_of(self, params: SamplingParams) -> Bans | None:
-        """The tokens that `params` forbid; None: none.
+        """Return the tokens that `params` forbid; None: none.
 
         Raises:
             OptionError: see `Bans.of`.
@@ -122,24 +126,28 @@ class Sampler:
         bans: Bans | None = None,
         *,
         seed: int | None = None,
-        said: Sequence[int] = (),
+        decoded: Sequence[int] = (),
         known: Sequence[int] = (),
     ) -> None:
-        """A completion begins, or continues.
+        """Add a completion that begins or continues.
 
         Args:
-            key: what it is called until `stop`. prompt: its token ids, for the repetition penalty.
-            index: which of the request's `n` completions it is: each draws its own numbers from the one seed.
-            grammar: what `grammars` made of `params`. bans: what `bans_of` made of them.
-            seed: of its draws; None: that of `params`, or a new one where it has none.
-            said: tokens that it has already. known: those that come next, whatever the logits say.
+            key: Its name until `stop`.
+            params: Token choice and stopping.
+            prompt: Its token ids, for the repetition penalty.
+            index: Number among the request's `n` completions: each draws its own numbers from the one seed.
+            grammar: Result of `grammars` for `params`.
+            bans: Result of `bans_of` for `params`.
+            seed: Seed of its draws; None: that of `params`, or a new one where it has none.
+            decoded: Tokens that it has already.
+            known: Tokens that come next, whatever the logits say.
 
         Raises:
             OptionError: tokens that do not follow the grammar.
         """
         assert key not in self._states, f"{key} has begun already"
         assert (grammar is None) == (params.constrained is None), "the grammar of these parameters"
-        tokens = (*said, *known)
+        tokens = (*decoded, *known)
         if grammar is not None:
             ends = self.grammars.ends.union(params.stop_token_ids)
             if tokens and not self._constraints.allow(grammar, ends, tokens):
@@ -151,33 +159,37 @@ class Sampler:
         if seed is None:
             seed = secrets.randbits(64) if params.seed is None else params.seed
         self._states[key] = _State(params, seed, index, known=tokens)
-        for token in said:
+        for token in decoded:
             for error in self._follow([key], [token]).values():
                 raise error
 
     def seed_of(self, key: Hashable) -> int:
-        """The number that a completion's draws depend on."""
+        """Return the number that a completion's draws depend on."""
         return self._states[key].seed
 
     def known_of(self, key: Hashable) -> tuple[int, ...]:
-        """Known tokens that a completion has not come to yet."""
+        """Return the known tokens that a completion has not reached yet."""
         state = self._states[key]
         return tuple(state.known[state.step :])
 
     def stop(self, key: Hashable) -> None:
-        """It is over: forget it. A key that never began is nothing to forget."""
+        """Remove a completion that has ended; an unknown key is no error."""
         self._states.pop(key, None)
         self._penalties.stop(key)
         self._constraints.stop(key)
         self._forbidden.stop(key)
 
     def __len__(self) -> int:
-        """Completions that have begun and not ended."""
+        """Return the number of completions that have begun and not ended."""
         return len(self._states)
 
     @torch.inference_mode()
     def __call__(self, keys: Sequence[Hashable], logits: Tensor) -> list[Sampled]:
-        """The next token of each completion; `logits` (S, V), any float dtype, one row per key, are left as they are.
+        """Return the next token of each completion.
+
+        Args:
+            keys: Names of the completions.
+            logits: (S, V), any float dtype, one row per key; left unchanged.
 
         Raises:
             BadLogitsError: a row has no finite maximum. Nothing has changed; call again without those keys.
@@ -187,27 +199,29 @@ class Sampler:
         if not keys:
             return []
         states = [self._states[key] for key in keys]
-        best, tokens = largest(logits)
-        bad = dict.fromkeys(_without_choice(keys, best), _NAN)
+        max_logits, tokens = largest(logits)
+        reasons = dict.fromkeys(_without_choice(keys, max_logits), _NAN)
         changed = [i for i, (key, state) in enumerate(zip(keys, states, strict=True)) if self._changes(key, state)]
         if changed:
-            at = torch.tensor(changed, device=logits.device)
-            some = (logits[at] if len(changed) < len(states) else logits.clone()).float()
-            tokens[at] = self._choose([keys[i] for i in changed], [states[i] for i in changed], some, tokens[at], bad)
-        elif bad:
-            raise BadLogitsError(bad)
+            rows = torch.tensor(changed, device=logits.device)
+            changed_logits = (logits[rows] if len(changed) < len(states) else logits.clone()).float()
+            tokens[rows] = self._choose(
+                [keys[i] for i in changed], [states[i] for i in changed], changed_logits, tokens[rows], reasons
+            )
+        elif reasons:
+            raise BadLogitsError(reasons)
         ids: list[int] = tokens.tolist()
         for i, state in enumerate(states):
             if state.step < len(state.known):
                 ids[i] = state.known[state.step]
         sampled = self._with_logprobs(states, logits, ids)
         for key, error in self._follow(keys, ids).items():
-            place = keys.index(key)
-            sampled[place] = replace(sampled[place], error=error)
+            row = keys.index(key)
+            sampled[row] = replace(sampled[row], error=error)
         return sampled
 
     def _follow(self, keys: Sequence[Hashable], ids: Sequence[int]) -> dict[Hashable, Exception]:
-        """Take note of the next token of each completion; returns those of which that failed, and with what."""
+        """Record the next token of each completion; return the errors of those that failed."""
         self._penalties.count(keys, ids)
         failed = self._constraints.advance(keys, ids)
         self._forbidden.count(keys, ids)
@@ -216,12 +230,15 @@ class Sampler:
         return failed
 
     def _changes(self, key: Hashable, state: _State) -> bool:
-        """Whether the likeliest token as the model gave it may not be the one; a known one is not chosen."""
-        chosen = state.step >= len(state.known)
-        return chosen and (state.params.temperature > 0 or self._changed(key))
+        """Return whether another token than the model's likeliest may be chosen.
+
+        A known token is not chosen.
+        """
+        is_chosen = state.step >= len(state.known)
+        return is_chosen and (state.params.temperature > 0 or self._changed(key))
 
     def _changed(self, key: Hashable) -> bool:
-        """Whether its logits are not those of the model."""
+        """Return whether the logits of a completion are not those of the model."""
         return key in self._penalties or key in self._constraints or key in self._forbidden
 
     def _choose(
@@ -230,68 +247,80 @@ class Sampler:
         states: Sequence[_State],
         logits: Tensor,
         tokens: Tensor,
-        bad: Mapping[Hashable, MillpondError],
+        reasons: Mapping[Hashable, MillpondError],
     ) -> Tensor:
-        """Token ids (R,) by penalties, constraints and draws; `logits` (R, V) may be written.
+        """Return token ids (R,) by penalties, constraints and draws.
 
-        `tokens` are the likeliest before all that; `bad` are keys without a choice, of these rows or others.
+        Args:
+            keys: Names of the completions.
+            states: Their states.
+            logits: (R, V); may be written.
+            tokens: The likeliest tokens before all that.
+            reasons: Keys without a choice, of these rows or others.
         """
         if any(map(self._changed, keys)):
             self._penalties.apply_(keys, logits)
             self._constraints.apply_(keys, logits)
             self._forbidden.apply_(keys, logits)
-            best, tokens = largest(logits)
-            left = [key for key in _without_choice(keys, best) if key not in bad]
-            bad = dict(bad) | {key: self._why(key, states[keys.index(key)]) for key in left}
-        if bad:
-            raise BadLogitsError(bad)
+            max_logits, tokens = largest(logits)
+            new_keys = [key for key in _without_choice(keys, max_logits) if key not in reasons]
+            reasons = dict(reasons) | {key: self._why(key, states[keys.index(key)]) for key in new_keys}
+        if reasons:
+            raise BadLogitsError(reasons)
         drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
         if drawn:
-            at = torch.tensor(drawn, device=logits.device)
-            rows = logits[at] if len(drawn) < len(states) else logits
-            tokens[at] = choose(rows, _choice([states[i] for i in drawn], logits.device))
+            drawn_rows = torch.tensor(drawn, device=logits.device)
+            rows = logits[drawn_rows] if len(drawn) < len(states) else logits
+            tokens[drawn_rows] = choose(rows, _choice([states[i] for i in drawn], logits.device))
         return tokens
 
     def _why(self, key: Hashable, state: _State) -> MillpondError:
-        """Why nothing is left to choose from."""
+        """Return why no token is left to choose."""
         params = state.params
-        given = " and ".join(params.forbids) if key in self._forbidden else ""
+        bans_text = " and ".join(params.forbids) if key in self._forbidden else ""
         if key in self._constraints:
-            among = f" within {given}" if given else ""
+            within = f" within {bans_text}" if bans_text else ""
             return OptionError(
-                f"after {state.step} tokens no token of the vocabulary goes on as the {params.constrained} wants{among}"
+                f"after {state.step} tokens no token of the vocabulary goes on as the {params.constrained} "
+                f"wants{within}"
             )
-        return OptionError(f"after {state.step} tokens {given} leave no token to choose") if given else _NAN
+        return OptionError(f"after {state.step} tokens {bans_text} leave no token to choose") if bans_text else _NAN
 
     @staticmethod
     def _with_logprobs(states: Sequence[_State], logits: Tensor, ids: list[int]) -> list[Sampled]:
         sampled = [Sampled(token) for token in ids]
-        asked = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        if asked:
-            rows = logits if len(asked) == len(states) else logits[torch.tensor(asked, device=logits.device)]
-            top = [states[i].params.logprobs or 0 for i in asked]
-            for i, (value, likeliest) in zip(asked, score_tokens(rows, [ids[i] for i in asked], top), strict=True):
-                sampled[i] = Sampled(ids[i], value, likeliest)
+        requested_rows = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+        if requested_rows:
+            rows = (
+                logits
+                if len(requested_rows) == len(states)
+                else logits[torch.tensor(requested_rows, device=logits.device)]
+            )
+            top = [states[i].params.logprobs or 0 for i in requested_rows]
+            for i, (logprob, likeliest) in zip(
+                requested_rows, score_tokens(rows, [ids[i] for i in requested_rows], top), strict=True
+            ):
+                sampled[i] = Sampled(ids[i], logprob, likeliest)
         return sampled
 
 
-def _without_choice(keys: Sequence[Hashable], best: Tensor) -> list[Hashable]:
-    """The keys whose likeliest token has no finite logit (S,)."""
-    return [key for key, value in zip(keys, best.tolist(), strict=True) if not math.isfinite(value)]
+def _without_choice(keys: Sequence[Hashable], max_logits: Tensor) -> list[Hashable]:
+    """Return the keys whose likeliest token has no finite logit (S,)."""
+    return [key for key, logit in zip(keys, max_logits.tolist(), strict=True) if not math.isfinite(logit)]
 
 
 def _choice(states: Iterable[_State], device: torch.device) -> TokenChoice:
-    """The parameters of the rows as tensors, with the key of this step's draw."""
+    """Return the parameters of the rows as tensors, with the key of this step's draw."""
     rows = [
         (
-            s.params.temperature,
-            s.params.top_k,
-            s.params.top_p,
-            s.params.min_p,
-            s.params.typical_p,
-            draw_key(s.seed, s.index, s.step),
+            state.params.temperature,
+            state.params.top_k,
+            state.params.top_p,
+            state.params.min_p,
+            state.params.typical_p,
+            draw_key(state.seed, state.index, state.step),
         )
-        for s in states
+        for state in states
     ]
     temperature, top_k, top_p, min_p, typical_p, keys = zip(*rows, strict=True)
     return TokenChoice(

@@ -22,9 +22,10 @@ class SessionInfo:
     """One stored turn.
 
     Attributes:
-        session_id: its name, 32 hexadecimal digits.
-        n_tokens: of the text that its cache has read.
-        nbytes: of its file. last_used: seconds since the epoch.
+        session_id: Its name, 32 hexadecimal digits.
+        n_tokens: Tokens of the text that its cache has read.
+        nbytes: Bytes of its file.
+        last_used: Time of its last use, in seconds since the epoch.
     """
 
     session_id: str
@@ -38,13 +39,17 @@ class SessionStats:
     """Stored sessions at one moment; counters count from the engine's start.
 
     Attributes:
-        disk_bytes: of all files, when they were last counted. disk_limit: what they may never exceed.
-        waiting_bytes: of turns that are still to be written.
-        hits: counter of requests that continued a stored turn. misses: of others that could have.
-        stored: counter of turns that were written. evicted: of files that were removed, for room.
-        torn: counter of files that were cut, changed or foreign; they were removed.
-        dropped: counter of turns that were not written because too many waited, or one is larger than the limit.
-        write_failures, read_failures: counters of files that the disk did not take or give.
+        disk_bytes: Bytes of all files, when they were last counted.
+        disk_limit: Limit of these bytes.
+        waiting_bytes: Bytes of turns that are still to be written.
+        hits: Counter of requests that continued a stored turn.
+        misses: Counter of others that could have.
+        stored: Counter of turns that were written.
+        evicted: Counter of files that were removed to make room.
+        torn: Counter of files that were cut, changed or foreign; they were removed.
+        dropped: Counter of turns that were not written because too many waited, or one is larger than the limit.
+        write_failures: Counter of files that the disk did not take.
+        read_failures: Counter of files that the disk did not give.
     """
 
     disk_bytes: int = 0
@@ -65,14 +70,16 @@ _SECRET_BYTES = 32
 
 
 class SessionFolder:
-    """The files.
+    """Files of stored turns.
 
     Args:
-        folder: is made where it does not exist, readable by its owner alone. limit: most bytes of all files of turns.
+        folder: Made where it does not exist, readable by its owner alone.
+        limit: Most bytes of all files of turns.
 
     Attributes:
-        counts: of evicted files, write_failures and read_failures. nbytes: of all files, when last counted.
-        secret: of the folder, for keyed hashes.
+        counts: Counters of evicted files, write_failures and read_failures.
+        nbytes: Bytes of all files, when last counted.
+        secret: Secret of the folder, for keyed hashes.
 
     Raises:
         OptionError: it cannot be made, read or written.
@@ -90,45 +97,48 @@ class SessionFolder:
             raise OptionError(f"sessions cannot be stored in {str(folder)!r} ({error}); name another folder") from error
 
     def derived(self, purpose: str) -> bytes:
-        """A secret for another purpose, the same after a restart."""
+        """Return a secret for another purpose, the same after a restart."""
         return hashlib.blake2b(purpose.encode(), key=self.secret, digest_size=32).digest()
 
     # ------------------------------------------------------------------ reading
 
     def lengths(self, salt: str, scope: str) -> dict[int, set[str]]:
-        """The keys of the turns that are stored there, by the number of their tokens."""
-        found: dict[int, set[str]] = {}
+        """Return the keys of the turns that are stored there, by the number of their tokens."""
+        keys: dict[int, set[str]] = {}
         try:
             names = os.listdir(self.folder / salt / scope)
         except FileNotFoundError:
-            return found
+            return keys
         except OSError:
             self.counts["read_failures"] += 1
-            return found
+            return keys
         for name in names:
             place = TurnPlace.of(self.folder / salt / scope / name)
             if place is not None:
-                found.setdefault(place.length, set()).add(place.key)
-        return found
+                keys.setdefault(place.length, set()).add(place.key)
+        return keys
 
     def size_of(self, place: TurnPlace) -> int:
-        """Bytes of a file; 0 where it is gone."""
+        """Return the bytes of a file; 0 where it is missing."""
         try:
             return place.path(self.folder).stat().st_size
         except OSError:
             return 0
 
-    def read(self, place: TurnPlace, most: int | None = None) -> bytes | None:
-        """The bytes of a file, which counts as used; None where it is gone, cannot be read, or is too large.
+    def read(self, place: TurnPlace, max_bytes: int | None = None) -> bytes | None:
+        """Return the bytes of a file, which counts as used.
+
+        None: it is missing, cannot be read, or is too large.
 
         Args:
-            most: bytes; None, and more than the limit: the limit.
+            place: Name of the turn.
+            max_bytes: Most bytes; None, and more than the limit: the limit.
         """
         path = place.path(self.folder)
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size > (self.limit if most is None else min(most, self.limit)):
+                if size > (self.limit if max_bytes is None else min(max_bytes, self.limit)):
                     return None
                 data = file.read(size)
             os.utime(path)
@@ -140,7 +150,7 @@ class SessionFolder:
         return data
 
     def has(self, place: TurnPlace) -> bool:
-        """Whether there is such a file, which counts as used now."""
+        """Return whether there is such a file, which counts as used now."""
         try:
             os.utime(place.path(self.folder))
         except OSError:
@@ -148,27 +158,30 @@ class SessionFolder:
         return True
 
     def infos(self, salt: str) -> list[SessionInfo]:
-        """The turns of one salt, the last used first."""
-        found = []
+        """Return the turns of one salt, the last used first."""
+        infos = []
         for path in self._files(salt):
             place = TurnPlace.of(path)
             with suppress(OSError):
                 if place is not None:
                     stat = path.stat()
-                    found.append(SessionInfo(place.key, place.length, stat.st_size, stat.st_mtime))
-        return sorted(found, key=lambda one: (-one.last_used, one.session_id))
+                    infos.append(SessionInfo(place.key, place.length, stat.st_size, stat.st_mtime))
+        return sorted(infos, key=lambda info: (-info.last_used, info.session_id))
 
     # ------------------------------------------------------------------ writing
 
     def write(
-        self, place: TurnPlace, data: bytes, lock: AbstractContextManager[object], wanted: Callable[[], bool]
+        self, place: TurnPlace, data: bytes, lock: AbstractContextManager[object], is_wanted: Callable[[], bool]
     ) -> bool:
-        """Write a file; False where it cannot be written, and then nothing is left of it.
+        """Write a file; return False where it cannot be written, and then nothing is left of it.
 
         One that is larger than the limit is not written and evicts nothing.
 
         Args:
-            lock, wanted: `wanted` is called while `lock` is held, right before the file gets its name.
+            place: Name of the turn.
+            data: Bytes of the file.
+            lock: Held while `is_wanted` is called.
+            is_wanted: Called right before the file gets its name; False: it is removed.
         """
         if len(data) > self.limit:
             return False
@@ -179,7 +192,7 @@ class SessionFolder:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 part = write_part(path, data)
                 with lock:
-                    if not wanted():
+                    if not is_wanted():
                         remove_file(part)
                         return False
                     publish(part, path)
@@ -191,11 +204,11 @@ class SessionFolder:
         return True
 
     def remove(self, place: TurnPlace) -> int:
-        """Remove a file; returns its bytes. One that is gone is no error."""
+        """Remove a file, and return its bytes; a missing one is no error."""
         return self._gone(remove_file(place.path(self.folder)))
 
     def remove_all(self, salt: str, session_id: str | None) -> int:
-        """Remove the turns of one salt, or one of them; returns how many there were."""
+        """Remove the turns of one salt, or one of them; return how many there were."""
         removed = 0
         for path in self._files(salt):
             place = TurnPlace.of(path)
@@ -208,7 +221,7 @@ class SessionFolder:
         return n_bytes
 
     def _make_room(self, n_bytes: int) -> int:
-        """Under the lock: evict until `n_bytes` more fit; returns the bytes of what stays.
+        """Evict until `n_bytes` more fit, and return the bytes that stay; called under the lock.
 
         Files that are being written are left-overs, since none is written now.
         """
@@ -241,24 +254,26 @@ class SessionFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """While no other process, and no other engine of this one, writes here."""
+        """Keep other processes, and other engines of this one, from writing here."""
         with (self.folder / _LOCK).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _read_secret(self) -> bytes:
-        """The folder's secret, made where there is none, or a torn one, whose turns are then found no more.
+        """Return the folder's secret, made where there is none, or a torn one.
+
+        The turns of a torn one are found no more.
 
         Raises:
             OSError: it cannot be read or written.
         """
         path = self.folder / _SECRET
         with suppress(FileNotFoundError):
-            found = path.read_bytes()
-            if len(found) == _SECRET_BYTES:
-                return found
-        made = secrets.token_bytes(_SECRET_BYTES)
-        part = write_part(path, made)
+            secret = path.read_bytes()
+            if len(secret) == _SECRET_BYTES:
+                return secret
+        new_secret = secrets.token_bytes(_SECRET_BYTES)
+        part = write_part(path, new_secret)
         part.chmod(0o600)
         publish(part, path)
-        return made
+        return new_secret

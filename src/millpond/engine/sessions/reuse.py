@@ -1,4 +1,4 @@
-"""Sessions of an engine: what becomes of a finished turn, and how a request continues from one."""
+"""Sessions of an engine: storing of finished turns, and continuation of requests from them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from millpond.runner.packed_model import LayerShape, PackedModel
 
 
 class LoadedTurn:
-    """The longest stored turn that a request continues, once it was read and checked.
+    """Longest stored turn that a request continues, once it was read and checked.
 
     Attributes:
-        place, turn: None where there is none.
+        place: Its name; None where there is none.
+        turn: The turn; None where there is none.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class LoadedTurn:
         return 0 if self.turn is None else self.turn.nbytes
 
     def release(self) -> None:
-        """The request needs it no longer; a second call does nothing."""
+        """Release the turn: the request needs it no longer. A second call does nothing."""
         self.place = self.turn = None
         if self.on_release is not None:
             self.on_release()
@@ -49,11 +50,12 @@ class LoadedTurn:
 
 
 class TurnLoadSource:
-    """See `LoadSource`.
+    """Turns that requests wait for, see `LoadSource`.
 
     Args:
-        scopes: names of all turns that a request may continue; none: it continues none. least: tokens of its prompt
-            that it gets otherwise, so that a turn needs more.
+        store: Store of the turns.
+        scopes: Returns the names of all turns that a request may continue, or an empty list.
+        least: Returns the tokens of its prompt that it gets otherwise, so that a turn needs more.
     """
 
     name = "millpond-turns"
@@ -65,61 +67,67 @@ class TurnLoadSource:
         self._store, self._scopes, self._least, self.limit = store, scopes, least, store.loading
 
     def wants(self, state: RequestState) -> bool:
-        """A prompt that may continue a turn."""
+        """Return whether a prompt may continue a turn."""
         return bool(self._scopes(state))
 
     def empty(self) -> LoadedTurn:
-        """See `LoadSource`."""
+        """Return an empty holder, see `LoadSource`."""
         return LoadedTurn()
 
     def order(self, state: RequestState) -> LoadOrder[LoadedTurn]:
-        """See `LoadSource`."""
+        """Return the order for a request, see `LoadSource`."""
         find = _TurnFinder(self._store, state, self._scopes(state), self._least(state))
         return LoadOrder(find.size, find.load)
 
     def failed(self) -> None:
-        """See `LoadSource`."""
+        """Record a failed load, see `LoadSource`."""
         self._store.load_failed()
 
 
 class _TurnFinder:
-    """Finds the longest turn that one request continues; both methods run in threads of the loader."""
+    """Finds the longest turn that one request continues; runs in threads of the loader."""
 
     def __init__(self, store: SessionStore, state: RequestState, scopes: list[str], least: int) -> None:
         self._store, self._state, self._scopes, self._least = store, state, scopes, least
         self._places: list[TurnPlace] = []
-        self._most = 0  # bytes of a file
+        self._max_bytes = 0  # of a file
 
     def size(self) -> int:
-        """Most bytes of a turn that it may continue; 0: there is none."""
+        """Return the most bytes of a turn that it may continue; 0: there is none."""
         ids, salt = self._state.ids_array, self._state.request.cache_salt
-        known = [place for scope in self._scopes for place in self._store.known(salt, scope, ids)]
+        candidates = [place for scope in self._scopes for place in self._store.known(salt, scope, ids)]
         self._places = sorted(
-            (place for place in known if place.length > self._least), key=lambda place: place.length, reverse=True
+            (place for place in candidates if place.length > self._least), key=lambda place: place.length, reverse=True
         )
-        self._most = max(map(self._store.size_of, self._places), default=0)
-        return max(self._most, 1) if self._places else 0  # an empty file is to be seen, and removed, too
+        self._max_bytes = max(map(self._store.size_of, self._places), default=0)
+        return max(self._max_bytes, 1) if self._places else 0  # an empty file is to be seen, and removed, too
 
-    def load(self, loaded: LoadedTurn, going: Callable[[], bool]) -> None:
-        """Read the turns, the longest first, until one is whole and has forgotten no more than the request does."""
+    def load(self, loaded: LoadedTurn, is_wanted: Callable[[], bool]) -> None:
+        """Read turns, the longest first, until one is whole and has not forgotten too much.
+
+        It may have forgotten no more than the request does.
+        """
         for place in self._places:
-            if not going():
+            if not is_wanted():
                 return
-            turn = self._store.read(place, self._state.ids_array[: place.length], self._most)
+            turn = self._store.read(place, self._state.ids_array[: place.length], self._max_bytes)
             if turn is not None and covers(self._state.marks.forget, turn.forgotten):
                 loaded.place, loaded.turn = place, turn
                 return
 
 
 class SessionReuse:
-    """A session store with the model that it is used by.
+    """A session store with the model that uses it.
 
     Args:
-        mark: see `session_mark`. has: whether there is room for some pages. known: tokens of a prompt that a request
-            gets without its session.
+        store: The store.
+        model: The model.
+        mark: Mark of the model, see `session_mark`.
+        has: Returns whether some pages are free.
+        known: Returns the tokens of a prompt that a request gets without its session.
 
     Attributes:
-        loads: requests whose turns are read before they begin.
+        loads: Requests whose turns are read before they begin.
     """
 
     def __init__(
@@ -135,22 +143,23 @@ class SessionReuse:
         self.loads = FileLoads(TurnLoadSource(store, self._continues, known))
 
     def attach(self, state: RequestState) -> int:
-        """See `PromptSource`: a request that begins holds the cache of a stored turn that it continues.
+        """Give a request that begins the cache of a stored turn that it continues.
 
-        What cannot be continued, finds no room, or brings no more than the request gets otherwise, is a miss.
+        See `PromptSource`. A turn that cannot be continued, finds no memory, or brings no more than the request gets
+        otherwise, is a miss.
         """
-        least = self._known(state)
+        min_tokens = self._known(state)
         loaded = self.loads.begin(state)
         if loaded is None:
             return 0
-        restored = self._restore(state, loaded, least)
+        restored = self._restore(state, loaded, min_tokens)
         loaded.release()
         self.store.counts["hits" if restored else "misses"] += 1
         return restored
 
-    def _restore(self, state: RequestState, loaded: LoadedTurn, least: int) -> int:
+    def _restore(self, state: RequestState, loaded: LoadedTurn, min_tokens: int) -> int:
         place, turn = loaded.place, loaded.turn
-        if place is None or turn is None or place.length <= least:
+        if place is None or turn is None or place.length <= min_tokens:
             return 0
         try:
             self._fill(state, turn)
@@ -165,18 +174,19 @@ class SessionReuse:
         return place.length
 
     def _continues(self, state: RequestState) -> list[str]:
-        """The scopes of the turns that a request may continue; none: it reads its prompt.
+        """Return the scopes of the turns that a request may continue; none: it reads its prompt.
 
-        Turns that have forgotten spans lie apart: only a request that forgets these too may continue them.
+        Turns that have forgotten spans are separate: only a request that forgets these too may continue them.
         """
         cache_factory = state.group.cache_factory
-        own = state.spans or state.marks.keep or state.marks.shares or state.prompt_logprobs is not None
-        if not state.completions or own or why_not(cache_factory) is not None:
+        has_own_treatment = state.spans or state.marks.keep or state.marks.shares or state.prompt_logprobs is not None
+        if not state.completions or has_own_treatment or why_not(cache_factory) is not None:
             return []
         return [self._scope(cache_factory, forgets) for forgets in ([True, False] if state.marks.forget else [False])]
 
     def _fill(self, state: RequestState, turn: StoredTurn) -> None:
-        """
+        """Fill a cache with a turn, for a request that begins.
+
         Raises:
             PoolFullError, DataError: see `fill_cache`; nothing is left behind.
         """
@@ -197,7 +207,7 @@ class SessionReuse:
         state.private_cache = batch_cache
 
     def keep(self, state: RequestState) -> None:
-        """Store the caches behind the answers of a request that have just come to their ends."""
+        """Store the caches of the answers of a request that have just ended."""
         if why_not(state.group.cache_factory) is not None or state.marks.keep or state.marks.shares:
             return
         for completion in state.completions:
@@ -205,16 +215,16 @@ class SessionReuse:
                 self._keep(state, completion)
 
     def _keep(self, state: RequestState, completion: CompletionState) -> None:
-        found, cache_factory = state.cache(completion.index), state.group.cache_factory
-        if found is None or completion.kv is None or not self.store.has_room(completion.kv.kv_bytes):
+        holder, cache_factory = state.cache(completion.index), state.group.cache_factory
+        if holder is None or completion.kv is None or not self.store.has_room(completion.kv.kv_bytes):
             return
-        batch_cache, place = found
+        batch_cache, place = holder
         ids = np.concatenate([state.ids_array, np.array(completion.tokens[:-1], dtype=np.int64)])
         if int(batch_cache.tracker.seen[place]) != len(ids):
             return
         tensors = sequence_tensors(cache_factory, batch_cache, place, later_prompts=True)
-        own = {name: t.clone() for name, t in tensors.items()}  # the cache goes on with some of them
-        turn = StoredTurn(ids, own, state.exact, state.marks.forget)
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}  # the cache goes on with some of them
+        turn = StoredTurn(ids, copies, state.exact, state.marks.forget)
         self.store.put(state.request.cache_salt, self._scope(cache_factory, bool(state.marks.forget)), turn)
 
     def _scope(self, cache_factory: CacheFactory, forgets: bool) -> str:
@@ -223,7 +233,7 @@ class SessionReuse:
 
 
 def why_not(cache_factory: CacheFactory) -> str | None:
-    """Why a cache cannot be stored and continued by a later turn; None: it can."""
+    """Return why a cache cannot be stored and continued by a later turn; None: it can."""
     if cache_factory.tier is not None:
         return "its keys and values lie on a disk already, in files of one process"
     if cache_factory.whole_prompt:
@@ -232,7 +242,7 @@ def why_not(cache_factory: CacheFactory) -> str | None:
 
 
 def keeps_exactly(cache_factory: CacheFactory, layers: Sequence[LayerShape]) -> bool:
-    """Whether a later turn sees all tokens before it as the model made them."""
+    """Return whether a later turn sees all tokens before it as the model made them."""
     plain = all(
         not cache_factory.packed_pools(layer) and cache_factory.pool(layer) is cache_factory.prompt_pool(layer)
         for layer in layers
@@ -241,9 +251,10 @@ def keeps_exactly(cache_factory: CacheFactory, layers: Sequence[LayerShape]) -> 
 
 
 def check_continues(cache_factory: CacheFactory, method: str) -> None:
-    """
+    """Check that caches of a method can be stored as sessions.
+
     Raises:
-        OptionError: caches of this method cannot be stored as sessions; the message says why.
+        OptionError: they cannot; the message says why.
     """
     if (why := why_not(cache_factory)) is not None:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""SessionStore: finished turns that wait to be written or are on the disk, found by the beginning of a text."""
+"""Store of finished turns that wait to be written or are on the disk, found by the beginning of a text."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ T = TypeVar("T")
 
 
 class WriteQueue(Generic[T]):
-    """The queue and its thread, which begins with the first item.
+    """Queue of items to write, and its thread, which begins with the first item.
 
     Args:
-        write: called in the thread with each item; what it raises ends that item alone. limit: most bytes that wait.
+        write: Called in the thread with each item; an exception ends that item alone.
+        limit: Most bytes that wait.
 
     Attributes:
-        nbytes: that wait or are being written.
+        nbytes: Bytes that wait or are being written.
     """
 
     def __init__(self, write: Callable[[T], None], limit: int) -> None:
@@ -41,11 +42,14 @@ class WriteQueue(Generic[T]):
         self._closed = False
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether an item of `n_bytes` would be taken now."""
+        """Return whether an item of `n_bytes` would be taken now."""
         return not self._closed and self.nbytes + n_bytes <= self._limit
 
     def put(self, item: T, n_bytes: int) -> bool:
-        """Write an item later; False: there is no room, and it is not taken. Never waits for the disk."""
+        """Write an item later; return False where it is not taken, since too many wait.
+
+        Never waits for the disk.
+        """
         with self._changed:
             if not self.has_room(n_bytes):
                 return False
@@ -58,7 +62,7 @@ class WriteQueue(Generic[T]):
             return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing waits to be written; False: `timeout` seconds were not enough."""
+        """Wait until nothing waits to be written; return False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.nbytes, timeout)
 
@@ -84,17 +88,23 @@ class WriteQueue(Generic[T]):
                 self._changed.notify_all()
 
 
-#: Bytes of turns that may wait to be written; those that end while as many wait are not stored.
-MOST_WAITING = 256 << 20
-#: Bytes of turns that requests may hold that wait to begin; checking one takes as many again.
-MOST_LOADING = 256 << 20
-#: Most bytes on the disk, where nothing is said.
+#: Bytes of turns that may wait to be written; turns that end while more wait are not stored.
+MAX_WAITING = 256 << 20
+#: Bytes of turns that waiting requests may hold; checking one takes its bytes again.
+MAX_LOADING = 256 << 20
+#: Most bytes on the disk by default.
 DEFAULT_DISK = "20GiB"
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A turn that is not on the disk yet."""
+    """A turn that is not on the disk yet.
+
+    Attributes:
+        place: Its name.
+        turn: The turn.
+        wanted: Whether it is still to be written.
+    """
 
     place: TurnPlace
     turn: StoredTurn
@@ -102,22 +112,25 @@ class _Waiting:
 
 
 class SessionStore:
-    """Turns of one engine. Safe to use from several threads; `close` writes what waits.
+    """Turns of one engine. Safe to use from several threads; `close` writes those that wait.
 
     Args:
-        folder: of the files. disk: most bytes of them. waiting: most bytes of turns that wait to be written.
-        loading: most bytes of turns that were read for requests that have not begun; one that is larger is read alone.
+        folder: Folder of the files.
+        disk: Most bytes of the files.
+        waiting: Most bytes of turns that wait to be written.
+        loading: Most bytes of turns that were read for requests that have not begun; a larger one is read alone.
 
     Raises:
-        OptionError: the folder cannot be used. BudgetError: no amount of bytes.
+        OptionError: the folder cannot be used.
+        BudgetError: no amount of bytes.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
         disk: str | int = DEFAULT_DISK,
-        waiting: int = MOST_WAITING,
-        loading: int = MOST_LOADING,
+        waiting: int = MAX_WAITING,
+        loading: int = MAX_LOADING,
     ) -> None:
         self.loading = loading
         self.counts: Counter[str] = Counter()
@@ -128,48 +141,58 @@ class SessionStore:
 
     @property
     def client_secret(self) -> bytes:
-        """For hashes of clients' keys that stay the same after a restart."""
+        """Secret for hashes of clients' keys that stay the same after a restart."""
         return self._files.derived("clients")
 
     def scope(self, *parts: str) -> str:
-        """Name of all turns of a model whose caches are kept in one way, in words."""
+        """Return the name of all turns of a model whose caches are kept in one way.
+
+        The parts are words.
+        """
         return keyed(self._files.secret, "scope", *parts)
 
     def known(self, salt: str | None, scope: str, ids: np.ndarray) -> list[TurnPlace]:
-        """Where the turns are stored that a text continues, the longest first; no file is opened.
+        """Return the names of the stored turns that a text continues, the longest first.
+
+        No file is opened.
 
         Args:
-            salt: of the request. ids: (n,) the text; a turn is shorter than it.
+            salt: Salt of the request.
+            scope: Name of the turns of a model.
+            ids: The text, (n,); a turn is shorter than it.
         """
-        own = self._salt(salt)
-        stored = self._files.lengths(own, scope)
+        salt_hash = self._salt(salt)
+        stored = self._files.lengths(salt_hash, scope)
         with self._lock:
             for place in self._waiting:
-                if (place.salt, place.scope) == (own, scope):
+                if (place.salt, place.scope) == (salt_hash, scope):
                     stored.setdefault(place.length, set()).add(place.key)
         lengths = [length for length in stored if 0 < length < len(ids)]
-        found = places(self._files.secret, own, scope, ids, lengths)
-        return [place for place in found if place.key in stored[place.length]][::-1]
+        candidates = places(self._files.secret, salt_hash, scope, ids, lengths)
+        return [place for place in candidates if place.key in stored[place.length]][::-1]
 
     def size_of(self, place: TurnPlace) -> int:
-        """Most bytes of a stored turn's file, or of that which one that waits will have; 0 where there is none."""
+        """Return the most bytes of a turn's file, now or once it is written; 0: there is none."""
         with self._lock:
             waiting = self._waiting.get(place)
         return self._files.size_of(place) if waiting is None else waiting.turn.file_bytes
 
-    def read(self, place: TurnPlace, ids: np.ndarray, most: int | None = None) -> StoredTurn | None:
-        """A turn that is stored or waits to be written; None where there is none. One that is torn is removed.
+    def read(self, place: TurnPlace, ids: np.ndarray, max_bytes: int | None = None) -> StoredTurn | None:
+        """Return a turn that is stored or waits to be written; None where there is none.
+
+        One that is torn is removed.
 
         Args:
-            ids: (place.length,) the tokens that it must have read. most: a larger file is not read; None: whatever the
-                limit of the folder allows.
+            place: Name of the turn.
+            ids: Tokens that it must have read, (place.length,).
+            max_bytes: Larger files are not read; None: the limit of the folder.
         """
         with self._lock:
             waiting = self._waiting.get(place)
         if waiting is not None:
             turn = waiting.turn
-            return replace(turn, tensors={name: t.clone() for name, t in turn.tensors.items()})
-        data = self._files.read(place, most)
+            return replace(turn, tensors={name: tensor.clone() for name, tensor in turn.tensors.items()})
+        data = self._files.read(place, max_bytes)
         if data is None:
             return None
         try:
@@ -179,9 +202,9 @@ class SessionStore:
             return None
 
     def put(self, salt: str | None, scope: str, turn: StoredTurn) -> bool:
-        """Store a turn, in a thread of its own; False: there is no room for it.
+        """Store a turn, in a thread of its own; return False where it is not taken.
 
-        One that is there stays, except where spans were forgotten: which these are, its name does not say.
+        A stored one stays, except where spans were forgotten, which its name does not tell.
         """
         (place,) = places(self._files.secret, self._salt(salt), scope, turn.ids, [len(turn.ids)])
         with self._lock:
@@ -197,18 +220,18 @@ class SessionStore:
             return True
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether a turn of `n_bytes` would be taken now; else it is counted as dropped."""
+        """Return whether a turn of `n_bytes` would be taken now; else it is counted as dropped."""
         if n_bytes <= self._files.limit and self._queue.has_room(n_bytes):
             return True
         self.counts["dropped"] += 1
         return False
 
     def load_failed(self) -> None:
-        """Turns could not be read for a reason that is not in their files."""
+        """Count a failed read whose reason is not in the files."""
         self._files.counts["read_failures"] += 1
 
     def refuse(self, place: TurnPlace) -> None:
-        """A turn whose cache does not fit what it says: it is removed, and counted as torn."""
+        """Remove a turn whose cache does not fit its header, and count it as torn."""
         with self._lock:
             self._forget(place)
             self._files.remove(place)
@@ -217,20 +240,24 @@ class SessionStore:
     # ------------------------------------------------------------------ what a client sees
 
     def sessions(self, salt: str | None) -> list[SessionInfo]:
-        """The turns on the disk of one salt, the last used first."""
+        """Return the turns on the disk of one salt, the last used first."""
         return self._files.infos(self._salt(salt))
 
     def remove(self, salt: str | None, session_id: str | None = None) -> int:
-        """Remove the turns of one salt, or one of them, also those that wait; returns how many there were."""
-        own = self._salt(salt)
+        """Remove the turns of one salt, or one of them, also those that wait; return their number."""
+        salt_hash = self._salt(salt)
         with self._lock:
-            waiting = [p for p in self._waiting if p.salt == own and session_id in (None, p.key)]
+            waiting = [
+                waiting_place
+                for waiting_place in self._waiting
+                if waiting_place.salt == salt_hash and session_id in (None, waiting_place.key)
+            ]
             for place in waiting:
                 self._forget(place)
-            return len(waiting) + self._files.remove_all(own, session_id)
+            return len(waiting) + self._files.remove_all(salt_hash, session_id)
 
     def stats(self) -> SessionStats:
-        """Bytes and counters."""
+        """Return bytes and counters."""
         files, counts = self._files, self.counts
         return SessionStats(
             disk_bytes=files.nbytes,
@@ -241,11 +268,11 @@ class SessionStore:
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no turn waits to be written; False: `timeout` seconds were not enough."""
+        """Wait until no turn waits to be written; return False after `timeout` seconds."""
         return self._queue.wait(timeout)
 
     def close(self) -> None:
-        """Write what waits, and take nothing more."""
+        """Write the turns that wait, and take nothing more."""
         self._queue.close()
 
     # ------------------------------------------------------------------ internal
@@ -254,7 +281,7 @@ class SessionStore:
         return keyed(self._files.secret, "salt", salt)
 
     def _write(self, waiting: _Waiting) -> None:
-        """In the thread of the queue: a turn goes to the disk."""
+        """Write a turn to the disk; called in the thread of the queue."""
         place = waiting.place
         try:
             if waiting.wanted:

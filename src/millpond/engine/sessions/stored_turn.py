@@ -1,4 +1,4 @@
-"""StoredTurn: the cache after one finished turn as a safetensors file, its keyed name, and its model's mark."""
+"""Stored turns: the cache after one finished turn as a safetensors file, its keyed name, and its model's mark."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ _FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
 class TurnPlace(NamedTuple):
-    """Where a turn is stored.
+    """Name of a stored turn.
 
     Attributes:
-        salt, scope: hashes of whose it is, and of how its cache is kept. length: tokens that it has read.
-        key: hash of these tokens and the two others.
+        salt: Hash of its owner.
+        scope: Hash of how its cache is kept.
+        length: Tokens that it has read.
+        key: Hash of these tokens and the two others.
     """
 
     salt: str
@@ -40,57 +42,65 @@ class TurnPlace(NamedTuple):
     key: str
 
     def path(self, folder: Path) -> Path:
-        """Its file."""
+        """Return the path of its file."""
         return folder / self.salt / self.scope / f"{self.length}-{self.key}{SUFFIX}"
 
     @classmethod
     def of(cls, path: Path) -> TurnPlace | None:
-        """The place whose file this is; None: it is no file of a session."""
-        found = _NAME.fullmatch(path.name)
+        """Return the name of the turn in a file; None: it is no file of a session."""
+        match = _NAME.fullmatch(path.name)
         scope, salt = path.parent.name, path.parent.parent.name
-        if found is None or not _FOLDER.fullmatch(scope) or not _FOLDER.fullmatch(salt):
+        if match is None or not _FOLDER.fullmatch(scope) or not _FOLDER.fullmatch(salt):
             return None
-        return cls(salt, scope, int(found[1]), found[2])
+        return cls(salt, scope, int(match[1]), match[2])
 
 
 def keyed(secret: bytes, *parts: str | None) -> str:
-    """32 hexadecimal digits, equal for equal parts alone; None is another part than any text."""
-    found = hashlib.blake2b(key=secret, digest_size=16)
+    """Return 32 hexadecimal digits, equal for equal parts alone.
+
+    None is another part than any text.
+    """
+    digest = hashlib.blake2b(key=secret, digest_size=16)
     for part in parts:
         coded = b"" if part is None else part.encode("utf-8", "surrogatepass")
-        found.update(f"{'-' if part is None else len(coded)} ".encode() + coded)
-    return found.hexdigest()
+        digest.update(f"{'-' if part is None else len(coded)} ".encode() + coded)
+    return digest.hexdigest()
 
 
 def places(secret: bytes, salt: str, scope: str, ids: np.ndarray, lengths: Iterable[int]) -> Iterator[TurnPlace]:
-    """Where the beginnings of a text of these lengths are stored, the shortest first.
+    """Yield the names of the beginnings of a text of these lengths, the shortest first.
 
     Args:
-        ids: (n,) token ids. lengths: 0 to n.
+        secret: Secret of the folder.
+        salt: Hash of the owner.
+        scope: Hash of how caches are kept.
+        ids: Token ids, (n,).
+        lengths: Lengths from 0 to n.
     """
-    numbers = np.ascontiguousarray(ids, dtype="<i8")
+    id_bytes = np.ascontiguousarray(ids, dtype="<i8")
     digest, done = hashlib.blake2b(f"{salt} {scope} ".encode(), key=secret, digest_size=16), 0
     for length in sorted(set(lengths)):
-        digest.update(numbers[done:length].tobytes())
+        digest.update(id_bytes[done:length].tobytes())
         done = length
         yield TurnPlace(salt, scope, length, digest.copy().hexdigest())
 
 
-#: Names this form of the bytes; another one is refused.
+#: Name of this form of the bytes; another one is refused.
 FORMAT = "millpond-session-1"
 _CACHE = "cache."
-#: Most bytes of a file's header, and of what it says of one tensor.
+#: Most bytes of a file's header, and of its entry for one tensor.
 _HEADER, _HEADER_PART = 2048, 256
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTurn:
-    """A text that was read, and what its cache holds.
+    """A text that was read, and the tensors of its cache.
 
     Attributes:
-        ids: (n,) int64, all tokens that the cache has read. tensors: from `cache_tensors`, on the host.
-        exact: no token of it came from a chunk store as another text gave it. forgotten: spans of its tokens that
-            have left the cache, ascending.
+        ids: All tokens that the cache has read, (n,) int64.
+        tensors: Tensors from `cache_tensors`, on the host.
+        exact: Whether no token of it came from a chunk store as another text gave it.
+        forgotten: Spans of its tokens that have left the cache, ascending.
     """
 
     ids: np.ndarray
@@ -101,7 +111,7 @@ class StoredTurn:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.ids.nbytes + sum(t.nbytes for t in self.tensors.values())
+        return self.ids.nbytes + sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def file_bytes(self) -> int:
@@ -109,8 +119,8 @@ class StoredTurn:
         return self.nbytes + 16 * len(self.forgotten) + _HEADER + _HEADER_PART * (len(self.tensors) + 2)
 
     def to_bytes(self, place: TurnPlace) -> bytes:
-        """As one safetensors buffer with a checksum, which names its place."""
-        tensors = {_CACHE + name: t for name, t in self.tensors.items()}
+        """Return it as one safetensors buffer with a checksum, which holds its name."""
+        tensors = {_CACHE + name: tensor for name, tensor in self.tensors.items()}
         tensors["ids"] = torch.from_numpy(self.ids.astype(np.int64))
         if self.forgotten:
             tensors["forgotten"] = torch.tensor(self.forgotten, dtype=torch.int64)
@@ -118,26 +128,29 @@ class StoredTurn:
 
     @classmethod
     def from_bytes(cls, data: bytes, place: TurnPlace, ids: np.ndarray) -> StoredTurn:
-        """What `to_bytes` was given.
+        """Return the turn that `to_bytes` wrote.
 
         Args:
-            ids: (place.length,) the tokens that it must have read.
+            data: Bytes of the file.
+            place: Name of the turn.
+            ids: Tokens that it must have read, (place.length,).
 
         Raises:
-            DataError: bytes that are cut off or changed. CacheMismatchError: a turn of another place or text.
+            DataError: bytes that are cut off or changed.
+            CacheMismatchError: a turn of another place or text.
         """
         about, tensors = unpack(data)
         if about.get("format") != FORMAT or about.get("place") != _named(place):
             raise CacheMismatchError("the file is of another format, or of another session; it is read as missing")
-        found = tensors.pop("ids", torch.zeros(0))
-        if found.dtype != torch.int64 or not np.array_equal(found.numpy(), ids):
+        stored_ids = tensors.pop("ids", torch.zeros(0))
+        if stored_ids.dtype != torch.int64 or not np.array_equal(stored_ids.numpy(), ids):
             raise CacheMismatchError("the file is of another text; it is read as missing")
         spans = tensors.pop("forgotten", None)
         forgotten = () if spans is None else spans_of_tensor(spans, len(ids))
         if about.get("exact") not in ("True", "False") or not all(name.startswith(_CACHE) for name in tensors):
             raise DataError("the file holds more than a session; it is read as missing")
-        own = {name.removeprefix(_CACHE): t for name, t in tensors.items()}
-        return cls(ids, own, about["exact"] == "True", forgotten)
+        cache_tensors = {name.removeprefix(_CACHE): tensor for name, tensor in tensors.items()}
+        return cls(ids, cache_tensors, about["exact"] == "True", forgotten)
 
 
 def _named(place: TurnPlace) -> str:
@@ -149,7 +162,7 @@ _IGNORED = {"_name_or_path", "transformers_version", "architectures", "dtype", "
 
 
 def session_mark(model: Any, weights: str | None) -> str:
-    """Equal for models that compute the same: made before `weights` are packed.
+    """Return a mark that is equal for models that compute the same; made before packing.
 
     Unlike `fingerprint` it reads every number, so that two adapters of one name differ wherever they differ. That takes
     about a second per 2 GB.
@@ -173,12 +186,15 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _adapters(model: Any) -> str:
-    """Which adapters of its layers act, in which strength: their weights alone do not say it."""
-    found = []
+    """Return which adapters of its layers act, and how strongly.
+
+    Their weights alone do not show it.
+    """
+    adapters = []
     for name, module in model.named_modules():
         active = getattr(module, "active_adapters", None)
         if isinstance(active, list | tuple) and hasattr(module, "scaling"):
             scaling, off = module.scaling, getattr(module, "disable_adapters", False)
             merged = getattr(module, "merged_adapters", [])
-            found.append(f"{name} {[(one, scaling.get(one)) for one in active]} {merged} {off}")
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+            adapters.append(f"{name} {[(adapter, scaling.get(adapter)) for adapter in active]} {merged} {off}")
+    return hashlib.sha256("\n".join(adapters).encode()).hexdigest()

@@ -22,8 +22,8 @@ from millpond.runner.cache_factory import CacheFactory
 from millpond.runner.packed_model import LayerShape
 
 #: Limits of a header in bytes, of the tensors that it names, and of the axes of one.
-MOST_HEADER, MOST_TENSORS, MOST_AXES = 2**26, 2**20, 8
-#: What tensors may consist of, by the names of the safetensors format.
+MAX_HEADER, MAX_TENSORS, MAX_AXES = 2**26, 2**20, 8
+#: Element types of tensors, by the names of the safetensors format.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -39,13 +39,18 @@ DTYPES = {
 _CHECKSUM = "checksum"
 
 
-def pack(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
-    """One buffer of tensors on the host, any shapes, and of texts; a SHA-256 of both is added to the texts."""
-    return save(dict(tensors), {**about, _CHECKSUM: digest_of(about, tensors)})
+def pack(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    """Return one buffer of texts and of tensors on the host, any shapes.
+
+    A SHA-256 of both is added to the texts.
+    """
+    return save(dict(tensors), {**texts, _CHECKSUM: digest_of(texts, tensors)})
 
 
 def unpack(data: bytes | bytearray | memoryview) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors of a buffer of `pack`; the tensors share one copy of it.
+    """Return the texts and the tensors of a buffer of `pack`.
+
+    The tensors share one copy of the buffer.
 
     Raises:
         DataError: the buffer is cut off, is no such buffer, or does not match its checksum. No more memory was taken
@@ -53,47 +58,47 @@ def unpack(data: bytes | bytearray | memoryview) -> tuple[dict[str, str], dict[s
     """
     view = memoryview(data).cast("B")
     entries, begin = _header(view)
-    about = entries.pop("__metadata__", None)
-    if not isinstance(about, dict) or not all(isinstance(text, str) for text in about.values()):
+    texts = entries.pop("__metadata__", None)
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise _broken("its header has no texts")
-    if len(entries) > MOST_TENSORS:
-        raise _broken(f"it names {len(entries):,} tensors, and may name {MOST_TENSORS:,}")
+    if len(entries) > MAX_TENSORS:
+        raise _broken(f"it names {len(entries):,} tensors, and may name {MAX_TENSORS:,}")
     payload = bytearray(view[begin:])
     tensors = {name: _tensor(name, entry, payload) for name, entry in entries.items()}
-    if sum(t.nbytes for t in tensors.values()) != len(payload):
+    if sum(tensor.nbytes for tensor in tensors.values()) != len(payload):
         raise _broken(f"it has {len(payload):,} bytes of tensors, and they do not fill them")
-    checksum = about.pop(_CHECKSUM, None)
-    if checksum != digest_of(about, tensors):
+    checksum = texts.pop(_CHECKSUM, None)
+    if checksum != digest_of(texts, tensors):
         raise _broken("its checksum differs, so it is not as it was written")
-    return about, tensors
+    return texts, tensors
 
 
 def _header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin."""
+    """Return the header, and the offset at which the tensors begin."""
     n = int.from_bytes(view[:8], "little")
-    if len(view) < 8 or not 2 <= n <= min(MOST_HEADER, len(view) - 8):
+    if len(view) < 8 or not 2 <= n <= min(MAX_HEADER, len(view) - 8):
         raise _broken(f"it has {len(view):,} bytes, and a header of {n:,} does not fit")
     written = bytes(view[8 : 8 + n])
     try:
-        found = json.loads(written)
-        again = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+        header = json.loads(written)
+        rewritten = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise _broken("its header is no JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(header, dict):
         raise _broken("its header is no object")
-    if again.ljust(n) != written:  # so that the checksum covers each byte of it
+    if rewritten.ljust(n) != written:  # so that the checksum covers each byte of it
         raise _broken("its header is not as `pack` writes it")
-    return found, 8 + n
+    return header, 8 + n
 
 
 def _tensor(name: str, entry: Any, payload: bytearray) -> Tensor:
-    """One tensor as a view of the payload."""
+    """Return one tensor as a view of the payload."""
     try:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        numbers = [begin, end, *shape]
+        offsets_and_shape = [begin, end, *shape]
     except (KeyError, TypeError, ValueError):
         raise _broken(f"tensor {name[:80]!r} has no type, shape and place") from None
-    if len(shape) > MOST_AXES or not all(type(number) is int and number >= 0 for number in numbers):
+    if len(shape) > MAX_AXES or not all(type(number) is int and number >= 0 for number in offsets_and_shape):
         raise _broken(f"tensor {name[:80]!r} has the shape {str(shape)[:80]}")
     n, size = math.prod(shape), dtype.itemsize
     if not begin <= end <= len(payload) or begin % size or n * size != end - begin:
@@ -108,35 +113,42 @@ def _broken(why: str) -> DataError:
 
 
 def cache_tensors(batch_cache: BatchCache, *, later_prompts: bool = False) -> dict[str, Tensor]:
-    """All that is needed to continue the one sequence of a batch cache, whose prompt was planned; on the host.
+    """Return the tensors that continue the one sequence of a batch cache, on the host.
 
-    later_prompts: see `to_tensors`.
+    Its prompt was planned.
+
+    Args:
+        batch_cache: The cache.
+        later_prompts: See `to_tensors`.
     """
-    found = {
-        f"{layer_cache.index}.{name}": t
+    tensors = {
+        f"{layer_cache.index}.{name}": tensor
         for layer_cache in batch_cache.layers
-        for name, t in _dense(to_tensors(layer_cache, later_prompts=later_prompts)).items()
+        for name, tensor in _dense(to_tensors(layer_cache, later_prompts=later_prompts)).items()
     }
-    found["closed"] = torch.tensor(int(batch_cache.tracker.closed[0]))
-    return found | (state_tensors(batch_cache.states) if isinstance(batch_cache.states, States) else {})
+    tensors["closed"] = torch.tensor(int(batch_cache.tracker.closed[0]))
+    return tensors | (state_tensors(batch_cache.states) if isinstance(batch_cache.states, States) else {})
 
 
 def sequence_tensors(
-    cache_factory: CacheFactory, batch_cache: BatchCache, place: int, *, later_prompts: bool = False
+    cache_factory: CacheFactory, batch_cache: BatchCache, sequence: int, *, later_prompts: bool = False
 ) -> dict[str, Tensor]:
-    """`cache_tensors` of one sequence of a batch cache, which stays there."""
-    one = cache_factory.make_cache()
+    """Return `cache_tensors` of one sequence of a batch cache, which stays there."""
+    single_cache = cache_factory.make_cache()
     try:
-        batch_cache.copy_to([place], one)
-        return cache_tensors(one, later_prompts=later_prompts)
+        batch_cache.copy_to([sequence], single_cache)
+        return cache_tensors(single_cache, later_prompts=later_prompts)
     finally:
-        one.clear()
+        single_cache.clear()
 
 
 def pages_of(
     cache_factory: CacheFactory, layers: Sequence[LayerShape], caches: Sequence[Mapping[str, Tensor]], n: int
 ) -> Pages:
-    """Pages that stored sequences take, and slots of states for `n` answers; numbers are checked later."""
+    """Return the pages that stored sequences take, and slots of states for `n` answers.
+
+    The numbers are not checked yet.
+    """
     need: Counter[Pool] = Counter()
     for cache in caches:
         for index, layer in enumerate(layers):
@@ -159,21 +171,25 @@ def fill_cache(
     stored: Mapping[str, Tensor],
     ids: Tensor,
 ) -> None:
-    """Let an empty batch cache hold the sequence that `cache_tensors` was given, which has read the tokens `ids` (n,).
+    """Fill an empty batch cache with the sequence of `cache_tensors`.
 
     Args:
-        cache_factory: of the batch cache. layers: what each stores. n_heads: query heads; 0 where the model names no
-            number.
+        batch_cache: The empty cache.
+        cache_factory: Factory of the batch cache.
+        layers: Shapes of the model's layers.
+        n_heads: Query heads; 0 where the model names no number.
+        stored: Tensors of the sequence.
+        ids: Tokens that it has read, (n,).
 
     Raises:
-        DataError: tensors of other layers, or that do not fit together. PoolFullError: there is no room. In both
-            cases the caller clears the batch cache.
+        DataError: tensors of other layers, or that do not fit together. The caller clears the batch cache then.
+        PoolFullError: no memory is free. The caller clears the batch cache then.
     """
     closed = _closed(stored, cache_factory, len(ids))
     text, ids = ids, ids[closed:]
     for layer_cache, layer in zip(batch_cache.layers, layers, strict=True):
-        own = f"{layer_cache.index}."
-        part = {name.removeprefix(own): t for name, t in stored.items() if name.startswith(own)}
+        prefix = f"{layer_cache.index}."
+        part = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
         dtype = cache_factory.pool(layer).arrays.dtype
         part = _padded(layer_cache.index, layer, dtype, n_heads, part)
         if closed and "origins" not in part:
@@ -181,7 +197,7 @@ def fill_cache(
         from_tensors(layer_cache, part, len(ids), ids.device)
     states: Any = batch_cache.states
     if isinstance(states, States):
-        restore_states(states, {name: t for name, t in stored.items() if name.startswith(PREFIX)}, ids.device)
+        restore_states(states, {name: tensor for name, tensor in stored.items() if name.startswith(PREFIX)}, ids.device)
     batch_cache.tracker.adopt(ids[None])
     batch_cache.tracker.closed[0] = len(text) - len(ids)
     for layer_cache in batch_cache.layers:
@@ -189,62 +205,64 @@ def fill_cache(
 
 
 def _closed(stored: Mapping[str, Tensor], cache_factory: CacheFactory, n_tokens: int) -> int:
-    """Positions that closed gaps took away of a text of `n_tokens`.
+    """Return the positions that closed gaps took away of a text of `n_tokens`.
 
     Raises:
         DataError: more than the text has, or where gaps do not close, or fewer than the context needs.
     """
-    given = stored.get("closed", torch.tensor(0))
-    closed = int(given) if given.numel() == 1 and given.dtype == torch.int64 else -1
-    most = 0 if cache_factory.reach is None else n_tokens
-    if not 0 <= closed <= most or cache_factory.within_context(n_tokens - closed) < n_tokens - closed:
+    stored_closed = stored.get("closed", torch.tensor(0))
+    closed = int(stored_closed) if stored_closed.numel() == 1 and stored_closed.dtype == torch.int64 else -1
+    max_closed = 0 if cache_factory.reach is None else n_tokens
+    if not 0 <= closed <= max_closed or cache_factory.within_context(n_tokens - closed) < n_tokens - closed:
         raise DataError(f"the request's cache has lost {closed} positions of {n_tokens} tokens; send the request again")
     return closed
 
 
 def _dense(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries (heads, width, ...) as (entries, ...), without the slots behind those of each head."""
-    held = _held(tensors["lens"], tensors["positions"].shape[1])
-    return {name: t[held] if name in ENTRIES else t for name, t in tensors.items()}
+    """Return entries (heads, width, ...) as (entries, ...), without the free slots."""
+    is_entry = _held(tensors["lens"], tensors["positions"].shape[1])
+    return {name: tensor[is_entry] if name in ENTRIES else tensor for name, tensor in tensors.items()}
 
 
 def _padded(
     index: int, layer: LayerShape, dtype: torch.dtype, n_heads: int, part: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What `_dense` was given.
+    """Return the tensors that `_dense` was given.
 
     Raises:
         DataError: entries of another number, shape or type than this layer holds; nothing was allocated.
     """
 
-    def need(right: bool, rule: str) -> None:
-        if not right:
+    def require(holds: bool, rule: str) -> None:
+        if not holds:
             raise DataError(f"layer {index}: the request's cache does not fit ({rule}); send the request once more")
 
     for name in ("keys", "values", "positions", "scores", "lens"):
-        need(name in part, f"it has {name}")
+        require(name in part, f"it has {name}")
     lens, n = part["lens"], len(part["positions"]) if part["positions"].ndim == 1 else -1
-    need(lens.shape == (layer.n_kv_heads,) and lens.dtype == torch.int32, f"it has {layer.n_kv_heads} KV heads")
-    need(bool((lens >= 0).all()) and int(lens.long().sum()) == n, f"its heads hold {n} entries together")
-    need(part["keys"].shape == (n, layer.key_dim), f"a key has {layer.key_dim} numbers")
-    need(part["values"].shape == (n, layer.value_dim), f"a value has {layer.value_dim} numbers")
-    need(part["keys"].dtype == part["values"].dtype == dtype, f"entries are {dtype}")
+    require(lens.shape == (layer.n_kv_heads,) and lens.dtype == torch.int32, f"it has {layer.n_kv_heads} KV heads")
+    require(bool((lens >= 0).all()) and int(lens.long().sum()) == n, f"its heads hold {n} entries together")
+    require(part["keys"].shape == (n, layer.key_dim), f"a key has {layer.key_dim} numbers")
+    require(part["values"].shape == (n, layer.value_dim), f"a value has {layer.value_dim} numbers")
+    require(part["keys"].dtype == part["values"].dtype == dtype, f"entries are {dtype}")
     for name in ("queries", "moments.total"):
-        need(not n_heads or name not in part or part[name].shape[:1] == (n_heads,), f"there are {n_heads} query heads")
+        require(
+            not n_heads or name not in part or part[name].shape[:1] == (n_heads,), f"there are {n_heads} query heads"
+        )
     means = part.get("focus.means")
-    need(not n_heads or means is None or means.shape[1:2] == (n_heads,), f"there are {n_heads} query heads")
+    require(not n_heads or means is None or means.shape[1:2] == (n_heads,), f"there are {n_heads} query heads")
     width = int(lens.max()) if len(lens) else 0
-    held = _held(lens, width)
+    is_entry = _held(lens, width)
     padded = dict(part)
     for name in ENTRIES:
-        if (found := part.get(name)) is not None:
-            need(len(found) == n, f"there are {n} {name}")
-            room = found.new_full((len(lens), width, *found.shape[1:]), -1 if name == "positions" else 0)
-            room[held] = found
-            padded[name] = room
+        if (entries := part.get(name)) is not None:
+            require(len(entries) == n, f"there are {n} {name}")
+            slots = entries.new_full((len(lens), width, *entries.shape[1:]), -1 if name == "positions" else 0)
+            slots[is_entry] = entries
+            padded[name] = slots
     return padded
 
 
 def _held(lens: Tensor, width: int) -> Tensor:
-    """(heads, width) whether a slot holds an entry."""
+    """Return whether each slot holds an entry, (heads, width)."""
     return torch.arange(width) < lens.cpu()[:, None]

@@ -1,4 +1,4 @@
-"""RequestSnapshot: one request in flight with its answers so far and its cache, as bytes and back.
+"""Snapshots of requests: one request in flight with its answers so far and its cache, as bytes and back.
 
 Texts, penalties, constraints and stop texts are not stored: they follow from the tokens.
 """
@@ -23,11 +23,11 @@ from millpond.option_files import OptionFile, OwnText
 from millpond.prompt_marks import PromptMarks
 from millpond.typed_json import from_json, to_json
 
-#: Names this form of the bytes; another one is refused. A new field of `Request` with a default travels by itself
+#: Name of this form of the bytes; another one is refused. A new field of `Request` with a default travels by itself
 #: (`typed_json`), and bytes of before are read with the default: the version stays. It changes when a field loses its
 #: default, its name or its type, or when bytes of before would mean something else.
 FORMAT = "millpond-request-2"
-#: A token's log probability, and those of the likeliest, as `TokenLogprob` has them without texts.
+#: A token, its log probability, and those of the likeliest: `TokenLogprob` without texts.
 Logprob = tuple[int, float, tuple[tuple[int, float], ...]]
 
 
@@ -36,8 +36,12 @@ class CompletionSnapshot:
     """One answer so far.
 
     Attributes:
-        seed: of its draws. tokens: so far. known: that come next, see `Request`. logprobs: of `tokens`, if requested.
-        finish_reason: None while it grows. shared: tokens of its prompt that others had read.
+        seed: Seed of its draws.
+        tokens: Its tokens so far.
+        known: Tokens that come next, see `Request`.
+        logprobs: Log probabilities of `tokens`, if requested.
+        finish_reason: Why it ended; None while it grows.
+        shared: Tokens of its prompt that others had read.
     """
 
     seed: int
@@ -50,7 +54,13 @@ class CompletionSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ages:
-    """Seconds since moments of a request; None: it has not come."""
+    """Seconds since moments of a request; None: not yet.
+
+    Attributes:
+        arrived: Since it was added.
+        started: Since its prompt began to be read.
+        first_token: Since its first token was chosen.
+    """
 
     arrived: float
     started: float | None = None
@@ -62,11 +72,14 @@ class RequestSnapshot:
     """A request between two engines.
 
     Attributes:
-        request: its prompt as token ids, and its deadline in seconds that are left. text: its prompt, if it was a text.
-        answers: of which those that grow have a cache in `caches`, in order; or all of them one, which they share.
-        ages: see `Ages`. prompt_logprobs: so far, None for the first token; None where not requested.
-        model: fingerprint of the model. cache factory: how the cache is kept, in words.
-        caches: tensors of each; none where the prompt was not read, which the next engine begins again.
+        request: The request, with its prompt as token ids, and its deadline in seconds that remain.
+        text: Its prompt, if it was a text.
+        answers: Its answers. Those that grow have a cache in `caches`, in order; or all of them share one.
+        ages: Seconds since its moments.
+        model: Fingerprint of the model.
+        recipe: Description of how the cache is kept, in words.
+        prompt_logprobs: Log probabilities of the prompt so far, None for the first token; None where not requested.
+        caches: Tensors of each cache; none where the prompt was not read, which the next engine begins again.
     """
 
     request: Request
@@ -84,7 +97,7 @@ class RequestSnapshot:
         return bool(self.caches)
 
     def continued_as(self, request: Request) -> RequestSnapshot:
-        """The same request at a later moment: its name and deadline, and the tokens that are known by then.
+        """Return the same request with its later name, deadline and known tokens.
 
         Raises:
             DataError: known tokens of another number of answers, or that differ from those of an answer here.
@@ -97,7 +110,7 @@ class RequestSnapshot:
         return replace(self, request=moved, answers=tuple(answers))
 
     def to_bytes(self) -> bytes:
-        """As one safetensors buffer with a checksum.
+        """Return the snapshot as one safetensors buffer with a checksum.
 
         Raises:
             OptionError: options of the method that cannot be written down.
@@ -119,7 +132,7 @@ class RequestSnapshot:
             tensors[f"answer.{index}.tokens"] = torch.tensor(answer.tokens, dtype=torch.int32)
             tensors[f"answer.{index}.known"] = torch.tensor(answer.known, dtype=torch.int32)
         for index, cache in enumerate(self.caches):
-            tensors |= {f"cache.{index}.{name}": t for name, t in cache.items()}
+            tensors |= {f"cache.{index}.{name}": tensor for name, tensor in cache.items()}
         try:
             written = json.dumps(header, allow_nan=True)
         except (TypeError, ValueError) as error:
@@ -128,26 +141,26 @@ class RequestSnapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RequestSnapshot:
-        """What `to_bytes` was given.
+        """Return the snapshot that `to_bytes` wrote.
 
         Raises:
             DataError: bytes that are cut off, changed, of another version, or hold values that no request has.
         """
-        about, tensors = unpack(data)
-        if about.get("format") != FORMAT:
+        texts, tensors = unpack(data)
+        if texts.get("format") != FORMAT:
             raise DataError(
-                f"the buffer has the format {str(about.get('format'))[:80]!r}, and this Millpond reads {FORMAT!r}: run "
+                f"the buffer has the format {str(texts.get('format'))[:80]!r}, and this Millpond reads {FORMAT!r}: run "
                 "the same version on both sides"
             )
         try:
-            return cls._read(about, json.loads(about["request"]), tensors)
+            return cls._read(texts, json.loads(texts["request"]), tensors)
         except MillpondError as error:
             raise DataError(f"the buffer holds no request: {error}") from None
         except (KeyError, ValueError, TypeError, RecursionError, AttributeError) as error:
             raise DataError(f"the buffer holds no request ({type(error).__name__}: {str(error)[:120]})") from None
 
     @classmethod
-    def _read(cls, about: dict[str, str], header: dict[str, Any], tensors: dict[str, Tensor]) -> RequestSnapshot:
+    def _read(cls, texts: dict[str, str], header: dict[str, Any], tensors: dict[str, Tensor]) -> RequestSnapshot:
         fields = {**header["request"], "prompt": _ids(tensors["ids"])}
         request = replace(
             from_json(Request, fields),
@@ -157,10 +170,10 @@ class RequestSnapshot:
         )
         answers = [
             replace(
-                from_json(CompletionSnapshot, {**one, "tokens": _ids(tensors[f"answer.{index}.tokens"])}),
+                from_json(CompletionSnapshot, {**answer_fields, "tokens": _ids(tensors[f"answer.{index}.tokens"])}),
                 known=_ids(tensors[f"answer.{index}.known"]),
             )
-            for index, one in enumerate(header["answers"])
+            for index, answer_fields in enumerate(header["answers"])
         ]
         n_caches, text = header["caches"], header["text"]
         if type(n_caches) is not int or not 0 <= n_caches <= len(answers) or not isinstance(text, str | None):
@@ -170,40 +183,44 @@ class RequestSnapshot:
             text=text,
             answers=tuple(answers),
             ages=from_json(Ages, header["ages"]),
-            model=about["model"],
-            recipe=about["recipe"],
-            prompt_logprobs=from_json(_Logprobs, {"found": header["prompt_logprobs"]}).found,
+            model=texts["model"],
+            recipe=texts["recipe"],
+            prompt_logprobs=from_json(_Logprobs, {"logprobs": header["prompt_logprobs"]}).logprobs,
             caches=[_named(tensors, f"cache.{index}.") for index in range(n_caches)],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Those of a prompt, for `from_json`."""
+    """Log probabilities of a prompt, for `from_json`.
 
-    found: tuple[Logprob | None, ...] | None
+    Attributes:
+        logprobs: One per token.
+    """
+
+    logprobs: tuple[Logprob | None, ...] | None
 
 
-def logprob_of(found: TokenLogprob) -> Logprob:
-    """Without texts, which follow from the ids."""
-    return found.token_id, found.logprob, tuple((token, value) for token, value, _ in found.top)
+def logprob_of(token_logprob: TokenLogprob) -> Logprob:
+    """Return a log probability without texts, which follow from the ids."""
+    return token_logprob.token_id, token_logprob.logprob, tuple((token, value) for token, value, _ in token_logprob.top)
 
 
 def _known_by_now(answer: CompletionSnapshot, known: tuple[int, ...]) -> CompletionSnapshot:
-    """An answer whose tokens are known as far as `known`, or further.
+    """Return an answer whose tokens are known up to `known`, or further.
 
     Raises:
-        DataError: they are others.
+        DataError: its tokens are others.
     """
-    here, both = (*answer.tokens, *answer.known), min(len(answer.tokens) + len(answer.known), len(known))
-    if here[:both] != known[:both]:
+    own_tokens, num_common = (*answer.tokens, *answer.known), min(len(answer.tokens) + len(answer.known), len(known))
+    if own_tokens[:num_common] != known[:num_common]:
         raise DataError("the copy of a request has other tokens than its client was sent; begin it again")
-    longest = max(here, known, key=len)
+    longest = max(own_tokens, known, key=len)
     return replace(answer, known=() if answer.finish_reason else longest[len(answer.tokens) :])
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _ids(tensor: Tensor) -> tuple[int, ...]:
@@ -213,7 +230,7 @@ def _ids(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _cache_fields(cache: CacheOptions) -> dict[str, Any]:
-    """Options as JSON has them.
+    """Return options as JSON holds them.
 
     Raises:
         OptionError: one of them names a file.
@@ -227,8 +244,8 @@ def _cache_fields(cache: CacheOptions) -> dict[str, Any]:
 
 
 def _cache_of(fields: Any) -> CacheOptions:
-    """What `_cache_fields` was given; no file may be named by it."""
+    """Return the options that `_cache_fields` wrote; they may name no file."""
     budget = fields.pop("budget")
     cache = from_json(CacheOptions, fields)
-    found = Budget(*budget) if isinstance(budget, list) else budget
-    return replace(cache, budget=found, files={})
+    parsed_budget = Budget(*budget) if isinstance(budget, list) else budget
+    return replace(cache, budget=parsed_budget, files={})

@@ -1,4 +1,4 @@
-"""RequestTransfer: requests of an engine that leave as snapshots, and snapshots that become requests of it."""
+"""Transfer of requests: an engine's requests become snapshots, and snapshots become its requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millpond.errors import CacheMismatchError, DataError, OptionError, PoolFull
 from millpond.hf.model_profile import ModelProfile
 from millpond.runner.cache_factory import CacheFactory
 
-#: Seconds that a request has on arrival whose deadline came on the way.
+#: Seconds that remain on arrival for a request whose deadline passed during its transfer.
 _NO_TIME = 1e-9
 
 
@@ -33,7 +33,8 @@ class RequestTransfer:
     """Makes snapshots of an engine's requests, and requests of snapshots.
 
     Args:
-        validator: checks the requests of snapshots.
+        parts: Parts of the engine.
+        validator: Checks the requests of snapshots.
     """
 
     def __init__(self, parts: Components, validator: RequestValidator) -> None:
@@ -46,11 +47,11 @@ class RequestTransfer:
     # ------------------------------------------------------------------ out
 
     def to_bytes(self, state: RequestState) -> bytes:
-        """A snapshot of a request, which stays as it is.
+        """Return a snapshot of a request, which stays unchanged.
 
         Raises:
             OptionError: caches on a disk, options that cannot be written down, or a request that is read again.
-            PoolFullError: it is swapped out, and there is no room to read its pages.
+            PoolFullError: it is swapped out, and no memory is free to read its pages.
             DataError: the file with its pages is broken.
         """
         cache_factory = state.group.cache_factory
@@ -64,8 +65,8 @@ class RequestTransfer:
         if state.scheduled.num_computed_tokens < state.scheduled.num_prompt_tokens:
             return self._snapshot(state, []).to_bytes()
         if state.private_cache is None:
-            places = [state.group.completions.index(completion) for completion in state.unfinished]
-            return self._snapshot(state, _caches(cache_factory, state.group.batch_cache, places)).to_bytes()
+            sequences = [state.group.completions.index(completion) for completion in state.unfinished]
+            return self._snapshot(state, _caches(cache_factory, state.group.batch_cache, sequences)).to_bytes()
         if not self._prefix_cache.make_room(state.private_cache.pages_to_swap_in()):
             raise PoolFullError(
                 f"request {state.request.request_id!r} is swapped out, and the pool has no room to read its pages; "
@@ -107,12 +108,12 @@ class RequestTransfer:
 
     def _answer(self, state: RequestState, index: int) -> CompletionSnapshot:
         completion = state.completions[index]
-        shown = completion.to_output()
+        output = completion.to_output()
         return CompletionSnapshot(
             seed=0 if completion.finished else self._sampler.seed_of(completion.key),
-            tokens=shown.token_ids,
+            tokens=output.token_ids,
             known=() if completion.finished else self._sampler.known_of(completion.key),
-            logprobs=None if shown.logprobs is None else tuple(map(logprob_of, shown.logprobs)),
+            logprobs=None if output.logprobs is None else tuple(map(logprob_of, output.logprobs)),
             finish_reason=completion.finish_reason,
             shared=completion.shared,
         )
@@ -120,12 +121,14 @@ class RequestTransfer:
     # ------------------------------------------------------------------ in
 
     def restore(self, snapshot: RequestSnapshot) -> RequestState:
-        """A request of the engine, which is in flight from now on.
+        """Make a request of the engine, which is in flight from now on.
 
         Raises:
-            CacheMismatchError: another model, or a cache that is kept in another way here.
-            DataError: values that no such request has. PoolFullError: there is no room now.
-            OptionError, BudgetError, UnsupportedModelError: see `Engine.add`. Nothing is left behind in any case.
+            CacheMismatchError: another model, or a cache that is kept in another way here. As after each of these
+                errors, nothing is left behind.
+            DataError: values that no such request has.
+            PoolFullError: no memory is free now.
+            OptionError, BudgetError, UnsupportedModelError: see `Engine.add`.
         """
         request = self._checked(snapshot)
         state = self._validator.validate(request)
@@ -158,7 +161,7 @@ class RequestTransfer:
         return state
 
     def _checked(self, snapshot: RequestSnapshot) -> Request:
-        """The request as the engine takes it in."""
+        """Return the request as the engine takes it in."""
         if snapshot.model != self._fingerprint():
             raise CacheMismatchError(
                 "the request was begun with another model, with other weights, or with weights in another format: give "
@@ -172,7 +175,7 @@ class RequestTransfer:
         return replace(request, known=() if snapshot.begun or not any(known) else known)
 
     def _start(self, state: RequestState, snapshot: RequestSnapshot) -> None:
-        """Let the sampler and the answers know all tokens so far."""
+        """Pass all tokens so far to the sampler and the answers."""
         params = state.request.params
         grammar, bans = self._sampler.grammars.of(params), self._sampler.bans_of(params)
         for completion, stored in zip(state.completions, snapshot.answers, strict=True):
@@ -180,13 +183,13 @@ class RequestTransfer:
                 if not 0 <= token < self._model.vocabulary:
                     raise DataError(f"token id {token} is not one of the model's {self._model.vocabulary}")
             completion.shared = stored.shared
-            found = stored.logprobs or ()
-            if params.logprobs is not None and len(found) != len(stored.tokens):
-                raise DataError(f"{len(found)} log probabilities of {len(stored.tokens)} tokens; send it once more")
-            for place, token in enumerate(stored.tokens):
+            logprobs = stored.logprobs or ()
+            if params.logprobs is not None and len(logprobs) != len(stored.tokens):
+                raise DataError(f"{len(logprobs)} log probabilities of {len(stored.tokens)} tokens; send it once more")
+            for index, token in enumerate(stored.tokens):
                 if completion.finished:
                     raise DataError(f"answer {completion.index} has tokens behind its end; send it once more")
-                completion.append(Sampled(token, *(found[place][1:] if found else ())))
+                completion.append(Sampled(token, *(logprobs[index][1:] if logprobs else ())))
             if stored.finish_reason is None and completion.finished:
                 raise DataError(f"answer {completion.index} ends before its last token; send it once more")
             if stored.finish_reason is not None and not completion.finished:
@@ -200,31 +203,33 @@ class RequestTransfer:
                     grammar,
                     bans,
                     seed=stored.seed,
-                    said=stored.tokens,
+                    decoded=stored.tokens,
                     known=stored.known,
                 )
 
     def _continue(self, state: RequestState, snapshot: RequestSnapshot) -> None:
-        """Decode behind the caches of a snapshot."""
+        """Decode after the caches of a snapshot."""
         unfinished, caches, cache_factory, scheduled = (
             state.unfinished,
             snapshot.caches,
             state.group.cache_factory,
             state.scheduled,
         )
-        alike = len(caches) == 1 < len(unfinished)
+        share_cache = len(caches) == 1 < len(unfinished)
         if (
             not unfinished
-            or (not alike and len(caches) != len(unfinished))
+            or (not share_cache and len(caches) != len(unfinished))
             or not all(completion.tokens for completion in unfinished)
         ):
             raise DataError(
                 f"{len(caches)} caches of {len(unfinished)} answers that continue; send the request once more"
             )
-        if alike and any(len(completion.tokens) > 1 for completion in unfinished):
+        if share_cache and any(len(completion.tokens) > 1 for completion in unfinished):
             raise DataError("answers of several tokens have one cache; send the request once more")
         if snapshot.prompt_logprobs is not None and state.prompt_logprobs is not None:
-            state.prompt_logprobs = [one if one is None else self._logprob(one) for one in snapshot.prompt_logprobs]
+            state.prompt_logprobs = [
+                logprob if logprob is None else self._logprob(logprob) for logprob in snapshot.prompt_logprobs
+            ]
         scheduled.num_computed_tokens, scheduled.num_answers, scheduled.status = (
             scheduled.num_prompt_tokens,
             len(unfinished),
@@ -242,7 +247,7 @@ class RequestTransfer:
         try:
             for cache, completion in zip(caches, unfinished, strict=False):
                 self._fill(batch_cache, cache_factory, cache, (*state.ids, *completion.tokens[:-1]), state)
-            if alike:
+            if share_cache:
                 batch_cache.select([0] * len(unfinished))
         except BaseException:
             batch_cache.clear()
@@ -261,42 +266,51 @@ class RequestTransfer:
         state: RequestState,
     ) -> None:
         """Add one sequence to a batch cache."""
-        one = cache_factory.make_cache()
-        one.mark(state.marks)
+        single_cache = cache_factory.make_cache()
+        single_cache.mark(state.marks)
         try:
             tokens = torch.tensor(ids, dtype=torch.int64, device=self._model.device)
-            fill_cache(one, cache_factory, self._model.layers, self._n_heads, cache, tokens)
-            one.tracker.marks.dropped.add(state.marks.forget, 0)
-            batch_cache.join(one)
+            fill_cache(single_cache, cache_factory, self._model.layers, self._n_heads, cache, tokens)
+            single_cache.tracker.marks.dropped.add(state.marks.forget, 0)
+            batch_cache.join(single_cache)
         except BaseException:
-            one.clear()
+            single_cache.clear()
             raise
 
-    def _logprob(self, found: Logprob) -> TokenLogprob:
-        return with_texts(self._tokenizer, *found)
+    def _logprob(self, logprob: Logprob) -> TokenLogprob:
+        return with_texts(self._tokenizer, *logprob)
 
 
-def _caches(cache_factory: CacheFactory, batch_cache: BatchCache, places: Sequence[int]) -> list[dict[str, Tensor]]:
-    """The tensors of some sequences of a batch cache, once where they have written nothing of their own yet."""
-    chosen = places[:1] if _alike(batch_cache, places) else places
-    return [sequence_tensors(cache_factory, batch_cache, place) for place in chosen]
+def _caches(cache_factory: CacheFactory, batch_cache: BatchCache, sequences: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Return the tensors of some sequences of a batch cache, only once if they hold the same."""
+    distinct = sequences[:1] if _alike(batch_cache, sequences) else sequences
+    return [sequence_tensors(cache_factory, batch_cache, sequence) for sequence in distinct]
 
 
-def _alike(batch_cache: BatchCache, places: Sequence[int]) -> bool:
-    """Whether several sequences hold the same pages, and no others: they have not decoded yet."""
-    chosen = list(places)
+def _alike(batch_cache: BatchCache, sequences: Sequence[int]) -> bool:
+    """Return whether several sequences hold the same pages and no others.
+
+    They have not decoded yet then.
+    """
+    indices = list(sequences)
     for layer_cache in batch_cache.layers:
-        if layer_cache.table is None or len(chosen) < 2:
+        if layer_cache.table is None or len(indices) < 2:
             return False
         for part in parts_of(layer_cache.table):
-            ids = part.page_lists.ids.reshape(layer_cache.table.n_seq, layer_cache.table.n_kv_heads, -1)[chosen]
+            ids = part.page_lists.ids.reshape(layer_cache.table.n_seq, layer_cache.table.n_kv_heads, -1)[indices]
             if not (ids == ids[:1]).all():
                 return False
-        lengths = layer_cache.table.entries()[chosen]
+        lengths = layer_cache.table.entries()[indices]
         if not (lengths == lengths[:1]).all():
             return False
     return True
 
 
-def _logprobs(found: Sequence[TokenLogprob | None] | None) -> tuple[Logprob | None, ...] | None:
-    return None if found is None else tuple(one if one is None else logprob_of(one) for one in found)
+def _logprobs(token_logprobs: Sequence[TokenLogprob | None] | None) -> tuple[Logprob | None, ...] | None:
+    return (
+        None
+        if token_logprobs is None
+        else tuple(
+            token_logprob if token_logprob is None else logprob_of(token_logprob) for token_logprob in token_logprobs
+        )
+    )

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Header
 from fastapi import Path as InPath
 from fastapi import Request as HttpRequest
 
-from millpond.engine.request import MOST_SALT
+from millpond.engine.request import MAX_SALT
 from millpond.engine.sessions.store import SessionStore
 from millpond.server.errors import ApiError
 from millpond.server.service import Service
 
 #: The `cache_salt` of the requests whose turns are meant: a header, since addresses are written to logs.
-Salt = Annotated[str | None, Header(alias="Millpond-Cache-Salt", min_length=1, max_length=MOST_SALT)]
+Salt = Annotated[str | None, Header(alias="Millpond-Cache-Salt", min_length=1, max_length=MAX_SALT)]
 SessionId = Annotated[str, InPath(pattern="^[0-9a-f]{32}$")]
 
 

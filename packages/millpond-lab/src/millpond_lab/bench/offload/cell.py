@@ -112,7 +112,7 @@ def run_ours(folder: Path, cell: str, settings: OffloadSettings) -> dict[str, An
         workload=Workload(prompt=settings.prompt, new=settings.new),
         overlap=not cell.endswith("no-overlap"),
         open_file=TimedFile,
-        can=replace(ENGINE, schedules=("row", "zigzag")),
+        capabilities=replace(ENGINE, schedules=("row", "zigzag")),
     )
     plan = opened.placement.plan
     assert opened.streamed is not None, "the model does not fit"
