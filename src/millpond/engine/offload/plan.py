@@ -261,7 +261,7 @@ EVERYTHING = Capabilities(
 #: Changes when the meaning of a field does.
 FORMAT = 1
 #: Most bytes of a plan.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def to_json(plan: Plan) -> str:
@@ -314,8 +314,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         OptionError: it cannot be read; or see `from_json`. DataError: see `from_json`.
     """
     content = read_file(path)
-    if len(content) > MOST_BYTES:
-        raise DataError(f"{os.fspath(path)}: {len(content):,} bytes are too many for a plan (at most {MOST_BYTES:,})")
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{os.fspath(path)}: {len(content):,} bytes are too many for a plan (at most {MAX_BYTES:,})")
     return from_json(content)
 
 
